@@ -1,0 +1,66 @@
+# One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
+#   make demo | test | check | bench | bench-peer | docs | clean
+#   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
+TORCH  ?= torch==2.13.0
+PYTHON ?= python3
+VENV   := .venv
+PEER   := .venv-peer
+BIN    := $(VENV)/bin
+PIP    := -m pip --disable-pip-version-check --quiet
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench bench-peer docs clean
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# torch goes in first and is then pinned by a constraints file: anything installed later that asks for
+# "torch" gets this one, never several GB of another build.
+$(VENV)/constraints.txt:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "[1/2] a virtual environment in $(VENV) with $(TORCH)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(PIP) install "$(TORCH)" numpy
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+
+$(VENV)/ready-%: $(VENV)/constraints.txt pyproject.toml
+	@echo "[2/2] accelerate[$*]"
+	@$(BIN)/python $(PIP) install -c $(VENV)/constraints.txt -e '.[$*]'
+	@touch $@
+
+.PRECIOUS: $(VENV)/ready-%
+
+demo: $(VENV)/ready-examples  ## train on real data with two processes
+	$(BIN)/accelerate launch --num_processes 2 examples/digits.py $(ARGS)
+
+test: $(VENV)/ready-test  ## the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/ready-dev  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/ready-dev  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(PEER)/ready:
+	@echo "a second environment in $(PEER) with the public package accelerate==1.15.0, to compare with"
+	@$(PYTHON) -m venv $(PEER)
+	@$(PEER)/bin/python $(PIP) install "$(TORCH)" numpy
+	@$(PEER)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(PEER)/constraints.txt
+	@$(PEER)/bin/python $(PIP) install -c $(PEER)/constraints.txt accelerate==1.15.0 scikit-learn
+	@touch $@
+
+bench-peer: $(PEER)/ready  ## make the environment of the public package
+
+bench: $(VENV)/ready-test $(PEER)/ready  ## measure against raw torch and the public package
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/ready-docs  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) $(PEER) site runs .pytest_cache .ruff_cache

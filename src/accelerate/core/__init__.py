@@ -1,0 +1,1 @@
+"""Floor 0: plain values. Nothing here imports torch."""

@@ -1,0 +1,112 @@
+"""The environment: read in this file and written in this file, nowhere else.
+
+Everything else asks here once and then passes plain values around. ``child`` makes the environment of a
+process to be started without touching this one's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+
+TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
+FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
+
+# Variables that are a protocol rather than a setting: they describe the run and have no flag or key.
+# name -> what it means. Settings declare their own variables next to their own field (core/setting.py),
+# schedulers theirs in world/clusters.py, devices and strategies theirs in their own file.
+PROTOCOL: dict[str, str] = {
+    "ACCELERATE_TORCH_DEVICE": "fixes the torch device of this process, for example 'cuda:1'",
+    "ACCELERATE_LOG_LEVEL": "level of the loggers made by accelerate.logging.get_logger",
+    "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model that is spread over devices under data parallelism",
+    "ACCELERATE_ERROR_FILE": "where a launched rank leaves its traceback for the launcher to print last",
+    "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",
+    "RANK": "rank of this process in the world",
+    "WORLD_SIZE": "number of processes in the world",
+    "LOCAL_RANK": "rank of this process on its machine",
+    "LOCAL_WORLD_SIZE": "number of processes on this machine",
+    "GROUP_RANK": "rank of this machine",
+    "MASTER_ADDR": "address of rank 0",
+    "MASTER_PORT": "port of rank 0",
+    "OMP_NUM_THREADS": "threads of each process's CPU kernels",
+    "HF_HOME": "root of the Hugging Face cache, holds accelerate/default_config.yaml",
+    "XDG_CACHE_HOME": "root of the user's cache when HF_HOME is unset",
+}
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment."""
+    return dict(os.environ)
+
+
+def get(name: str, default: str | None = None) -> str | None:
+    """The value of one variable; an empty value counts as unset."""
+    return os.environ.get(name) or default
+
+
+def first(names: Iterable[str]) -> tuple[str, str] | None:
+    """The first of ``names`` that is set, with its value."""
+    for name in names:
+        value = get(name)
+        if value is not None:
+            return name, value
+    return None
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """A variable read as yes or no (``1 true t yes y on`` / ``0 false f no n off``).
+
+    Raises:
+        SettingError: the value is none of these words.
+    """
+    value = get(name)
+    return default if value is None else truth(value, where=f"the environment variable {name}")
+
+
+def truth(text: str, *, where: str) -> bool:
+    """``text`` as yes or no; ``where`` names its source in the error."""
+    word = text.strip().lower()
+    if word in TRUE:
+        return True
+    if word in FALSE:
+        return False
+    from accelerate.core.errors import SettingError
+
+    raise SettingError(
+        f"{where} is {text!r}, which is neither yes nor no", fix="use true or false (1/0, yes/no, on/off)"
+    )
+
+
+def write(values: Mapping[str, object | None]) -> None:
+    """Sets variables of this process; None removes one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(value)
+
+
+@contextmanager
+def patched(values: Mapping[str, object | None], *, clear: bool = False) -> Generator[None]:
+    """Sets variables for the length of a ``with`` block and then puts back exactly what was there."""
+    before = snapshot()
+    try:
+        if clear:
+            os.environ.clear()
+        write(values)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def child(values: Mapping[str, object | None]) -> dict[str, str]:
+    """The environment of a process to be started: this one's, with ``values`` set or (None) removed."""
+    environment = snapshot()
+    for name, value in values.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = str(value)
+    return environment

@@ -1,0 +1,126 @@
+"""The error tree.
+
+    AccelerateError                what went wrong, why, and what to type
+    |-- SettingError               a value, key, flag or variable is wrong           (ValueError)
+    |   `-- UnknownNameError       a name nobody knows; the nearest one is suggested
+    |-- PrepareError               an object cannot be prepared or used this way     (ValueError, TypeError)
+    |-- DeviceError                a device is absent or cannot do what was asked    (RuntimeError)
+    |-- WorldError                 the group of processes is not what was asked for  (RuntimeError)
+    |-- CollectiveError            ranks do not agree about a collective             (RuntimeError)
+    |-- CheckpointError            a checkpoint is missing, incomplete or damaged    (RuntimeError)
+    |-- LaunchError                a job cannot be started, or a rank failed         (RuntimeError)
+    |-- MissingExtraError          an optional package is needed                     (ImportError)
+    `-- NotBuiltError              promised, and not built yet                       (NotImplementedError)
+
+The second bases are what users of the public package already catch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AccelerateError(Exception):
+    """Base of every error this package raises on purpose.
+
+    Args:
+        what: one sentence saying what is wrong, in the user's words.
+        why: the reason or the rule behind it; may be empty.
+        fix: what to type or change; may be empty.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between ranks and from workers; keyword-only arguments need this.
+        return _rebuild, (type(self), self.what, self.why, self.fix)
+
+
+def _rebuild(kind: type[AccelerateError], what: str, why: str, fix: str) -> AccelerateError:
+    error = kind.__new__(kind)
+    AccelerateError.__init__(error, what, why=why, fix=fix)
+    return error
+
+
+class SettingError(AccelerateError, ValueError):
+    """A setting has a value it cannot have, or two settings contradict each other."""
+
+
+class UnknownNameError(SettingError):
+    """A flag, key, device, strategy ... that does not exist.
+
+    Args:
+        kind: what sort of name it is: ``"flag"``, ``"key in config.yaml"``, ``"device"``.
+        name: what the user wrote.
+        known: the names that exist; the nearest is suggested.
+        why: replaces the list of known names.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, why: str = "") -> None:
+        choices = sorted(set(known))
+        near = nearest(name, choices)
+        listed = ", ".join(choices) if len(choices) <= 24 else ""
+        super().__init__(
+            f"unknown {kind} {name!r}",
+            why=why or (f"known: {listed}" if listed else ""),
+            fix=f"did you mean {near!r}?" if near else "",
+        )
+        self.name, self.near = name, near
+
+
+class PrepareError(AccelerateError, ValueError, TypeError):
+    """An object cannot be prepared, or was used in a way its preparation rules out."""
+
+
+class DeviceError(AccelerateError, RuntimeError):
+    """A device is absent, unknown, or cannot do what was asked."""
+
+
+class WorldError(AccelerateError, RuntimeError):
+    """The group of processes is not what was asked for."""
+
+
+class CollectiveError(AccelerateError, RuntimeError):
+    """Ranks do not agree about a collective: other order, shape, type, or a missing rank."""
+
+
+class CheckpointError(AccelerateError, RuntimeError):
+    """A checkpoint is missing, incomplete or damaged."""
+
+
+class LaunchError(AccelerateError, RuntimeError):
+    """A job cannot be started, or one of its ranks failed."""
+
+
+class MissingExtraError(AccelerateError, ImportError):
+    """An optional package is needed.
+
+    Args:
+        package: the name to install with pip.
+        need: what needs it.
+    """
+
+    def __init__(self, package: str, need: str) -> None:
+        super().__init__(f"{need} needs the package {package!r}", fix=f"pip install {package}")
+
+
+class NotBuiltError(AccelerateError, NotImplementedError):
+    """A promised name that is not built yet; the plan says what will come."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to ``name``, or None when none is near."""
+    table = {choice.lower(): choice for choice in known}
+    near = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.6)
+    return table[near[0]] if near else None

@@ -1,0 +1,87 @@
+"""Plug-ins are files: to add one is to add one file to a folder.
+
+A registry stands for a folder of a package. Every module in it that defines ``PLUGIN`` is one plug-in,
+known by its file's name. Other packages add theirs through an entry point group, tests through
+``add``. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Generic, TypeVar, cast
+
+from accelerate.core.errors import UnknownNameError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """The plug-ins of one folder.
+
+    Args:
+        kind: what a plug-in is, for errors: ``"device"``.
+        package: the folder as a package name: ``"accelerate.device"``.
+        group: the entry point group other packages register in: ``"accelerate.devices"``.
+        exclude: files of the folder that are no plug-ins.
+    """
+
+    def __init__(self, kind: str, package: str, group: str, exclude: tuple[str, ...] = ("base",)) -> None:
+        self.kind, self.package, self.group, self.exclude = kind, package, group, exclude
+        self._added: dict[str, T] = {}
+        self._loaded: dict[str, T] = {}
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        """Names of the plug-ins that are files of the folder, sorted."""
+        path = importlib.import_module(self.package).__path__
+        names = (module.name for module in pkgutil.iter_modules(path) if not module.ispkg)
+        return tuple(sorted(n for n in names if n not in self.exclude and not n.startswith("_")))
+
+    @cached_property
+    def foreign(self) -> dict[str, object]:
+        """Entry points of other packages, by name; not loaded yet."""
+        from importlib.metadata import entry_points
+
+        return {point.name: point for point in entry_points(group=self.group)}
+
+    def names(self) -> tuple[str, ...]:
+        """Every known name: files first, then those of other packages, then added ones."""
+        return tuple(dict.fromkeys((*self.files, *self.foreign, *self._added)))
+
+    def __iter__(self) -> Iterator[T]:
+        return (self.get(name) for name in self.names())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._added or name in self.files or name in self.foreign
+
+    def get(self, name: str) -> T:
+        """The plug-in of that name.
+
+        Raises:
+            UnknownNameError: there is none; the nearest name is suggested.
+        """
+        if name in self._added:
+            return self._added[name]
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def _load(self, name: str) -> T:
+        if name in self.files:
+            return cast(T, importlib.import_module(f"{self.package}.{name}").PLUGIN)
+        if name in self.foreign:
+            return cast(T, self.foreign[name].load())  # type: ignore[attr-defined]
+        raise UnknownNameError(self.kind, name, self.names())
+
+    @contextmanager
+    def add(self, name: str, plugin: T) -> Generator[T]:
+        """Knows one more plug-in for the length of a ``with`` block."""
+        self._added[name] = plugin
+        try:
+            yield plugin
+        finally:
+            del self._added[name]

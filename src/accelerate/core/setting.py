@@ -1,0 +1,340 @@
+"""One declaration of a setting; flag, variable, YAML key, question, help and errors are derived from it.
+
+    @dataclass(frozen=True)
+    class Job:
+        num_processes: int | None = setting(None, help="how many processes to start on this machine")
+
+declares ``--num_processes`` (and ``--num-processes``), ``ACCELERATE_NUM_PROCESSES`` and the key
+``num_processes``. ``load`` fills the class from all sources and keeps, for each value, where it came from.
+Precedence: code > flag > environment > file > default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+
+from accelerate.core import environ
+from accelerate.core.errors import SettingError, UnknownNameError
+
+T = TypeVar("T")
+SOURCES = ("code", "flag", "environment", "file", "default")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything derived from one declaration.
+
+    Attributes:
+        name: the field's name, also the YAML key.
+        type: the resolved annotation.
+        flags: spellings on the command line, the first is shown in help.
+        variable: the environment variable, or None when there is none.
+        section: the nested table of the YAML file it lives in, "" for the top level.
+        prefix: what a key inside the section may or may not carry (``fsdp_``).
+        choices: allowed values, empty for any.
+        topic: heading of the help.
+        question: what the wizard asks; empty when it does not.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    flags: tuple[str, ...]
+    variable: str | None
+    section: str
+    prefix: str
+    choices: tuple[Any, ...]
+    topic: str
+    question: str
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag stands alone (``--cpu``) instead of taking a value."""
+        return self.type is bool
+
+    @property
+    def path(self) -> str:
+        """The key as written in a file: ``fsdp_config.fsdp_version``."""
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    flags: Sequence[str] = (),
+    variable: str | None | Literal[True] = True,
+    choices: Sequence[Any] = (),
+    topic: str = "",
+    question: str = "",
+    factory: Any = dataclasses.MISSING,
+) -> Any:
+    """Declares a setting as a dataclass field.
+
+    Args:
+        default: the value when no source gives one.
+        help: one line; the flag's variable and key are added to it by themselves.
+        flags: more spellings (torchrun's own, short ones) beside the derived one.
+        variable: environment variable; True derives ``ACCELERATE_<NAME>``, None means there is none.
+        choices: allowed values.
+        topic: heading of the help; empty takes the class's ``__topic__``.
+        question: what the wizard asks; empty means it does not ask.
+        factory: makes the default, for mutable values.
+    """
+    metadata = {
+        "setting": True,
+        "help": help,
+        "flags": tuple(flags),
+        "variable": variable,
+        "choices": tuple(choices),
+        "topic": topic,
+        "question": question,
+    }
+    if factory is not dataclasses.MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@cache
+def declared(cls: type) -> tuple[Setting, ...]:
+    """The settings of a dataclass, in order of declaration.
+
+    A class may set ``__section__`` (its nested YAML table), ``__prefix__`` (of its keys, flags and
+    variables) and ``__topic__`` (the heading of its flags in help).
+    """
+    hints = typing.get_type_hints(cls)
+    section: str = getattr(cls, "__section__", "")
+    prefix: str = getattr(cls, "__prefix__", "")
+    rows: list[Setting] = []
+    for item in dataclasses.fields(cls):
+        if not item.metadata.get("setting"):
+            continue
+        meta = item.metadata
+        variable = f"ACCELERATE_{item.name.upper()}" if meta["variable"] is True else meta["variable"]
+        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+        kind = hints[item.name]
+        rows.append(
+            Setting(
+                name=item.name,
+                type=kind,
+                default=default,
+                help=meta["help"],
+                flags=(f"--{item.name}", *meta["flags"]),
+                variable=variable,
+                section=section,
+                prefix=prefix,
+                choices=meta["choices"] or _literal_choices(kind),
+                topic=meta["topic"] or getattr(cls, "__topic__", ""),
+                question=meta["question"],
+            )
+        )
+    return tuple(rows)
+
+
+def _literal_choices(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(c for part in _members(kind) if get_origin(part) is Literal for c in get_args(part))
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The parts of a union, or the type alone."""
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        return get_args(kind)
+    return (kind,)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where one value came from.
+
+    Attributes:
+        source: one of ``SOURCES``.
+        where: in the user's words: ``"--num_processes"``, ``"ACCELERATE_..."``, ``"config.yaml: key"``.
+        value: the value after checking.
+    """
+
+    source: str
+    where: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.value!r} from {self.where}" if self.where else f"{self.value!r} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[T]):
+    """A filled settings class and, per field, every source that gave a value, the winner first."""
+
+    value: T
+    origins: dict[str, tuple[Origin, ...]]
+
+    def origin(self, name: str) -> Origin:
+        """Where the value in use came from."""
+        return self.origins[name][0]
+
+
+def load(
+    cls: type[T],
+    *,
+    code: Mapping[str, Any] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    file: Mapping[str, Any] | None = None,
+    file_name: str = "the configuration file",
+) -> Loaded[T]:
+    """Fills ``cls`` from all sources; None in ``code`` or ``flags`` means "not given".
+
+    Args:
+        cls: a dataclass of settings.
+        code: values given in Python, by field name.
+        flags: values typed on the command line, by field name (text or typed).
+        env: the environment to read; the process's own when None.
+        file: the part of the configuration file that belongs to ``cls`` (its section).
+        file_name: how to call that file in errors.
+
+    Raises:
+        SettingError: a value has the wrong type or is not among the choices.
+        UnknownNameError: a key of ``file`` is not declared.
+    """
+    environment = environ.snapshot() if env is None else env
+    rows = declared(cls)
+    keyed = _by_setting(rows, file or {}, file_name)
+    values: dict[str, Any] = {}
+    origins: dict[str, tuple[Origin, ...]] = {}
+    for row in rows:
+        found: list[Origin] = []
+        for source, given in (("code", code or {}), ("flag", flags or {})):
+            if given.get(row.name) is not None:
+                where = f"the argument {row.name}" if source == "code" else row.flags[0]
+                found.append(Origin(source, where, checked(row, given[row.name], where, text=source == "flag")))
+        if row.variable and environment.get(row.variable):
+            where = f"the environment variable {row.variable}"
+            found.append(Origin("environment", where, checked(row, environment[row.variable], where, text=True)))
+        if keyed.get(row.name) is not None:
+            where = f"{file_name}: {row.path}"
+            found.append(Origin("file", where, checked(row, keyed[row.name], where, text=False)))
+        found.append(Origin("default", "", row.default))
+        if found[0].value is dataclasses.MISSING:
+            raise SettingError(f"{row.name} is needed and not given", fix=f"add {row.flags[0]} ...")
+        values[row.name] = found[0].value
+        origins[row.name] = tuple(o for o in found if o.value is not dataclasses.MISSING)
+    return Loaded(cls(**values), origins)
+
+
+def _by_setting(rows: Sequence[Setting], table: Mapping[str, Any], file_name: str) -> dict[str, Any]:
+    """The file's values by field name; keys may omit the section's prefix."""
+    names = {row.name for row in rows}
+    prefix = rows[0].prefix if rows else ""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key if key in names else f"{prefix}{key}"
+        if name not in names:
+            place = f"key of {rows[0].section} in {file_name}" if rows and rows[0].section else f"key in {file_name}"
+            raise UnknownNameError(place, str(key), names)
+        found[name] = value
+    return found
+
+
+def checked(row: Setting, value: Any, where: str, *, text: bool) -> Any:
+    """``value`` as the declared type.
+
+    Args:
+        row: the setting.
+        value: what the source gave.
+        where: the source in the user's words.
+        text: the source only knows text (flag, variable), so ``"8"`` is a fine whole number.
+
+    Raises:
+        SettingError: it does not fit; the error says what would.
+    """
+    for kind in _members(row.type):
+        fits, result = _convert(kind, value, where, text)
+        if fits:
+            if row.choices:
+                return _chosen(row, result, where)
+            return result
+    if row.choices:
+        return _chosen(row, value, where)
+    raise SettingError(
+        f"{where} is {_describe(value)}, but {row.name} is {_type_name(row.type)}",
+        fix=_suggestion(row, value),
+    )
+
+
+def _chosen(row: Setting, value: Any, where: str) -> Any:
+    if value is None or value in row.choices:
+        return value
+    folded = {str(choice).lower(): choice for choice in row.choices}
+    word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
+    if word.lower() in folded:
+        return folded[word.lower()]
+    raise UnknownNameError(f"value of {row.name} ({where})", str(value), [str(c) for c in row.choices])
+
+
+def _convert(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
+    """(whether it fits, the value) for one plain type."""
+    if kind is type(None):
+        absent = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+        return absent, None
+    if get_origin(kind) is Literal:
+        return value in get_args(kind), value
+    if kind is bool:
+        # Files in the wild hold 'no' and 'true' as words; a yes/no word is never ambiguous.
+        if isinstance(value, str) and value.lower() in environ.TRUE | environ.FALSE:
+            return True, environ.truth(value, where=where)
+        return isinstance(value, bool), value
+    if kind in (int, float):
+        return _number(kind, value, text)
+    if get_origin(kind) in (tuple, list):
+        holder: Any = get_origin(kind)
+        if isinstance(value, str):
+            return text, holder(part.strip() for part in value.split(",") if part.strip())
+        return isinstance(value, list | tuple), holder(value) if isinstance(value, list | tuple) else value
+    if get_origin(kind) is dict or kind is dict:
+        return isinstance(value, dict), value
+    if kind is str:
+        return isinstance(value, str), value
+    return kind is Any or (isinstance(kind, type) and isinstance(value, kind)), value
+
+
+def _number(kind: type, value: Any, text: bool) -> tuple[bool, Any]:
+    if isinstance(value, bool):
+        return False, value
+    if text and isinstance(value, str):
+        try:
+            return True, kind(value)
+        except ValueError:
+            return False, value
+    if kind is float and isinstance(value, int):
+        return True, float(value)
+    return isinstance(value, kind), value
+
+
+def _describe(value: Any) -> str:
+    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+
+
+_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _type_name(kind: Any) -> str:
+    parts = [_NAMES.get(k, getattr(k, "__name__", str(k))) for k in _members(kind) if k is not type(None)]
+    return " or ".join(parts)
+
+
+def _suggestion(row: Setting, value: Any) -> str:
+    for kind in _members(row.type):
+        if kind in (int, float) and isinstance(value, str):
+            try:
+                return f"write {row.name}: {kind(value)} without quotes"
+            except ValueError:
+                continue
+    return f"give {_type_name(row.type)}"

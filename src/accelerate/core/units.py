@@ -1,0 +1,74 @@
+"""Bytes, durations and counts, to and from the way people write them."""
+
+from __future__ import annotations
+
+import re
+
+from accelerate.core.errors import SettingError
+
+_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size in bytes: ``"5GB"`` is 5 x 10^9, ``"5GiB"`` 5 x 2^30, ``"4Gb"`` gigabits; a number is bytes.
+
+    Raises:
+        SettingError: the text is not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?)([bB]?)\s*", text)
+    if match is None:
+        raise SettingError(f"{text!r} is not a size", fix="write it like '5GB', '5GiB' or a number of bytes")
+    number, prefix, binary, unit = match.groups()
+    factor = (_BINARY if binary else _DECIMAL)[prefix.lower()]
+    # A lower-case b after a prefix is bits, by the field's convention.
+    bits = unit == "b" and not binary and bool(prefix)
+    return int(float(number) * factor / (8 if bits else 1))
+
+
+def show_bytes(size: float) -> str:
+    """``1610612736`` -> ``"1.50 GB"`` (powers of 1024, as memory tools print them)."""
+    amount = float(size)
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if abs(amount) < 1024 or unit == "TB":
+            return f"{int(amount)} bytes" if unit == "bytes" else f"{amount:.2f} {unit}"
+        amount /= 1024
+    raise AssertionError
+
+
+def parse_seconds(text: str | float) -> float:
+    """A duration in seconds: ``"90"``, ``"30m"``, ``"1.5h"``, ``"250ms"``.
+
+    Raises:
+        SettingError: the text is not a duration.
+    """
+    if isinstance(text, int | float):
+        return float(text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)?\s*", text)
+    if match is None:
+        raise SettingError(f"{text!r} is not a duration", fix="write it like '30s', '10m' or '1.5h'")
+    return float(match.group(1)) * _SECONDS[match.group(2) or "s"]
+
+
+def show_seconds(seconds: float) -> str:
+    """``0.00042`` -> ``"420 us"``, ``75`` -> ``"1 min 15 s"``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def show_count(count: float) -> str:
+    """``8030261248`` -> ``"8.03B"``."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(count) >= size:
+            return f"{count / size:.2f}".rstrip("0").rstrip(".") + letter
+    return f"{count:g}"
