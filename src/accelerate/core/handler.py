@@ -1,0 +1,27 @@
+"""The base of the small dataclasses that carry options to one component."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+
+class KwargsHandler:
+    """Options of one component, handed over in ``Accelerator(kwargs_handlers=[...])``.
+
+    Subclasses are dataclasses of which every field has a default.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field with its value; values are copies, so changing them changes nothing here."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their default, as arguments for the component.
+
+        Only these travel on, so that the component's own defaults stay in force.
+        """
+        assert dataclasses.is_dataclass(self), f"{type(self).__name__} must be a dataclass"
+        defaults = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
