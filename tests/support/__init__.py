@@ -1,0 +1,1 @@
+"""What several tests share: processes to run in, commands to start."""

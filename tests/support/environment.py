@@ -1,0 +1,40 @@
+"""The environment of processes that tests start: only what a program needs, nothing that describes a run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A list of what may pass, not of what may not: a variable set by some cluster, user or earlier test must
+# not decide how a test ends.
+PASSED = {
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "TERM", "VIRTUAL_ENV"),
+    *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CC", "CXX"),
+}
+PASSED_PREFIXES = ("LC_", "PYTHON", "NVIDIA_", "COVERAGE_")
+# A machine of tests may have accelerators; a test sees one only when it asks for one.
+HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
+
+
+@cache
+def empty_home() -> str:
+    """An empty folder that stands for the user's cache, so that no configuration lying there is read."""
+    return tempfile.mkdtemp(prefix="accelerate-tests-home-")
+
+
+def clean(values: Mapping[str, object | None] | None = None, *, accelerators: bool = False) -> dict[str, str]:
+    """A clean environment plus ``values`` (None removes one); accelerators are hidden unless asked for."""
+    kept = {n: v for n, v in os.environ.items() if n in PASSED or n.startswith(PASSED_PREFIXES)}
+    kept |= {n: os.environ[n] for n in HIDING if n in os.environ} if accelerators else HIDING
+    kept |= {"HF_HOME": empty_home(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    for name, value in (values or {}).items():
+        if value is None:
+            kept.pop(name, None)
+        else:
+            kept[name] = str(value)
+    return kept

@@ -1,0 +1,273 @@
+"""The process behind the ``ranks`` fixture: it imports torch once, and every rank is a fresh fork of it.
+
+The test process is the client (``ranks.py``). It sends a ``Job`` and gets back how each rank ended; what
+the ranks returned, printed and dumped lies in the job's folder. Three rules keep a failing test from
+hurting the next one: a rank that ends takes its process group with it, whatever still descends from
+this server after a job is killed, and when the client goes away everything does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed.fsdp",  # 1.5 s; also brings torch._dynamo's parts that optimizers import on first use
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "pytest",
+    "psutil",
+    "yaml",
+    "msgspec",
+    "click",
+    "rich",
+    "safetensors.torch",
+)
+POLL = 0.003  # seconds between looks at the ranks
+GRACE = 3.0  # seconds the others may go on after a rank has failed
+# The highest real-time signal: SIGUSR1 and SIGUSR2 belong to the programs under test.
+DUMP = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of the fixture: ``call`` is the pickled (function, arguments)."""
+
+    call: bytes
+    environments: list[dict[str, str]]
+    path: list[str]
+    cwd: str
+    folder: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank leaves behind: the pickled value, or the exception (``kind``) and its traceback."""
+
+    value: bytes | None
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
+    at: float = 0.0  # time.monotonic() of the failure: which rank failed first
+
+
+@dataclass
+class Ended:
+    """How the process of one rank ended: exit status (negative: signal), and why it was stopped."""
+
+    code: int | None = None
+    stopped: str = ""
+
+
+def file_of(folder: str, rank: int, what: str) -> Path:
+    """Where a rank leaves its ``"report"``, ``"output"`` or ``"stacks"``."""
+    return Path(folder, f"{rank}.{what}")
+
+
+# ------------------------------------------------------------------------------------------- the server
+
+
+def serve(descriptor: int) -> NoReturn:
+    """Answers jobs until the client closes its end; does not return."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in PRELOAD:
+        importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # A fork copies only the thread that forks; a lock held by another one would stay locked in every rank.
+    assert threading.active_count() == 1, threading.enumerate()
+    client = Connection(descriptor)
+    try:
+        while True:
+            client.send(_run(client.recv(), client))
+    except EOFError:
+        os._exit(0)  # nothing is left to do, and taking torch down takes seconds
+
+
+def _run(job: Job, client: Connection) -> list[Ended]:
+    # Ranks that have returned wait at this gate, so that one that leaves early (and with it the store it
+    # may host) does not disturb the others. It opens when its writing end is closed.
+    gate, opener = os.pipe()
+    pids = []
+    for rank in range(len(job.environments)):
+        pid = os.fork()
+        if pid == 0:
+            os.close(opener)
+            client.close()
+            _rank(job, rank, gate)
+        pids.append(pid)
+    os.close(gate)
+    try:
+        return _watch(job, pids, opener, client)
+    finally:
+        _kill_descendants()
+
+
+def _watch(job: Job, pids: list[int], opener: int, client: Connection) -> list[Ended]:
+    ended = [Ended() for _ in pids]
+    alive = dict(enumerate(pids))
+    deadline, reason, gate_open = time.monotonic() + job.timeout, "timeout", False
+    while alive:
+        for rank in list(alive):
+            if _has_ended(alive[rank]):
+                ended[rank].code = _reap(alive.pop(rank))
+                if ended[rank].code and reason == "timeout":
+                    deadline, reason = min(deadline, time.monotonic() + GRACE), "peer"
+        waiting = all(file_of(job.folder, rank, "report").exists() for rank in alive)
+        if not gate_open and (waiting or reason == "peer"):
+            os.close(opener)
+            gate_open = True
+        if client.poll(POLL):  # the client only speaks between jobs: it has gone away
+            raise EOFError
+        if alive and time.monotonic() > deadline:
+            _dump_stacks(job, alive)
+            for rank, pid in alive.items():
+                ended[rank] = Ended(_reap(pid), stopped=reason)
+            alive.clear()
+    if not gate_open:
+        os.close(opener)
+    return ended
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _reap(pid: int) -> int:
+    """Kills the whole process group of a rank and returns the rank's exit status."""
+    # The leader is not reaped yet, so its number cannot have been given to another process.
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, all are zombies
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _dump_stacks(job: Job, alive: dict[int, int]) -> None:
+    for pid in alive.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, DUMP)
+    patience = time.monotonic() + 2.0
+    sizes: list[int] = []
+    while time.monotonic() < patience:
+        time.sleep(0.1)
+        now = [file_of(job.folder, r, "stacks").stat().st_size for r in alive]
+        if all(now) and now == sizes:
+            return
+        sizes = now
+
+
+def _kill_descendants() -> None:
+    """Kills what escaped its rank's process group; being the subreaper, this process is its parent by now."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+# --------------------------------------------------------------------------------------------- one rank
+
+
+def _rank(job: Job, rank: int, gate: int) -> NoReturn:
+    code = 70
+    try:
+        stacks = _settle(job, rank)
+        report = _call(job.call)
+        _leave(job, rank, report)
+        code = 0 if report.value is not None else 1
+        if code == 0:
+            os.read(gate, 1)
+            _close_group()
+        stacks.flush()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _settle(job: Job, rank: int) -> IO[bytes]:
+    """Makes this fork a process of its own: group, output, environment, import path, stack dumps."""
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(file_of(job.folder, rank, "output"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    stacks = file_of(job.folder, rank, "stacks").open("wb")
+    faulthandler.register(DUMP, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)
+    os.environ.clear()
+    os.environ.update(job.environments[rank])
+    os.chdir(job.cwd)
+    sys.path[:] = job.path
+    return stacks
+
+
+def _call(call: bytes) -> Report:
+    try:
+        function, arguments = pickle.loads(call)
+        value = function(*arguments)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is shown by the test process
+        shown = _show(error)
+        return Report(None, type(error).__name__, str(error), shown, time.monotonic())
+    try:
+        return Report(pickle.dumps(value))
+    except Exception as error:  # noqa: BLE001 - pickling raises whatever the value's classes raise
+        message = f"the {type(value).__name__} that this rank returned cannot be pickled: {error}"
+        return Report(None, "PicklingError", message, f"{message}\n", time.monotonic())
+
+
+def _show(error: BaseException) -> str:
+    """The traceback from the test's function on; a failed ``assert`` also shows the names it could see."""
+    trace: Any = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    if isinstance(error, AssertionError) and trace is not None:
+        while trace.tb_next:
+            trace = trace.tb_next
+        seen = {name: _brief(value) for name, value in trace.tb_frame.f_locals.items() if not callable(value)}
+        text += "".join(f"    {name} = {value}\n" for name, value in seen.items())
+    return text
+
+
+def _brief(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 300 else f"{shown[:300]} ..."
+
+
+def _leave(job: Job, rank: int, report: Report) -> None:
+    place = file_of(job.folder, rank, "report")
+    draft = place.with_suffix(".draft")
+    draft.write_bytes(pickle.dumps(report))
+    draft.rename(place)  # the server sees a whole report or none
+
+
+def _close_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
