@@ -1,0 +1,78 @@
+"""The names of files in a checkpoint folder. They are a public format: other programs read and write them."""
+
+from __future__ import annotations
+
+import re
+
+MODEL_NAME = "pytorch_model"
+SAFE_MODEL_NAME = "model"
+OPTIMIZER_NAME = "optimizer"
+SCHEDULER_NAME = "scheduler"
+SAMPLER_NAME = "sampler"
+SCALER_NAME = "scaler.pt"
+RNG_STATE_NAME = "random_states"
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+LOADER_NAME = "dl_state_dict"
+CUSTOM_NAME = "custom_checkpoint"
+
+WEIGHTS_NAME = f"{MODEL_NAME}.bin"
+WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
+WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
+SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
+SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
+PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+
+MANIFEST_NAME = "manifest.json"
+AUTOMATIC_FOLDER = "checkpoints"
+AUTOMATIC_NAME = "checkpoint"
+
+
+def numbered(stem: str, index: int, extension: str) -> str:
+    """``numbered("optimizer", 0, ".bin")`` is ``optimizer.bin``; index 1 is ``optimizer_1.bin``."""
+    return f"{stem}{extension}" if index == 0 else f"{stem}_{index}{extension}"
+
+
+def model_file(index: int, *, safe: bool) -> str:
+    """File of the model of that index."""
+    return numbered(SAFE_MODEL_NAME, index, ".safetensors") if safe else numbered(MODEL_NAME, index, ".bin")
+
+
+def optimizer_file(index: int) -> str:
+    """File of the optimizer of that index."""
+    return numbered(OPTIMIZER_NAME, index, ".bin")
+
+
+def scheduler_file(index: int) -> str:
+    """File of the scheduler of that index."""
+    return numbered(SCHEDULER_NAME, index, ".bin")
+
+
+def loader_file(index: int, rank: int = 0) -> str:
+    """File of a stateful loader; rank 0 has the public name, other ranks add theirs."""
+    stem = numbered(LOADER_NAME, index, "")
+    return f"{stem}.bin" if rank == 0 else f"{stem}_rank{rank}.bin"
+
+
+def rng_file(rank: int) -> str:
+    """File of one rank's random states."""
+    return f"{RNG_STATE_NAME}_{rank}.pkl"
+
+
+def custom_file(index: int) -> str:
+    """File of the registered object of that index."""
+    return f"{CUSTOM_NAME}_{index}.pkl"
+
+
+_PART = re.compile(
+    rf"({SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}(_\d+)?\.bin"
+    rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?\.bin"
+    rf"|{LOADER_NAME}(_\d+)?(_rank\d+)?\.bin|{re.escape(SCALER_NAME)}"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{CUSTOM_NAME}_\d+\.pkl"
+    rf"|{FSDP_MODEL_NAME}\w*(\.bin)?|{OPTIMIZER_NAME}_\d+|{re.escape(MANIFEST_NAME)})"
+)
+
+
+def is_part(name: str) -> bool:
+    """Whether a file or folder of that name belongs to a checkpoint rather than to the user."""
+    return _PART.fullmatch(name) is not None
