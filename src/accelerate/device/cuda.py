@@ -1,0 +1,75 @@
+"""NVIDIA GPUs, and AMD GPUs under ROCm, which torch presents as the same type."""
+
+from __future__ import annotations
+
+import re
+
+from accelerate.device.base import Device
+from accelerate.device.machine import Machine, count_visible
+
+
+class Cuda(Device):
+    """CUDA and ROCm.
+
+    Source of the paths: NVIDIA driver README, "the /proc/driver/nvidia filesystem"; Linux
+    drivers/gpu/drm/amd/amdkfd/kfd_topology.c; Microsoft, "GPU accelerated ML training in WSL".
+    """
+
+    type = "cuda"
+    backend = "nccl"
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+    distributed_type = "MULTI_GPU"
+    priority = 40
+    dtypes = frozenset({"bf16", "fp16", "fp8"})
+    files = ("dev/nvidia[0-9]*",)
+    out_of_memory = ("CUDA out of memory", "HIP out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+    def probe(self, machine: Machine | None = None) -> int:
+        machine = machine or Machine()
+        if machine.build.get("hip"):
+            # HIP numbers the devices that ROCR left; CUDA's name works where HIP's is unset.
+            left = count_visible(_amd(machine), machine.env.get("ROCR_VISIBLE_DEVICES"))
+            name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in machine.env else "CUDA_VISIBLE_DEVICES"
+            return count_visible(left, machine.env.get(name))
+        return super().probe(machine) if machine.build.get("cuda") else 0
+
+    def present(self, machine: Machine) -> int:
+        nodes = super().present(machine)
+        if nodes:
+            return nodes
+        # The nodes are made at first use; until then the driver lists its cards here.
+        cards = len(list(machine.root.glob("proc/driver/nvidia/gpus/*")))
+        if cards:
+            return cards
+        # WSL shows one paravirtual adapter and does not say how many cards are behind it; a Jetson has one.
+        wsl = machine.exists("dev/dxg") and machine.exists("usr/lib/wsl/lib/libcuda.so.1")
+        return int(wsl or machine.exists("dev/nvhost-gpu") or machine.exists("dev/nvgpu/igpu0"))
+
+    def supports(self, dtype: str) -> bool:
+        if dtype != "fp8":
+            return super().supports(dtype)
+        import torch
+
+        if torch.version.hip:
+            # The CDNA3 and CDNA4 families and RDNA4 have fp8 matrix units.
+            arch = str(self.module.get_device_properties(self._index(None)).gcnArchName)
+            return arch.startswith(("gfx94", "gfx95", "gfx12"))
+        return self.module.get_device_capability(self._index(None)) >= (8, 9)
+
+
+def _amd(machine: Machine) -> int:
+    """GPUs of the KFD topology (a node with gpu_id 0 is a CPU) whose render node this container has."""
+    if not machine.exists("dev/kfd"):
+        return 0
+    count = 0
+    for node in machine.nodes("sys/class/kfd/kfd/topology/nodes/*"):
+        if machine.read(node / "gpu_id") in ("", "0"):
+            continue
+        facts = dict(
+            line.split()[:2] for line in machine.read(node / "properties").splitlines() if " " in line
+        )
+        count += machine.exists(f"dev/dri/renderD{facts.get('drm_render_minor', '')}")
+    return count
+
+
+PLUGIN: Device = Cuda()

@@ -1,0 +1,102 @@
+"""What can be learnt about this machine's accelerators without importing torch.
+
+The launcher decides how many processes to start before any of them has loaded torch. It looks at device
+nodes, at driver files, at the variables that hide devices, and at what torch was built for; nothing here
+initialises a driver, so a process that asked may still fork.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from accelerate.core import environ
+
+
+def installed(package: str) -> bool:
+    """Whether a top-level package could be imported; it is not imported."""
+    return package in sys.modules or find_spec(package) is not None
+
+
+def torch_build() -> dict[str, str | None]:
+    """What torch was built for, read from its ``version.py`` as text: ``{"cuda": "12.8", "hip": None, ...}``.
+
+    Empty when torch is not installed.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    path = Path(spec.origin).with_name("version.py")
+    return dict(_constants(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _constants(source: str) -> Iterator[tuple[str, str | None]]:
+    for line in ast.parse(source).body:
+        target = line.target if isinstance(line, ast.AnnAssign) else None
+        if isinstance(line, ast.Assign) and len(line.targets) == 1:
+            target = line.targets[0]
+        value = getattr(line, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            yield target.id, None if value.value is None else str(value.value)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine as ``Device.probe`` sees it; tests give a folder that looks like one.
+
+    Attributes:
+        root: the folder that holds ``dev``, ``proc`` and ``sys``.
+        env: the environment variables; an empty value counts as set.
+        build: what torch was built for (see ``torch_build``).
+        has: whether a top-level package is installed.
+    """
+
+    root: Path = Path("/")
+    env: Mapping[str, str] = field(default_factory=environ.snapshot)
+    build: Mapping[str, str | None] = field(default_factory=torch_build)
+    has: Callable[[str], bool] = installed
+
+    def nodes(self, *patterns: str) -> list[Path]:
+        """Paths below the root that match one of the glob patterns and end in a number, sorted."""
+        found = {path for pattern in patterns for path in self.root.glob(pattern)}
+        return sorted(path for path in found if path.name[-1].isdigit())
+
+    def exists(self, path: str) -> bool:
+        """Whether a path below the root exists."""
+        return (self.root / path).exists()
+
+    def read(self, path: str | Path) -> str:
+        """The text of a file below the root, "" when it is absent or closed to us."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+
+def count_visible(present: int, variable: str | None) -> int:
+    """How many of ``present`` devices a visible-devices variable leaves.
+
+    The rules are CUDA's, which every vendor follows: unset shows all; the list ends at the first entry
+    that names no device ("", -1, an index too large); an entry that stands twice hides everything;
+    identifiers (``GPU-...``, ``MIG-...``) cannot be checked without the driver and count one each.
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
+    """
+    if variable is None:
+        return present
+    shown: list[str] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        number = re.match(r"[+-]?\d+", entry)
+        if number is None and not entry[:1].isalpha():
+            break
+        if number is not None and not 0 <= int(number[0]) < present:
+            break
+        name = entry if number is None else str(int(number[0]))
+        if name in shown:
+            return 0
+        shown.append(name)
+    return len(shown) if present else 0

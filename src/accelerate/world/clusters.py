@@ -1,0 +1,538 @@
+"""Who started this process: torchrun, a scheduler, or nobody. Pure functions of the environment.
+
+``detect(env)`` looks for the variables of each launcher, the most specific first, and returns the place
+of this process as one frozen value. Nothing here asks the network, a scheduler or torch, so a plan for
+any cluster can be computed and tested anywhere.
+
+Order of precedence: torchrun's protocol (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``), which our launcher
+writes too; LSF's jsrun, Open MPI, MVAPICH and Hydra (MPICH, Intel MPI), whose daemons may have been
+started by SLURM and then inherit the daemon's variables; SLURM; Kubeflow. What the protocol leaves out
+is filled in from a scheduler that tells the same rank and size.
+
+``WORLD_SIZE`` is law: when it is set to two or more, the result has that size or there is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import product
+
+from accelerate.core.errors import WorldError
+
+DEFAULT_PORT = 29500
+# Ports derived from a job's number stay below 32768, where Linux begins to hand out its own.
+PORTS = 3000
+
+Env = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The place of one process among those started with it.
+
+    Attributes:
+        name: who started it.
+        rank, size: this process among all.
+        local_rank, local_size: this process among those of its machine.
+        node, nodes: this machine among all.
+        address, port: where rank 0 listens.
+        narrows: the scheduler may show each process only devices of its own, so that the local rank is
+            no device index there.
+    """
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    address: str
+    port: int
+    narrows: bool = False
+
+
+class Scheduler:
+    """One launcher: how to recognise it, and how it writes each value.
+
+    A getter returns None when the launcher does not tell; ``cluster`` then derives the value or says
+    which variable is missing.
+    """
+
+    name = ""
+    narrows = True
+    rank_names: tuple[str, ...] = ()
+    size_names: tuple[str, ...] = ()
+    local_rank_names: tuple[str, ...] = ()
+    local_size_names: tuple[str, ...] = ()
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+
+    @classmethod
+    def detect(cls, env: Env) -> bool:
+        """Whether this launcher started the process."""
+        return _int(env, *cls.rank_names) is not None and _int(env, *cls.size_names) is not None
+
+    def rank(self) -> int | None:
+        return _int(self.env, *self.rank_names)
+
+    def size(self) -> int | None:
+        return _int(self.env, *self.size_names)
+
+    def local_rank(self) -> int | None:
+        return _int(self.env, *self.local_rank_names)
+
+    def local_size(self) -> int | None:
+        return _int(self.env, *self.local_size_names)
+
+    def node(self) -> int | None:
+        return _int(self.env, *NODE)
+
+    def nodes(self) -> int | None:
+        return _int(self.env, *NODES)
+
+    def address(self) -> str | None:
+        return self.env.get("MASTER_ADDR") or None
+
+    def port(self) -> int | None:
+        return _int(self.env, "MASTER_PORT")
+
+    def cluster(self) -> Cluster:
+        """The values, completed and checked.
+
+        Raises:
+            WorldError: a value is missing and cannot be derived, or two contradict each other.
+        """
+        rank = self._need("rank", self.rank(), self.rank_names)
+        size = self._need("size", self.size(), self.size_names)
+        local_rank, local_size = self._local(rank, size)
+        node, nodes = self._place(rank, size, local_rank, local_size)
+        address = self.address() or ("127.0.0.1" if nodes == 1 else None)
+        if address is None:
+            raise WorldError(
+                f"{size} processes on {nodes} machines were started by {self.name}, which does not say "
+                "where rank 0 runs",
+                why="MASTER_ADDR is not set",
+                fix="export MASTER_ADDR=<host name of rank 0> on all machines",
+            )
+        port = self.port()
+        port = DEFAULT_PORT if port is None else port
+        return _checked(
+            Cluster(self.name, rank, size, local_rank, local_size, node, nodes, address, port, self.narrows)
+        )
+
+    def _local(self, rank: int, size: int) -> tuple[int, int]:
+        local_rank, local_size = self.local_rank(), self.local_size()
+        alone = size == 1 or self.nodes() == 1 or _is_loopback(self.address())
+        if local_size is None:
+            nodes = self.nodes()
+            node = self.node()
+            if alone:
+                local_size = size
+            elif nodes and size % nodes == 0:
+                local_size = size // nodes
+            elif node and local_rank is not None and (rank - local_rank) % node == 0:
+                local_size = (rank - local_rank) // node
+        if local_rank is None and alone:
+            local_rank = rank
+        return (
+            self._need("local rank", local_rank, self.local_rank_names),
+            self._need("local size", local_size, self.local_size_names),
+        )
+
+    def _place(self, rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
+        """(node, nodes), derived from an even spread over the machines where the launcher does not tell."""
+        nodes, node = self.nodes(), self.node()
+        if nodes is None:
+            nodes = -(-size // max(1, local_size))
+        if node is None:
+            node = _node_of(rank, local_rank, local_size, nodes)
+        return self._need("machine", node, NODE), nodes
+
+    def _need(self, what: str, value: int | None, names: tuple[str, ...]) -> int:
+        if value is not None:
+            return value
+        raise WorldError(
+            f"{self.name} started this process, but its {what} cannot be told",
+            why=f"none of {', '.join(names)} is set",
+            fix=f"export {names[0]}, or start the processes with accelerate launch or torchrun",
+        )
+
+
+NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
+NODES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE", "AZUREML_NODE_COUNT")
+
+
+class Torchrun(Scheduler):
+    """torchrun's variables, whoever wrote them: torchrun, our launcher, DeepSpeed's, a user's script.
+
+    Source: PyTorch documentation, "torchrun (Elastic Launch)", Environment Variables.
+    """
+
+    name = "torchrun"
+    narrows = False
+    rank_names = ("RANK",)
+    size_names = ("WORLD_SIZE",)
+    local_rank_names = ("LOCAL_RANK",)
+    local_size_names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+
+    def __init__(self, env: Env, below: Cluster | None = None) -> None:
+        super().__init__(env)
+        same = below is not None and (below.rank, below.size) == (self.rank(), self.size())
+        self.below = below if same else None
+
+    def local_rank(self) -> int | None:
+        told = super().local_rank()
+        return self.below.local_rank if told is None and self.below else told
+
+    def local_size(self) -> int | None:
+        told = super().local_size()
+        return self.below.local_size if told is None and self.below else told
+
+    def node(self) -> int | None:
+        told = super().node()
+        return self.below.node if told is None and self.below else told
+
+    def nodes(self) -> int | None:
+        told = super().nodes()
+        return self.below.nodes if told is None and self.below else told
+
+    def address(self) -> str | None:
+        return super().address() or (self.below.address if self.below else None)
+
+    def port(self) -> int | None:
+        told = super().port()
+        return self.below.port if told is None and self.below else told
+
+
+class Lsf(Scheduler):
+    """IBM LSF with the job step manager (``jsrun``).
+
+    Source: IBM Spectrum LSF, "Environment variable reference" (LSB_JOBID, LSB_MCPU_HOSTS); IBM Job Step
+    Manager, "Environment variables" (JSM_NAMESPACE_*).
+    """
+
+    name = "LSF"
+    rank_names = ("JSM_NAMESPACE_RANK",)
+    size_names = ("JSM_NAMESPACE_SIZE",)
+    local_rank_names = ("JSM_NAMESPACE_LOCAL_RANK",)
+    local_size_names = ("JSM_NAMESPACE_LOCAL_SIZE",)
+
+    @classmethod
+    def detect(cls, env: Env) -> bool:
+        return "LSB_JOBID" in env and super().detect(env)
+
+    def hosts(self) -> list[str]:
+        """The machines of the job, in order: ``LSB_MCPU_HOSTS`` is ``"host slots host slots ..."``."""
+        words = self.env.get("LSB_MCPU_HOSTS", "").split()[::2] or self.env.get("LSB_HOSTS", "").split()
+        return list(dict.fromkeys(words))
+
+    def address(self) -> str | None:
+        hosts, size, local = self.hosts(), self.size() or 1, self.local_size() or 1
+        # On machines with a launch node it stands first and no rank runs there.
+        first = 1 if len(hosts) == -(-size // local) + 1 else 0
+        return super().address() or (hosts[first] if hosts else None)
+
+    def port(self) -> int | None:
+        told = super().port()
+        return _job_port(self.env, "LSB_JOBID") if told is None else told
+
+
+class OpenMpi(Scheduler):
+    """Open MPI's ``mpirun``. Source: Open MPI FAQ, "environment variables set at run time"."""
+
+    name = "Open MPI"
+    rank_names = ("OMPI_COMM_WORLD_RANK",)
+    size_names = ("OMPI_COMM_WORLD_SIZE",)
+    local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
+    local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+
+
+class Mvapich(Scheduler):
+    """MVAPICH2's ``mpirun_rsh``. Source: MVAPICH2 User Guide, "Runtime parameters"."""
+
+    name = "MVAPICH"
+    rank_names = ("MV2_COMM_WORLD_RANK",)
+    size_names = ("MV2_COMM_WORLD_SIZE",)
+    local_rank_names = ("MV2_COMM_WORLD_LOCAL_RANK",)
+    local_size_names = ("MV2_COMM_WORLD_LOCAL_SIZE",)
+
+
+class Hydra(Scheduler):
+    """MPICH's and Intel MPI's ``mpiexec``, and Cray's PALS.
+
+    Source: MPICH wiki, "Using the Hydra Process Manager"; Intel MPI Developer Reference; PALS mpiexec(1).
+    """
+
+    name = "MPI (Hydra)"
+    rank_names = ("PMI_RANK",)
+    size_names = ("PMI_SIZE",)
+    local_rank_names = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+    local_size_names = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+
+    @classmethod
+    def detect(cls, env: Env) -> bool:
+        # srun --mpi=pmi2 sets the first two alone; SLURM then tells more.
+        own = _int(env, *cls.local_rank_names) is not None or "SLURM_PROCID" not in env
+        return own and super().detect(env)
+
+
+class Slurm(Scheduler):
+    """SLURM: a task of a job step, that is, a process started by ``srun``.
+
+    A shell of ``salloc`` and the script of ``sbatch`` have the job's variables too, SLURM_NTASKS among
+    them, but are one process, not one of that many. salloc's has no SLURM_PROCID; sbatch's has it, with
+    ENVIRONMENT=BATCH and without the step's variables (SLURM_STEP_*), which only srun sets.
+
+    Source: srun(1), sbatch(1) and salloc(1), "OUTPUT ENVIRONMENT VARIABLES".
+    """
+
+    name = "SLURM"
+    rank_names = ("SLURM_PROCID",)
+    size_names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    local_rank_names = ("SLURM_LOCALID",)
+    local_size_names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    step = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID")
+
+    @classmethod
+    def detect(cls, env: Env) -> bool:
+        in_step = any(name in env for name in cls.step) or env.get("ENVIRONMENT") != "BATCH"
+        return in_step and super().detect(env)
+
+    def counts(self) -> list[int]:
+        """Tasks on each machine of the step, in order; empty when SLURM does not tell."""
+        for name in self.local_size_names[:2]:
+            if self.env.get(name):
+                return expand_counts(self.env[name], where=name)
+        each, nodes = _int(self.env, "SLURM_NTASKS_PER_NODE"), self.nodes()
+        return [each] * nodes if each and nodes else []
+
+    def hosts(self) -> list[str]:
+        """Machines of the step, in order."""
+        for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+            if self.env.get(name):
+                return expand_nodes(self.env[name], where=name)
+        return []
+
+    def local_size(self) -> int | None:
+        counts, node = self.counts(), self.node()
+        if not counts:
+            return None
+        if sum(counts) != self.size():
+            raise WorldError(
+                f"SLURM started {self.size()} tasks, but its machines hold {sum(counts)}",
+                why=f"{self._told(self.size_names)} contradicts {self._told(self.local_size_names)}",
+                fix="start the tasks with one srun, or set both in the job",
+            )
+        return counts[node] if node is not None and node < len(counts) else None
+
+    def node(self) -> int | None:
+        return _int(self.env, "SLURM_NODEID")
+
+    def nodes(self) -> int | None:
+        return _int(self.env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+
+    def address(self) -> str | None:
+        hosts = self.hosts() if self.nodes() != 1 else []
+        return super().address() or (hosts[0] if hosts else None)
+
+    def port(self) -> int | None:
+        told = super().port()
+        return _job_port(self.env, "SLURM_JOB_ID", "SLURM_STEP_ID") if told is None else told
+
+    def _told(self, names: tuple[str, ...]) -> str:
+        return next((f"{name}={self.env[name]}" for name in names if self.env.get(name)), names[0])
+
+
+class Kubeflow(Scheduler):
+    """A pod of a Kubeflow PyTorchJob that runs the script itself, one process per pod.
+
+    The operator writes RANK (the pod's number), WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and no local
+    rank. Source: Kubeflow Training Operator documentation, "PyTorch Training (PyTorchJob)".
+    """
+
+    name = "Kubeflow"
+    narrows = False
+    rank_names = ("RANK",)
+    size_names = ("WORLD_SIZE",)
+
+    @classmethod
+    def detect(cls, env: Env) -> bool:
+        return "KUBERNETES_SERVICE_HOST" in env and "LOCAL_RANK" not in env and super().detect(env)
+
+    def local_rank(self) -> int | None:
+        per_pod = (
+            _int(self.env, "PET_NPROC_PER_NODE") if self.env.get("PET_NPROC_PER_NODE", "").isdigit() else 1
+        )
+        if per_pod and per_pod > 1:
+            raise WorldError(
+                f"the job has {per_pod} processes per pod, and this one does not know which it is",
+                why=f"PET_NPROC_PER_NODE={per_pod} and LOCAL_RANK is not set",
+                fix="start the script in the pod with accelerate launch or torchrun",
+            )
+        return 0
+
+    def local_size(self) -> int | None:
+        return 1
+
+    def node(self) -> int | None:
+        return self.rank()
+
+    def nodes(self) -> int | None:
+        return self.size()
+
+
+SCHEDULERS: tuple[type[Scheduler], ...] = (Lsf, OpenMpi, Mvapich, Hydra, Slurm)
+
+
+def detect(env: Env) -> Cluster | None:
+    """The place of this process, or None when it was started alone.
+
+    A task of a scheduler that runs one process in all counts as alone; torchrun's protocol with
+    ``WORLD_SIZE=1`` gives a group of one.
+
+    Raises:
+        WorldError: the variables are incomplete or contradict each other.
+    """
+    found = next((scheduler for scheduler in SCHEDULERS if scheduler.detect(env)), None)
+    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
+    if rank is not None and size is not None:
+        if Kubeflow.detect(env) and found is None:
+            return Kubeflow(env).cluster()
+        return Torchrun(env, _below(found, env, rank, size)).cluster()
+    if found is None:
+        _refuse_partial(env, rank, size)
+        return None
+    cluster = found(env).cluster()
+    if size not in (None, cluster.size):
+        raise WorldError(
+            f"WORLD_SIZE={size}, but {cluster.name} started {cluster.size} processes",
+            fix=f"unset WORLD_SIZE, or start {size} processes",
+        )
+    return cluster if cluster.size > 1 else None
+
+
+def _below(found: type[Scheduler] | None, env: Env, rank: int, size: int) -> Cluster | None:
+    """The scheduler under torchrun's protocol, if it describes the same processes."""
+    if found is None:
+        return None
+    scheduler = found(env)
+    return scheduler.cluster() if (scheduler.rank(), scheduler.size()) == (rank, size) else None
+
+
+def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
+    """No launcher is recognised: then a part of torchrun's protocol is a mistake, unless it says 'alone'."""
+    local_rank = _int(env, "LOCAL_RANK")
+    if rank is None and (size or 1) == 1 and not local_rank:
+        return
+    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+    present = ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+    missing = [name for name in ("RANK", "WORLD_SIZE") if told[name] is None]
+    raise WorldError(
+        f"{present} is set, but {' and '.join(missing)} is not",
+        why="a process of a group needs RANK, WORLD_SIZE and LOCAL_RANK",
+        fix=f"start the script with accelerate launch or torchrun, or unset {present.split('=')[0]}",
+    )
+
+
+def _checked(cluster: Cluster) -> Cluster:
+    values = {item.name: getattr(cluster, item.name) for item in fields(cluster)}
+    for part, whole in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):
+        if not 0 <= values[part] < values[whole]:
+            raise WorldError(
+                f"{cluster.name} says {part.replace('_', ' ')} {values[part]} of {values[whole]}",
+                why=f"{part} must be less than {whole}; all that was told: {values}",
+            )
+    if cluster.local_size > cluster.size or cluster.nodes > cluster.size:
+        raise WorldError(
+            f"{cluster.name} says {cluster.size} processes in all, but {cluster.local_size} on this machine "
+            f"and {cluster.nodes} machines",
+            fix="check WORLD_SIZE, LOCAL_WORLD_SIZE and the number of machines",
+        )
+    return cluster
+
+
+def _int(env: Env, *names: str) -> int | None:
+    """The first of ``names`` that holds a number of zero or more; -1 means unset, as torch has it."""
+    for name in names:
+        text = env.get(name, "").strip()
+        if not text:
+            continue
+        try:
+            value = int(text)
+        except ValueError:
+            raise WorldError(
+                f"{name}={text!r} is not a whole number", fix=f"unset {name}, or set it right"
+            ) from None
+        if value >= 0:
+            return value
+    return None
+
+
+def _node_of(rank: int, local_rank: int, local_size: int, nodes: int) -> int | None:
+    """The machine of a rank when all machines hold ``local_size``: filled one by one, or dealt in turn."""
+    if nodes == 1:
+        return 0
+    if (rank - local_rank) % local_size == 0:
+        return (rank - local_rank) // local_size
+    return rank % nodes if rank // nodes == local_rank else None
+
+
+def _is_loopback(address: str | None) -> bool:
+    return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
+
+
+def _job_port(env: Env, job: str, step: str = "") -> int:
+    """A port that two jobs on one machine are unlikely to share, the same on every rank of a job."""
+    digits = re.sub(r"\D", "", env.get(job, ""))
+    number = int(digits or 0) * 8 + (_int(env, step) or 0 if step else 0)
+    return DEFAULT_PORT + number % PORTS
+
+
+def expand_counts(text: str, *, where: str = "the list") -> list[int]:
+    """SLURM's repeated numbers: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+
+    Raises:
+        WorldError: the text is not such a list; ``where`` names its source.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise WorldError(f"{where}={text!r} is not a list like '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_nodes(text: str, *, where: str = "the list") -> list[str]:
+    """SLURM's compact host lists: ``"gpu[01-02,07]-ib,login"`` is gpu01-ib, gpu02-ib, gpu07-ib, login.
+
+    Names keep what stands before and after a bracket, numbers their leading zeros; of several brackets
+    in one name the last runs fastest.
+
+    Raises:
+        WorldError: the text is not such a list; ``where`` names its source.
+    """
+    names: list[str] = []
+    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        parts = re.split(r"\[([^\[\]]*)\]", word.strip())
+        choices = [_numbers(part, text, where) if index % 2 else [part] for index, part in enumerate(parts)]
+        names += ["".join(choice) for choice in product(*choices)]
+    if not names or text.count("[") != text.count("]"):
+        raise WorldError(f"{where}={text!r} is not a list of hosts like 'gpu[01-03,07],login'")
+    return names
+
+
+def _numbers(ranges: str, text: str, where: str) -> list[str]:
+    """``"01-03,07"`` -> ``["01", "02", "03", "07"]``."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise WorldError(f"{where}={text!r} holds {part!r}, which is not a number or a range like 01-03")
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
