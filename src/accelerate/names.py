@@ -1,0 +1,506 @@
+"""The public names and where they live: the one place where the API of Accelerate 1.x meets this code.
+
+Every public module (``accelerate.state``, ``accelerate.utils.modeling``, ...) is two lines over this table,
+and everything is loaded when it is first used. ``python -m accelerate.names`` writes the ``.pyi`` files
+that show the same names to type checkers. The kinds of homes are explained in ``core/lazy.py``.
+"""
+
+from __future__ import annotations
+
+from accelerate.core.lazy import Home, Made, Names, Plan, Value
+
+
+def at(file: str, names: str) -> dict[str, Home]:
+    """Names of one file; ``public=own`` where this code uses another word."""
+    pairs = (name.partition("=") for name in names.split())
+    return {public: f"{file}:{own or public}" for public, _, own in pairs}
+
+
+def later(text: str, names: str) -> dict[str, Home]:
+    """Names that are not built yet."""
+    return dict.fromkeys(names.split(), Plan(text))
+
+
+def never(text: str, instead: str, names: str) -> dict[str, Home]:
+    """Names without a counterpart in this package."""
+    return dict.fromkeys(names.split(), Plan(text, instead))
+
+
+def words(text: str) -> list[str]:
+    """A fresh list of the words of ``text``."""
+    return text.split()
+
+
+def constants(**values: object) -> dict[str, Home]:
+    """Facts of the contract that no code here needs."""
+    return {name: Value(value) for name, value in values.items()}
+
+
+def packages(names: str) -> dict[str, Home]:
+    """``is_<name>_available`` for packages that go by that name."""
+    return {f"is_{name}_available": Made("core.packages:checker", name) for name in names.split()}
+
+
+def devices(types: str) -> dict[str, Home]:
+    """``is_<type>_available`` for device types."""
+    return {f"is_{type}_available": Made("facade.available:device_checker", type) for type in types.split()}
+
+
+def logger(module: str) -> dict[str, Home]:
+    """The logger that a public module of 1.x carries."""
+    return {"logger": Made("watch.logging:get_logger", f"accelerate.{module}")}
+
+
+def every(modules: str) -> dict[str, str]:
+    """All names of these public modules."""
+    return dict.fromkeys((f"accelerate.{module}" for module in modules.split()), "*")
+
+
+# --- what will come, in the words that an error shows ------------------------------------------------------
+BIG = "models larger than memory: device maps, hooks, and weights moved under the forward pass"
+FSDP = "training sharded with torch's FSDP2"
+DEEPSPEED = "training through the DeepSpeed engine"
+MEGATRON = "training through Megatron-Core"
+FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
+PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
+TRACK = "experiment trackers"
+WIZARD = "the configuration wizard"
+CLI = "this command"
+TPU = "training on TPU"
+SAGEMAKER = "jobs on Amazon SageMaker"
+LAUNCHER = "it is an inner part of the launcher of 1.x", "call accelerate.commands.launch.launch_command"
+TESTING = "helpers for the tests of other projects"
+
+HOMES: dict[str, dict[str, Home]] = {
+    "accelerate": {},
+    "accelerate.accelerator": at("facade.accelerator", "Accelerator") | logger("accelerator"),
+    "accelerate.big_modeling": later(
+        BIG,
+        "attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+        "init_empty_weights init_on_device load_checkpoint_and_dispatch",
+    ),
+    "accelerate.checkpointing": at(
+        "checkpoint.state",
+        "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
+    )
+    | logger("checkpointing"),
+    "accelerate.data_loader": at(
+        "data.loader",
+        "DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin SkipDataLoader "
+        "get_sampler prepare_data_loader skip_first_batches",
+    )
+    | at("data.shard", "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler")
+    | logger("data_loader"),
+    "accelerate.hooks": later(
+        BIG,
+        "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook "
+        "add_hook_to_module attach_align_device_hook attach_align_device_hook_on_blocks "
+        "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules",
+    ),
+    "accelerate.inference": later(
+        "pipeline-parallel inference over several devices",
+        "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
+    ),
+    "accelerate.launchers": at("launch.notebook", "debug_launcher notebook_launcher test_launch"),
+    "accelerate.local_sgd": later("local SGD: averaging parameters every few steps", "LocalSGD"),
+    "accelerate.logging": at("watch.logging", "MultiProcessAdapter get_logger"),
+    "accelerate.memory_utils": {},
+    "accelerate.optimizer": at(
+        "facade.optimizer", "AcceleratedOptimizer move_to_device patch_optimizer_step"
+    ),
+    "accelerate.parallelism_config": later(PARALLEL, "ParallelismConfig"),
+    "accelerate.scheduler": at("facade.scheduler", "AcceleratedScheduler"),
+    "accelerate.state": at(
+        "facade.state",
+        "AcceleratorState GradientState PartialState ThreadLocalSharedDict do_nothing is_initialized",
+    ),
+    "accelerate.tracking": later(
+        TRACK,
+        "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS "
+        "MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers "
+        "get_available_trackers on_main_process register_tracker_class",
+    )
+    | logger("tracking"),
+    # --- accelerate.commands
+    "accelerate.commands": {},
+    "accelerate.commands.accelerate_cli": at("cli.main", "main"),
+    "accelerate.commands.config": later(WIZARD, "get_config_parser main"),
+    "accelerate.commands.config.cluster": later(WIZARD, "get_cluster_input"),
+    "accelerate.commands.config.config": later(
+        WIZARD, "config_command config_command_parser description get_user_input main"
+    ),
+    "accelerate.commands.config.config_args": at(
+        "launch.config",
+        "BaseConfig ClusterConfig SageMakerConfig cache_dir default_config_file default_json_config_file "
+        "default_yaml_config_file hf_cache_home load_config_from_file",
+    ),
+    "accelerate.commands.config.config_utils": later(WIZARD, "DYNAMO_BACKENDS SubcommandHelpFormatter"),
+    "accelerate.commands.config.default": later(
+        WIZARD, "default_command_parser default_config_command description write_basic_config"
+    ),
+    "accelerate.commands.config.sagemaker": later(SAGEMAKER, "get_sagemaker_input"),
+    "accelerate.commands.config.update": later(
+        WIZARD, "description update_command_parser update_config update_config_command"
+    ),
+    "accelerate.commands.env": at("cli.env", "env_command env_command_parser main"),
+    "accelerate.commands.estimate": later(
+        CLI,
+        "add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command "
+        "estimate_command_parser estimate_training_usage gather_data main verify_on_hub",
+    ),
+    "accelerate.commands.launch": at("cli.launch", "launch_command launch_command_parser main")
+    | never(
+        *LAUNCHER,
+        "CustomHelpFormatter clean_option deepspeed_launcher multi_gpu_launcher options_to_group "
+        "sagemaker_launcher simple_launcher tpu_launcher tpu_pod_launcher",
+    ),
+    "accelerate.commands.merge": later(CLI, "description main merge_command merge_command_parser"),
+    "accelerate.commands.test": later(CLI, "main test_command test_command_parser"),
+    "accelerate.commands.to_fsdp2": later(
+        CLI,
+        "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config "
+        "to_fsdp2_command to_fsdp2_command_parser",
+    ),
+    "accelerate.commands.tpu": later(TPU, "main tpu_command_launcher tpu_command_parser"),
+    "accelerate.commands.utils": never(*LAUNCHER, "CustomArgumentGroup CustomArgumentParser"),
+    # --- accelerate.utils
+    "accelerate.utils": {},
+    "accelerate.utils.ao": later(
+        FP8,
+        "convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
+        "find_first_last_linear_layers has_ao_layers",
+    ),
+    "accelerate.utils.bnb": later(
+        "models quantized by bitsandbytes",
+        "get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers "
+        "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers",
+    ),
+    "accelerate.utils.constants": at(
+        "checkpoint.names",
+        "MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME "
+        "SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME "
+        "WEIGHTS_PATTERN_NAME FSDP_MODEL_NAME",
+    )
+    | at("watch.profile", "PROFILE_PATTERN_NAME")
+    | at("core.versions", "STR_OPERATION_TO_FUNC=OPERATIONS")
+    | {"SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING": Made("facade.modules:layers_for_upcasting")}
+    | constants(
+        BETA_CP_AVAILABLE_PYTORCH_VERSION="2.6.0",
+        BETA_SP_AVAILABLE_DEEPSPEED_VERSION="0.18.2",
+        BETA_TP_AVAILABLE_PYTORCH_VERSION="2.3.0",
+        BETA_TP_AVAILABLE_TRANSFORMERS_VERSION="4.52.0",
+        DTENSOR_PYTORCH_VERSION="2.5.0",
+        ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION="2.2.0",
+        FSDP_PYTORCH_VERSION="2.1.0.a0+32f93b1",
+        FSDP2_PYTORCH_VERSION="2.6.0",
+        MITA_PROFILING_AVAILABLE_PYTORCH_VERSION="2.1.0",
+        XPU_PROFILING_AVAILABLE_PYTORCH_VERSION="2.4.0",
+        SAGEMAKER_PYTHON_VERSION="py38",
+        SAGEMAKER_PYTORCH_VERSION="1.10.2",
+        SAGEMAKER_TRANSFORMERS_VERSION="4.17.0",
+        SAGEMAKER_PARALLEL_EC2_INSTANCES=["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"],
+        CUDA_DISTRIBUTED_TYPES=["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"],
+        TORCH_DISTRIBUTED_OPERATION_TYPES=["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
+        + [f"MULTI_{kind}" for kind in words("NPU MLU SDAA MUSA XPU CPU HPU NEURON")],
+        DEEPSPEED_MULTINODE_LAUNCHERS=words("pdsh standard openmpi mvapich mpich nossh slurm"),
+        TORCH_DYNAMO_MODES=["default", "reduce-overhead", "max-autotune"],
+        FSDP_SHARDING_STRATEGY=words("FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2"),
+        FSDP_AUTO_WRAP_POLICY=["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
+        FSDP_BACKWARD_PREFETCH=["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"],
+        FSDP_STATE_DICT_TYPE=["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"],
+        FSDP2_STATE_DICT_TYPE=["SHARDED_STATE_DICT", "FULL_STATE_DICT"],
+        TORCH_LAUNCH_PARAMS=words(
+            "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts "
+            "monitor_interval start_method role module m no_python run_path log_dir r redirects t tee "
+            "node_rank master_addr master_port"
+        ),
+    ),
+    "accelerate.utils.dataclasses": at(
+        "facade.enums",
+        "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
+        "FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType",
+    )
+    | at("core.enums", "BaseEnum EnumWithContains")
+    | at("core.handler", "KwargsHandler")
+    | at("precision.autocast", "AutocastKwargs")
+    | at("precision.fp16", "GradScalerKwargs")
+    | at("strategy.ddp", "DistributedDataParallelKwargs")
+    | at("world.world", "InitProcessGroupKwargs")
+    | at("world.tensors", "TensorInformation")
+    | at("data.configuration", "DataLoaderConfiguration")
+    | at("facade.gradient", "GradientAccumulationPlugin")
+    | at("facade.handlers", "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
+    | at("facade.compile", "TorchDynamoPlugin")
+    | at("facade.modules", "get_module_class_from_name")
+    | at("checkpoint.project", "ProjectConfiguration")
+    | at("watch.profile", "ProfileKwargs")
+    | later("models quantized by bitsandbytes", "BnbQuantizationConfig")
+    | later(DEEPSPEED, "DeepSpeedPlugin DeepSpeedSequenceParallelConfig")
+    | later(FSDP, "FullyShardedDataParallelPlugin")
+    | later(PARALLEL, "TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin")
+    | later(
+        MEGATRON,
+        "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser "
+        "parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config",
+    ),
+    "accelerate.utils.deepspeed": later(
+        DEEPSPEED,
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim "
+        "DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed",
+    ),
+    "accelerate.utils.environment": at(
+        "facade.environment",
+        "CPUInformation are_libraries_initialized clear_environment convert_dict_to_env_variables "
+        "get_cpu_distributed_information get_current_device_type get_int_from_env parse_choice_from_env "
+        "parse_flag_from_env patch_environment purge_accelerate_environment str_to_bool",
+    )
+    | at(
+        "facade.hardware",
+        "check_cuda_fp8_capability check_cuda_p2p_ib_support get_driver_version get_gpu_info",
+    )
+    | at("world.affinity", "override_numa_affinity set_numa_affinity"),
+    "accelerate.utils.fsdp_utils": later(
+        FSDP,
+        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
+        "fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy "
+        "fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
+        "get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights "
+        "save_fsdp_model save_fsdp_optimizer",
+    )
+    | logger("utils.fsdp_utils"),
+    "accelerate.utils.imports": packages(
+        "amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib pandas peft "
+        "pynvml pytest sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio "
+        "transformers triton wandb"
+    )
+    | devices("mlu musa neuron npu sdaa xpu")
+    | {
+        "is_4bit_bnb_available": Made("core.packages:checker", "bitsandbytes", at_least="0.39.0"),
+        "is_8bit_bnb_available": Made("core.packages:checker", "bitsandbytes", at_least="0.37.2"),
+        "is_bnb_available": Made("core.packages:version_checker", "bitsandbytes"),
+        "is_aim_available": Made("core.packages:checker", "aim", below="4.0.0"),
+        "is_lomo_available": Made("core.packages:checker", "lomo_optim"),
+        "is_mlflow_available": Made("core.packages:checker", "mlflow"),
+        "is_msamp_available": Made("core.packages:checker", "msamp"),
+        "is_numpy_available": Made("core.packages:version_checker", "numpy", default="1.25.0"),
+        "is_pippy_available": Made("core.packages:checker", "torch", at_least="2.4.0"),
+        "is_tensorboard_available": Made("core.packages:checker", "tensorboard", "tensorboardX"),
+        "is_torchao_available": Made("core.packages:checker", "torchao", at_least="0.6.1"),
+        "is_torchdata_stateful_dataloader_available": Made(
+            "core.packages:checker", "torchdata", at_least="0.8.0"
+        ),
+        "is_transformer_engine_available": Made("core.packages:checker", "transformer_engine"),
+        "is_weights_only_available": Made("core.packages:checker", "torch", at_least="2.4.0"),
+        "is_rich_available": Made("core.packages:checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
+        "is_megatron_lm_available": Made(
+            "core.packages:checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
+        ),
+        "deepspeed_required": Made("core.packages:requires", "deepspeed"),
+        "torchao_required": Made("core.packages:requires", "torchao"),
+    }
+    | at(
+        "facade.available",
+        "USE_TORCH_XLA is_bf16_available is_bitsandbytes_multi_backend_available is_cuda_available "
+        "is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available is_mps_available "
+        "is_rocm_available is_torch_distributed_available is_torch_xla_available "
+        "is_transformer_engine_mxfp8_available is_xccl_available",
+    ),
+    "accelerate.utils.launch": never(
+        *LAUNCHER,
+        "PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env "
+        "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_sagemager_args_inputs "
+        "prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
+    ),
+    "accelerate.utils.megatron_lm": later(
+        MEGATRON,
+        "AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
+        "MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep "
+        "avg_losses_across_data_parallel_group finish_mpu_init gather_across_data_parallel_groups "
+        "initialize model_provider_func prepare_data_loader prepare_model_optimizer_scheduler "
+        "prepare_optimizer prepare_scheduler",
+    ),
+    "accelerate.utils.memory": at(
+        "watch.retry",
+        "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
+    ),
+    "accelerate.utils.modeling": at("core.units", "convert_file_size_to_int=parse_bytes")
+    | at("facade.modules", "dtype_byte_size get_non_persistent_buffers is_peft_model named_module_tensors")
+    | at("facade.precision", "get_grad_scaler get_mixed_precision_context_manager")
+    | at("checkpoint.names", "WEIGHTS_INDEX_NAME")
+    | at("checkpoint.export", "load_state_dict id_tensor_storage")
+    | later(
+        BIG,
+        "align_module_device calculate_maximum_sizes check_device_map check_device_same "
+        "check_tied_parameters_in_config check_tied_parameters_on_same_device clean_device_map "
+        "compute_module_sizes compute_module_total_buffer_size fallback_allocate find_tied_parameters "
+        "get_balanced_memory get_max_layer_size get_max_memory get_module_leaves "
+        "get_module_size_with_ties get_state_dict_from_offload get_state_dict_offloaded_model "
+        "has_offloaded_params infer_auto_device_map load_checkpoint_in_model load_offloaded_weights "
+        "retie_parameters set_module_tensor_to_device",
+    ),
+    "accelerate.utils.offload": later(
+        BIG,
+        "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
+        "offload_state_dict offload_weight save_offload_index",
+    ),
+    "accelerate.utils.operations": at(
+        "world.collective",
+        "broadcast broadcast_object_list chained_operation copy_tensor_to_devices gather gather_object "
+        "gather_tensor_shape pad_across_processes reduce verify_operation "
+        "DistributedOperationException TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT",
+    )
+    | at(
+        "world.tensors",
+        "CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate convert_outputs_to_fp32 "
+        "convert_to_fp32 find_batch_size find_device get_data_structure get_shape honor_type "
+        "ignorant_find_batch_size initialize_tensors is_tensor_information is_torch_tensor listify "
+        "pad_input_tensors recursively_apply send_to_device slice_tensors",
+    )
+    | at("core.tree", "is_namedtuple")
+    | at("facade.available", "is_torch_xpu_tensor")
+    | later(DEEPSPEED, "GatheredParameters"),
+    "accelerate.utils.other": at(
+        "facade.modules",
+        "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "
+        "has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor recursive_getattr",
+    )
+    | at("facade.compile", "compile_regions")
+    | at("facade.hardware", "check_os_kernel")
+    | at("core.tree", "merge_dicts")
+    | at("core.units", "convert_bytes=show_bytes")
+    | at("facade.modules", "get_pretty_name")
+    | at("world.ports", "get_free_port is_port_in_use")
+    | at("world.collective", "wait_for_everyone=barrier")
+    | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")
+    | later(DEEPSPEED, "compile_regions_deepspeed")
+    | later(FSDP, "compile_regions_fsdp2")
+    | logger("utils.other"),
+    "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
+    "accelerate.utils.torch_xla": later(TPU, "install_xla"),
+    "accelerate.utils.tqdm": at("watch.progress", "tqdm"),
+    "accelerate.utils.transformer_engine": later(
+        FP8,
+        "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers",
+    ),
+    "accelerate.utils.versions": at("core.versions", "compare_versions is_torch_version"),
+    # --- accelerate.test_utils
+    "accelerate.test_utils": {},
+    "accelerate.test_utils.testing": at(
+        "facade.testing", "execute_subprocess_async get_torch_dist_unique_port"
+    ),
+}
+
+# What 1.x modules carried because they imported it, and scripts therefore import from there.
+UTILS = " ".join(name.partition(".")[2] for name in HOMES if name.startswith("accelerate.utils."))
+CONFIG = "commands.config.config_args commands.config.config_utils utils.dataclasses utils.imports"
+ALSO: dict[str, dict[str, str]] = {
+    "accelerate": {
+        "accelerate.accelerator": "Accelerator",
+        "accelerate.big_modeling": (
+            "cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights "
+            "init_on_device load_checkpoint_and_dispatch"
+        ),
+        "accelerate.data_loader": "skip_first_batches",
+        "accelerate.inference": "prepare_pippy",
+        "accelerate.launchers": "debug_launcher notebook_launcher",
+        "accelerate.parallelism_config": "ParallelismConfig",
+        "accelerate.state": "PartialState",
+        "accelerate.utils.dataclasses": (
+            "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
+            "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
+            "InitProcessGroupKwargs ProfileKwargs"
+        ),
+        "accelerate.utils.imports": "is_rich_available",
+        "accelerate.utils.memory": "find_executable_batch_size",
+        "accelerate.utils.modeling": "infer_auto_device_map load_checkpoint_in_model",
+        "accelerate.utils.random": "synchronize_rng_states",
+    },
+    "accelerate.accelerator": every(
+        f"data_loader state checkpointing logging optimizer scheduler tracking parallelism_config {UTILS}"
+    ),
+    "accelerate.big_modeling": every(f"hooks {UTILS}"),
+    "accelerate.checkpointing": every(
+        "state logging utils.constants utils.imports utils.other utils.versions"
+    ),
+    "accelerate.commands.accelerate_cli": every(
+        "commands.utils commands.env commands.estimate commands.config commands.launch commands.merge "
+        "commands.test commands.to_fsdp2 commands.tpu"
+    ),
+    "accelerate.commands.config": every(
+        "commands.config.config_args commands.config.config commands.config.default commands.config.update"
+    ),
+    "accelerate.commands.config.cluster": every(f"{CONFIG} utils.constants"),
+    "accelerate.commands.config.config": every(f"{CONFIG} commands.config.cluster commands.config.sagemaker"),
+    "accelerate.commands.config.config_args": every("utils.dataclasses utils.constants"),
+    "accelerate.commands.config.config_utils": every("utils.dataclasses"),
+    "accelerate.commands.config.default": every(CONFIG),
+    "accelerate.commands.config.sagemaker": every(f"{CONFIG} utils.constants"),
+    "accelerate.commands.config.update": every(CONFIG),
+    "accelerate.commands.env": every(CONFIG),
+    "accelerate.commands.estimate": every(
+        "big_modeling commands.utils utils.imports utils.modeling utils.other"
+    ),
+    "accelerate.commands.launch": every(
+        f"{CONFIG} commands.utils utils.constants utils.environment utils.launch"
+    ),
+    "accelerate.commands.merge": every("commands.utils utils.fsdp_utils"),
+    "accelerate.commands.test": every("test_utils.testing"),
+    "accelerate.commands.to_fsdp2": every("commands.utils"),
+    "accelerate.commands.tpu": every(CONFIG),
+    "accelerate.data_loader": every(f"state logging {UTILS}"),
+    "accelerate.hooks": every(f"state {UTILS}"),
+    "accelerate.inference": every(f"state {UTILS}"),
+    "accelerate.launchers": every(f"state {UTILS}"),
+    "accelerate.local_sgd": every("accelerator utils.dataclasses"),
+    "accelerate.logging": every("state"),
+    "accelerate.memory_utils": every("utils.memory"),
+    "accelerate.optimizer": every(f"state {UTILS}"),
+    "accelerate.parallelism_config": every("utils.dataclasses utils.versions"),
+    "accelerate.scheduler": every("state"),
+    "accelerate.state": every(UTILS),
+    "accelerate.tracking": every(f"state logging {UTILS}"),
+    "accelerate.utils": every(f"parallelism_config {UTILS}")
+    | {"accelerate.commands.config.default": "write_basic_config"},
+    "accelerate.utils.ao": every("utils.imports"),
+    "accelerate.utils.bnb": every(
+        "big_modeling utils.dataclasses utils.imports utils.modeling utils.offload"
+    ),
+    "accelerate.utils.dataclasses": every("utils.constants utils.environment utils.imports utils.versions"),
+    "accelerate.utils.deepspeed": every("optimizer scheduler utils.dataclasses utils.imports utils.versions"),
+    "accelerate.utils.fsdp_utils": every(
+        "logging utils.constants utils.dataclasses utils.modeling utils.other utils.versions"
+    ),
+    "accelerate.utils.imports": every("utils.environment utils.versions"),
+    "accelerate.utils.launch": every(
+        "commands.config.config_args utils.constants utils.dataclasses utils.environment utils.imports "
+        "utils.other utils.versions"
+    ),
+    "accelerate.utils.megatron_lm": every("optimizer scheduler utils.imports utils.operations"),
+    "accelerate.utils.memory": every("utils.imports"),
+    "accelerate.utils.modeling": every(
+        "state utils.constants utils.dataclasses utils.imports utils.memory utils.offload utils.tqdm "
+        "utils.versions"
+    ),
+    "accelerate.utils.operations": every(
+        "state utils.constants utils.dataclasses utils.imports utils.versions"
+    ),
+    "accelerate.utils.other": every(
+        "state logging utils.constants utils.dataclasses utils.imports utils.modeling "
+        "utils.transformer_engine utils.versions"
+    )
+    | {"accelerate.commands.config.default": "write_basic_config"},
+    "accelerate.utils.random": every("state utils.constants utils.dataclasses utils.imports"),
+    "accelerate.utils.tqdm": every("state utils.imports"),
+    "accelerate.utils.transformer_engine": every("utils.imports utils.operations"),
+    "accelerate.utils.versions": every("utils.constants"),
+    "accelerate.test_utils": every("test_utils.testing"),
+    "accelerate.test_utils.testing": every(f"state {UTILS}"),
+}
+
+NAMES = Names("accelerate", HOMES, ALSO)
+face = NAMES.face
+
+if __name__ == "__main__":
+    from accelerate.core.stubs import write
+
+    write(NAMES)
