@@ -28,6 +28,9 @@ def _clean_process() -> Generator[None]:
     world = sys.modules.get("accelerate.world.world")
     if world is not None and world.current() is not None:
         world.close()
+    command = sys.modules.get("tests.support.command")
+    if command is not None:
+        command.sweep()
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
