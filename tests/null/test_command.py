@@ -65,9 +65,7 @@ def test_what_is_left_is_swept_after_a_test() -> None:
 
 def test_a_late_command_is_killed_and_shows_its_stack() -> None:
     start = time.monotonic()
-    running = Running(
-        [sys.executable], script_text="import time\nprint('begun', flush=True)\ntime.sleep(100)"
-    )
+    running = Running([sys.executable], script_text=SLOW)
     running.wait_for("begun")
     with pytest.raises(AssertionError, match="did not end within 1 s") as caught:
         running.wait(1)
@@ -77,9 +75,7 @@ def test_a_late_command_is_killed_and_shows_its_stack() -> None:
 
 
 def test_signals_reach_the_command() -> None:
-    running = Running(
-        [sys.executable], script_text="import time\nprint('begun', flush=True)\ntime.sleep(100)"
-    )
+    running = Running([sys.executable], script_text=SLOW)
     running.wait_for("begun")
     running.signal(signal.SIGTERM)
     assert running.wait(10).returncode == -signal.SIGTERM
