@@ -64,15 +64,16 @@ class UnknownNameError(SettingError):
         kind: what sort of name it is: ``"flag"``, ``"key in config.yaml"``, ``"device"``.
         name: what the user wrote.
         known: the names that exist; the nearest is suggested.
+        where: the place it was found in, ``"in config.yaml, line 3"``.
         why: replaces the list of known names.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, why: str = "") -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, where: str = "", why: str = "") -> None:
         choices = sorted(set(known))
         near = nearest(name, choices)
         listed = ", ".join(choices) if len(choices) <= 24 else ""
         super().__init__(
-            f"unknown {kind} {name!r}",
+            f"unknown {kind} {name!r} {where}".rstrip(),
             why=why or (f"known: {listed}" if listed else ""),
             fix=f"did you mean {near!r}?" if near else "",
         )

@@ -7,16 +7,35 @@ known by its file's name. Other packages add theirs through an entry point group
 
 from __future__ import annotations
 
+import glob
 import importlib
+import os
 import pkgutil
+import re
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Generic, TypeVar, cast
 
 from accelerate.core.errors import UnknownNameError
 
 T = TypeVar("T")
+
+
+@cache
+def _groups_of_others() -> frozenset[str]:
+    """The entry point groups of this package that any installed distribution registers in.
+
+    Nearly always none. ``importlib.metadata`` takes longer to import than a help text may take to appear,
+    so it is imported only when the files that it would read mention a group.
+    """
+    found: set[str] = set()
+    for folder in sys.path:
+        for file in glob.iglob("*-info/entry_points.txt", root_dir=folder or "."):
+            with open(os.path.join(folder, file), encoding="utf-8", errors="replace") as text:
+                found.update(re.findall(r"^\[(accelerate\.[^]]+)\]", text.read(), re.MULTILINE))
+    return frozenset(found)
 
 
 class Registry(Generic[T]):
@@ -44,6 +63,8 @@ class Registry(Generic[T]):
     @cached_property
     def foreign(self) -> dict[str, object]:
         """Entry points of other packages, by name; not loaded yet."""
+        if self.group not in _groups_of_others():
+            return {}
         from importlib.metadata import entry_points
 
         return {point.name: point for point in entry_points(group=self.group)}

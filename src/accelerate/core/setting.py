@@ -6,7 +6,7 @@
 
 declares ``--num_processes`` (and ``--num-processes``), ``ACCELERATE_NUM_PROCESSES`` and the key
 ``num_processes``. ``load`` fills the class from all sources and keeps, for each value, where it came from.
-Precedence: code > flag > environment > file > default.
+Precedence: code > flag > environment > file > default. A wrong value is an error whether it wins or not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ class Setting:
     Attributes:
         name: the field's name, also the YAML key.
         type: the resolved annotation.
-        flags: spellings on the command line, the first is shown in help.
+        flags: spellings on the command line, the first is shown in help; empty when there is no flag.
+        switch: whether the flag stands alone (``--cpu``) instead of taking a value.
         variable: the environment variable, or None when there is none.
+        in_file: whether it may stand in a configuration file.
         section: the nested table of the YAML file it lives in, "" for the top level.
         prefix: what a key inside the section may or may not carry (``fsdp_``).
         choices: allowed values, empty for any.
@@ -47,7 +49,9 @@ class Setting:
     default: Any
     help: str
     flags: tuple[str, ...]
+    switch: bool
     variable: str | None
+    in_file: bool
     section: str
     prefix: str
     choices: tuple[Any, ...]
@@ -55,9 +59,10 @@ class Setting:
     question: str
 
     @property
-    def is_switch(self) -> bool:
-        """Whether the flag stands alone (``--cpu``) instead of taking a value."""
-        return self.type is bool
+    def spellings(self) -> tuple[str, ...]:
+        """Every spelling of the flag: ``--a_b`` is also ``--a-b``."""
+        both = ((flag, flag.replace("_", "-")) for flag in self.flags)
+        return tuple(dict.fromkeys(spelling for pair in both for spelling in pair))
 
     @property
     def path(self) -> str:
@@ -69,8 +74,11 @@ def setting(
     default: Any = dataclasses.MISSING,
     *,
     help: str,
+    flag: str | None | Literal[True] = True,
     flags: Sequence[str] = (),
+    switch: bool = True,
     variable: str | None | Literal[True] = True,
+    in_file: bool = True,
     choices: Sequence[Any] = (),
     topic: str = "",
     question: str = "",
@@ -81,8 +89,11 @@ def setting(
     Args:
         default: the value when no source gives one.
         help: one line; the flag's variable and key are added to it by themselves.
-        flags: more spellings (torchrun's own, short ones) beside the derived one.
+        flag: its spelling on the command line; True derives ``--<name>``, None means there is none.
+        flags: more spellings (torchrun's own, short ones).
+        switch: a yes/no setting's flag stands alone; False makes it take true or false.
         variable: environment variable; True derives ``ACCELERATE_<NAME>``, None means there is none.
+        in_file: whether it may stand in a configuration file.
         choices: allowed values.
         topic: heading of the help; empty takes the class's ``__topic__``.
         question: what the wizard asks; empty means it does not ask.
@@ -91,8 +102,11 @@ def setting(
     metadata = {
         "setting": True,
         "help": help,
+        "flag": flag,
         "flags": tuple(flags),
+        "switch": switch,
         "variable": variable,
+        "in_file": in_file,
         "choices": tuple(choices),
         "topic": topic,
         "question": question,
@@ -120,14 +134,17 @@ def declared(cls: type) -> tuple[Setting, ...]:
         variable = f"ACCELERATE_{item.name.upper()}" if meta["variable"] is True else meta["variable"]
         default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
         kind = hints[item.name]
+        flag = f"--{item.name}" if meta["flag"] is True else meta["flag"]
         rows.append(
             Setting(
                 name=item.name,
                 type=kind,
                 default=default,
                 help=meta["help"],
-                flags=(f"--{item.name}", *meta["flags"]),
+                flags=(*((flag,) if flag else ()), *meta["flags"]),
+                switch=meta["switch"] and set(_members(kind)) <= {bool, type(None)},
                 variable=variable,
+                in_file=meta["in_file"],
                 section=section,
                 prefix=prefix,
                 choices=meta["choices"] or _literal_choices(kind),
@@ -139,9 +156,11 @@ def declared(cls: type) -> tuple[Setting, ...]:
 
 
 def _literal_choices(kind: Any) -> tuple[Any, ...]:
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return tuple(c for part in _members(kind) if get_origin(part) is Literal for c in get_args(part))
+    """The words of a type that is nothing but words; ``int | Literal["auto"]`` is not limited to its word."""
+    parts = [part for part in _members(kind) if part is not type(None)]
+    if not all(get_origin(part) is Literal for part in parts):
+        return ()
+    return tuple(choice for part in parts for choice in get_args(part))
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -180,6 +199,10 @@ class Loaded(Generic[T]):
         """Where the value in use came from."""
         return self.origins[name][0]
 
+    def given(self, name: str) -> bool:
+        """Whether any source gave a value, so that it is not the default."""
+        return self.origin(name).source != "default"
+
 
 def load(
     cls: type[T],
@@ -189,6 +212,7 @@ def load(
     env: Mapping[str, str] | None = None,
     file: Mapping[str, Any] | None = None,
     file_name: str = "the configuration file",
+    lines: Mapping[str, int] | None = None,
 ) -> Loaded[T]:
     """Fills ``cls`` from all sources; None in ``code`` or ``flags`` means "not given".
 
@@ -199,6 +223,7 @@ def load(
         env: the environment to read; the process's own when None.
         file: the part of the configuration file that belongs to ``cls`` (its section).
         file_name: how to call that file in errors.
+        lines: the line of that file each of these keys stands on, where known.
 
     Raises:
         SettingError: a value has the wrong type or is not among the choices.
@@ -206,41 +231,81 @@ def load(
     """
     environment = environ.snapshot() if env is None else env
     rows = declared(cls)
-    keyed = _by_setting(rows, file or {}, file_name)
+    book = _Book(rows, file or {}, file_name, lines or {})
+    sources: dict[str, Mapping[str, Any]] = {
+        "code": code or {},
+        "flag": flags or {},
+        "environment": {row.name: environment.get(row.variable) or None for row in rows if row.variable},
+        "file": book.values(),
+    }
     values: dict[str, Any] = {}
     origins: dict[str, tuple[Origin, ...]] = {}
     for row in rows:
         found: list[Origin] = []
-        for source, given in (("code", code or {}), ("flag", flags or {})):
-            if given.get(row.name) is not None:
-                where = f"the argument {row.name}" if source == "code" else row.flags[0]
-                found.append(Origin(source, where, checked(row, given[row.name], where, text=source == "flag")))
-        if row.variable and environment.get(row.variable):
-            where = f"the environment variable {row.variable}"
-            found.append(Origin("environment", where, checked(row, environment[row.variable], where, text=True)))
-        if keyed.get(row.name) is not None:
-            where = f"{file_name}: {row.path}"
-            found.append(Origin("file", where, checked(row, keyed[row.name], where, text=False)))
-        found.append(Origin("default", "", row.default))
-        if found[0].value is dataclasses.MISSING:
-            raise SettingError(f"{row.name} is needed and not given", fix=f"add {row.flags[0]} ...")
+        for source, given in sources.items():
+            value = given.get(row.name)
+            if value is not None:
+                where = book.where(row) if source == "file" else _where(row, source)
+                text = source in ("flag", "environment")
+                found.append(Origin(source, where, checked(row, value, where, text=text)))
+        if row.default is not dataclasses.MISSING:
+            found.append(Origin("default", "", row.default))
+        if not found:
+            raise SettingError(f"{row.name} is needed and not given", fix=_ways(row))
         values[row.name] = found[0].value
-        origins[row.name] = tuple(o for o in found if o.value is not dataclasses.MISSING)
+        origins[row.name] = tuple(found)
     return Loaded(cls(**values), origins)
 
 
-def _by_setting(rows: Sequence[Setting], table: Mapping[str, Any], file_name: str) -> dict[str, Any]:
-    """The file's values by field name; keys may omit the section's prefix."""
-    names = {row.name for row in rows}
-    prefix = rows[0].prefix if rows else ""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key if key in names else f"{prefix}{key}"
-        if name not in names:
-            place = f"key of {rows[0].section} in {file_name}" if rows and rows[0].section else f"key in {file_name}"
-            raise UnknownNameError(place, str(key), names)
-        found[name] = value
-    return found
+def _where(row: Setting, source: str) -> str:
+    if source == "code":
+        return f"the argument {row.name}"
+    return row.flags[0] if source == "flag" else f"the environment variable {row.variable}"
+
+
+def _ways(row: Setting) -> str:
+    if row.flags:
+        return f"add {row.flags[0]} ..."
+    return (
+        f"set the variable {row.variable}" if row.variable else f"write {row.path} in the configuration file"
+    )
+
+
+class _Book:
+    """One section of a configuration file, read by setting; keys may omit the section's prefix."""
+
+    def __init__(
+        self, rows: Sequence[Setting], table: Mapping[str, Any], file_name: str, lines: Mapping[str, int]
+    ) -> None:
+        self.rows = {row.name: row for row in rows if row.in_file}
+        self.table, self.file_name, self.lines = table, file_name, lines
+        self.section, self.prefix = (rows[0].section, rows[0].prefix) if rows else ("", "")
+        self.keys: dict[str, str] = {}
+        for key in table:
+            self._place(key)
+
+    def _place(self, key: str) -> None:
+        name = key if key in self.rows else f"{self.prefix}{key}"
+        if name not in self.rows:
+            kind = f"key of {self.section}" if self.section else "key"
+            raise UnknownNameError(kind, str(key), self.rows, where=f"in {self._at(key)}")
+        if name in self.keys:
+            raise SettingError(
+                f"{self.file_name} gives {name} twice",
+                why=f"{self.keys[name]!r} and {key!r} are two spellings of it",
+                fix="keep one of them",
+            )
+        self.keys[name] = key
+
+    def values(self) -> dict[str, Any]:
+        return {name: self.table[key] for name, key in self.keys.items()}
+
+    def where(self, row: Setting) -> str:
+        return f"{self._at(self.keys[row.name])}: {row.path}"
+
+    def _at(self, key: str) -> str:
+        line = self.lines.get(key)
+        return f"{self.file_name}, line {line}" if line else self.file_name
 
 
 def checked(row: Setting, value: Any, where: str, *, text: bool) -> Any:
@@ -294,15 +359,23 @@ def _convert(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
     if kind in (int, float):
         return _number(kind, value, text)
     if get_origin(kind) in (tuple, list):
-        holder: Any = get_origin(kind)
-        if isinstance(value, str):
-            return text, holder(part.strip() for part in value.split(",") if part.strip())
-        return isinstance(value, list | tuple), holder(value) if isinstance(value, list | tuple) else value
+        return _sequence(kind, value, where, text)
     if get_origin(kind) is dict or kind is dict:
         return isinstance(value, dict), value
     if kind is str:
         return isinstance(value, str), value
     return kind is Any or (isinstance(kind, type) and isinstance(value, kind)), value
+
+
+def _sequence(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
+    """A list or tuple of one item type; text is split at commas."""
+    if text and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        return False, value
+    items = typing.cast("list[Any]", value)
+    results = [_convert(get_args(kind)[0], item, where, text) for item in items]
+    return all(fits for fits, _ in results), get_origin(kind)(item for _, item in results)
 
 
 def _number(kind: type, value: Any, text: bool) -> tuple[bool, Any]:
@@ -322,12 +395,25 @@ def _describe(value: Any) -> str:
     return f"the text {value!r}" if isinstance(value, str) else repr(value)
 
 
-_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a table of keys",
+}
 
 
 def _type_name(kind: Any) -> str:
-    parts = [_NAMES.get(k, getattr(k, "__name__", str(k))) for k in _members(kind) if k is not type(None)]
-    return " or ".join(parts)
+    return " or ".join(_part_name(part) for part in _members(kind) if part is not type(None))
+
+
+def _part_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(choice) for choice in get_args(kind))
+    if get_origin(kind) in (tuple, list):
+        return f"a list ({_part_name(get_args(kind)[0])} each)"
+    return _NAMES.get(kind) or getattr(kind, "__name__", str(kind))
 
 
 def _suggestion(row: Setting, value: Any) -> str:
