@@ -217,14 +217,14 @@ HOMES: dict[str, dict[str, Home]] = {
     ),
     "accelerate.utils.dataclasses": at(
         "facade.enums",
-        "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
-        "FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType",
+        "ComputeEnvironment CustomDtype DistributedType DynamoBackend FP8BackendType "
+        " LoggerType PrecisionType RNGType SageMakerDistributedType",
     )
     | at("core.enums", "BaseEnum EnumWithContains")
     | at("core.handler", "KwargsHandler")
     | at("precision.autocast", "AutocastKwargs")
     | at("precision.fp16", "GradScalerKwargs")
-    | at("strategy.ddp", "DistributedDataParallelKwargs")
+    | at("strategy.ddp", "DDPCommunicationHookType DistributedDataParallelKwargs")
     | at("world.world", "InitProcessGroupKwargs")
     | at("world.tensors", "TensorInformation")
     | at("data.configuration", "DataLoaderConfiguration")
@@ -269,42 +269,47 @@ HOMES: dict[str, dict[str, Home]] = {
     )
     | logger("utils.fsdp_utils"),
     "accelerate.utils.imports": packages(
-        "amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib pandas peft "
-        "pynvml pytest sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio "
-        "transformers triton wandb"
+        "amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow msamp "
+        "pandas peft pynvml pytest sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio "
+        "transformer_engine transformers triton wandb"
     )
     | devices("mlu musa neuron npu sdaa xpu")
     | {
-        "is_4bit_bnb_available": Made("core.packages:checker", "bitsandbytes", at_least="0.39.0"),
-        "is_8bit_bnb_available": Made("core.packages:checker", "bitsandbytes", at_least="0.37.2"),
-        "is_bnb_available": Made("core.packages:version_checker", "bitsandbytes"),
-        "is_aim_available": Made("core.packages:checker", "aim", below="4.0.0"),
-        "is_lomo_available": Made("core.packages:checker", "lomo_optim"),
-        "is_mlflow_available": Made("core.packages:checker", "mlflow"),
-        "is_msamp_available": Made("core.packages:checker", "msamp"),
-        "is_numpy_available": Made("core.packages:version_checker", "numpy", default="1.25.0"),
-        "is_pippy_available": Made("core.packages:checker", "torch", at_least="2.4.0"),
-        "is_tensorboard_available": Made("core.packages:checker", "tensorboard", "tensorboardX"),
-        "is_torchao_available": Made("core.packages:checker", "torchao", at_least="0.6.1"),
-        "is_torchdata_stateful_dataloader_available": Made(
-            "core.packages:checker", "torchdata", at_least="0.8.0"
+        "USE_TORCH_XLA": Made("core.environ:flag", "USE_TORCH_XLA", True),
+        "is_bf16_available": Made("facade.available:bf16_checker", tpu="xla"),
+        "is_cuda_available": Made("facade.available:device_checker", "cuda", argument=""),
+        "is_habana_gaudi1": Made("facade.available:model_checker", "hpu", "GAUDI"),
+        "is_hpu_available": Made("facade.available:device_checker", "hpu", argument="init_hccl"),
+        "is_mps_available": Made("facade.available:version_checker", "mps", "1.12"),
+        "is_rocm_available": Made("facade.available:build_checker", "cuda", "hip"),
+        "is_torch_xla_available": Made("facade.available:kind_checker", "xla"),
+        "is_xccl_available": Made("facade.available:backend_checker", "xccl"),
+        "is_bitsandbytes_multi_backend_available": Made(
+            "facade.available:feature_checker", "bitsandbytes:features", "multi_backend"
         ),
-        "is_transformer_engine_available": Made("core.packages:checker", "transformer_engine"),
-        "is_weights_only_available": Made("core.packages:checker", "torch", at_least="2.4.0"),
-        "is_rich_available": Made("core.packages:checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
+        "is_transformer_engine_mxfp8_available": Made(
+            "facade.available:asking", "transformer_engine.pytorch.fp8:check_mxfp8_support"
+        ),
+        "is_4bit_bnb_available": Made("core.packages:checker", "bitsandbytes>=0.39.0"),
+        "is_8bit_bnb_available": Made("core.packages:checker", "bitsandbytes>=0.37.2"),
+        "is_bnb_available": Made("core.packages:version_checker", "bitsandbytes"),
+        "is_aim_available": Made("core.packages:checker", "aim<4"),
+        "is_fp8_available": Made("core.packages:checker", "transformer_engine", "torchao>=0.6.1", "msamp"),
+        "is_lomo_available": Made("core.packages:checker", "lomo_optim"),
         "is_megatron_lm_available": Made(
             "core.packages:checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
         ),
+        "is_numpy_available": Made("core.packages:version_checker", "numpy", "1.25.0"),
+        "is_pippy_available": Made("core.packages:checker", "torch>=2.4"),
+        "is_rich_available": Made("core.packages:checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
+        "is_tensorboard_available": Made("core.packages:checker", "tensorboard", "tensorboardX"),
+        "is_torchao_available": Made("core.packages:checker", "torchao>=0.6.1"),
+        "is_torchdata_stateful_dataloader_available": Made("core.packages:checker", "torchdata>=0.8"),
+        "is_weights_only_available": Made("core.packages:checker", "torch>=2.4"),
         "deepspeed_required": Made("core.packages:requires", "deepspeed"),
         "torchao_required": Made("core.packages:requires", "torchao"),
     }
-    | at(
-        "facade.available",
-        "USE_TORCH_XLA is_bf16_available is_bitsandbytes_multi_backend_available is_cuda_available "
-        "is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available is_mps_available "
-        "is_rocm_available is_torch_distributed_available is_torch_xla_available "
-        "is_transformer_engine_mxfp8_available is_xccl_available",
-    ),
+    | at("facade.available", "is_fp16_available is_torch_distributed_available"),
     "accelerate.utils.launch": never(
         *LAUNCHER,
         "PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env "
@@ -357,7 +362,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "pad_input_tensors recursively_apply send_to_device slice_tensors",
     )
     | at("core.tree", "is_namedtuple")
-    | at("facade.available", "is_torch_xpu_tensor")
+    | {"is_torch_xpu_tensor": Made("facade.available:tensor_checker", "xpu")}
     | later(DEEPSPEED, "GatheredParameters"),
     "accelerate.utils.other": at(
         "facade.modules",
