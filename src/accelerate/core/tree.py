@@ -8,14 +8,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 Leaf = Callable[[Any], Any]
 
 
+def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Whether ``value`` is a mapping of any class."""
+    return isinstance(value, Mapping)
+
+
+def is_sequence(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    """Whether ``value`` is a list or a tuple, named or not."""
+    return isinstance(value, list | tuple)
+
+
 def is_namedtuple(value: object) -> bool:
     """Whether ``value`` is a named tuple (of ``collections`` or ``typing``)."""
-    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_asdict")
+    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_asdict")  # pyright: ignore[reportUnknownArgumentType]
 
 
 def same_type(original: Any, items: Iterator[Any] | list[Any]) -> Any:
@@ -27,7 +37,7 @@ def same_type(original: Any, items: Iterator[Any] | list[Any]) -> Any:
 
 def is_container(value: object) -> bool:
     """Whether ``map_tree`` looks inside ``value``."""
-    return isinstance(value, list | tuple | Mapping) or _is_dataclass_value(value)
+    return is_sequence(value) or is_mapping(value) or _is_dataclass_value(value)
 
 
 def _is_dataclass_value(value: object) -> bool:
@@ -36,12 +46,10 @@ def _is_dataclass_value(value: object) -> bool:
 
 def map_tree(function: Leaf, tree: Any) -> Any:
     """``tree`` with every leaf replaced by ``function(leaf)``; containers keep their type and order."""
-    if isinstance(tree, dict) and type(tree) is dict:
-        return {key: map_tree(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
+    if is_sequence(tree):
         return same_type(tree, [map_tree(function, value) for value in tree])
-    if isinstance(tree, Mapping):
-        return _same_mapping(tree, {key: map_tree(function, value) for key, value in tree.items()})
+    if is_mapping(tree):
+        return like_mapping(tree, {key: map_tree(function, value) for key, value in tree.items()})
     if _is_dataclass_value(tree):
         twin = copy(tree)
         for item in dataclasses.fields(tree):
@@ -51,8 +59,10 @@ def map_tree(function: Leaf, tree: Any) -> Any:
     return function(tree)
 
 
-def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the original's class: by its constructor, or by a copy that is updated in place."""
+def like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the original's class holding ``items``, by a copy or else by its constructor."""
+    if type(original) is dict:
+        return items
     try:
         twin: Any = copy(original)
         for key, value in items.items():
@@ -64,10 +74,10 @@ def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, leaf) of every leaf, in order; a path reads like Python: ``['a'][0].x``."""
-    if isinstance(tree, Mapping):
+    if is_mapping(tree):
         for key, value in tree.items():
             yield from leaves(value, f"{path}[{key!r}]")
-    elif isinstance(tree, list | tuple):
+    elif is_sequence(tree):
         names = getattr(tree, "_fields", None)
         for index, value in enumerate(tree):
             yield from leaves(value, f"{path}.{names[index]}" if names else f"{path}[{index}]")

@@ -1,0 +1,29 @@
+"""The base of the contract's enumerations: members equal their text."""
+
+from __future__ import annotations
+
+from enum import Enum, EnumMeta
+from typing import Any
+
+
+class EnumWithContains(EnumMeta):
+    """An enumeration class of which ``"text" in Class`` can be asked."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)  # type: ignore[call-arg]
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(str, Enum, metaclass=EnumWithContains):
+    """A text enumeration: ``Class.MEMBER == "value"`` and ``str(Class.MEMBER) == "value"``."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[Any]:
+        """The values of all members, in order."""
+        return [member.value for member in cls]

@@ -1,0 +1,1 @@
+"""Data: which samples each process sees, in which order, and how batches reach the device."""

@@ -1,0 +1,30 @@
+"""How prepared loaders share and move data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """Options of every loader that is prepared after it is set.
+
+    Attributes:
+        split_batches: the loader's batch size is that of all processes together, and each takes a part of
+            every batch; otherwise each process takes whole batches in turn.
+        dispatch_batches: rank 0 reads and sends the parts; None decides by the dataset.
+        even_batches: the last step is filled from the beginning of the data, so that all processes have the
+            same number of full batches.
+        use_seedable_sampler: the order is a function of ``data_seed`` and the epoch.
+        data_seed: seed of that order; None takes torch's initial seed.
+        non_blocking: copies to the device do not wait (needs pinned memory to have an effect).
+        use_stateful_dataloader: use torchdata's loader, which can be saved in the middle of an epoch.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False

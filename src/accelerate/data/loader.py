@@ -1,0 +1,425 @@
+"""Prepared loaders: a view of the user's loader that shards, moves batches and knows its last batch.
+
+The user's loader is wrapped, never rebuilt: its class, attributes, workers and collate function stay. To
+shard it, a shallow copy gets another batch sampler; nothing is iterated or drawn before the first batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+
+from accelerate.core.errors import NotBuiltError, PrepareError
+from accelerate.data.active import UNOWNED, ActiveLoaders
+from accelerate.data.order import inner_sampler
+from accelerate.data.shard import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+from accelerate.world import collective
+from accelerate.world.tensors import send_to_device
+
+
+class DataLoaderStateMixin:
+    """What a loop can ask its loader.
+
+    Attributes:
+        end_of_dataloader: the batch in hand is the last one.
+        remainder: how many samples of the last step are real when it was filled, all ranks together;
+            -1 when unknown or when nothing is filled.
+    """
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    active: ActiveLoaders = UNOWNED
+
+    def reset(self) -> None:
+        """Before an epoch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self.reset()
+        self.active.add(self)
+
+    def end(self) -> None:
+        """An epoch ended or was broken off."""
+        self.active.remove(self)
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A loader that stands before another one and passes on everything it does not know."""
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        if use_stateful_dataloader:
+            raise NotBuiltError(
+                "use_stateful_dataloader=True is not built yet",
+                why="saving the position inside an epoch will come with exact resume, for every loader",
+            )
+        self._wrap(DataLoader(dataset, batch_sampler=batch_sampler, **kwargs))
+
+    def _wrap(self, base: DataLoader[Any]) -> None:
+        # Straight into __dict__: torch's loader guards its attributes, and they all live in the base.
+        self.__dict__["base_dataloader"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader" or name.startswith("_DataLoader__"):
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    @property
+    def multiprocessing_context(self) -> Any:  # type: ignore[override]
+        """The base loader's."""
+        return self.base_dataloader.multiprocessing_context
+
+    @property
+    def _iterator(self) -> Any:  # type: ignore[override]
+        return self.base_dataloader._iterator
+
+
+class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
+    """One process's part of a loader, on its device.
+
+    Args:
+        dataset, kwargs: those of ``torch.utils.data.DataLoader``.
+        device: where batches go; None leaves them.
+        rng_types, synchronized_generator: kept for compatibility; the order is agreed by the sampler.
+        skip_batches: leave out so many batches of the first epoch.
+        iteration: number of the next epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: Any = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self._set_up(device, _drop_last, _non_blocking, iteration, skip_batches)
+        self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
+
+    def _set_up(
+        self,
+        device: torch.device | None,
+        drop_last: bool,
+        non_blocking: bool,
+        iteration: int = 0,
+        skip: int = 0,
+    ) -> None:
+        self.device, self.iteration, self.skip_batches = device, iteration, skip
+        self._drop_last, self._non_blocking = drop_last, non_blocking
+        self.rng_types = self.synchronized_generator = None
+        self._num_processes = 1
+        self._is_accelerate_prepared = True
+        self.use_stateful_dataloader = False
+
+    @classmethod
+    def around(
+        cls,
+        base: DataLoader[Any],
+        *,
+        device: torch.device | None,
+        non_blocking: bool = False,
+        num_processes: int = 1,
+        skip_batches: int = 0,
+        iteration: int = 0,
+    ) -> DataLoaderShard:
+        """A prepared view of ``base``, which yields this process's part already."""
+        shard = cls.__new__(cls)
+        shard._wrap(base)
+        shard._set_up(device, bool(getattr(base, "drop_last", False)), non_blocking, iteration, skip_batches)
+        shard._num_processes = num_processes
+        return shard
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of ``epoch``: told to every sampler and dataset that wants to know."""
+        self.iteration = epoch
+        batch_sampler = getattr(self.base_dataloader, "batch_sampler", None)
+        told: list[Any] = []
+        for item in (batch_sampler, inner_sampler(batch_sampler), self.base_dataloader.sampler, self.dataset):
+            tell: Any = getattr(item, "set_epoch", None)
+            if tell is not None and not any(item is other for other in told):
+                told.append(item)
+                tell(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.begin()
+        try:
+            yield from self._batches()
+        finally:
+            self.end()
+        self.iteration += 1
+        self.skip_batches = 0
+
+    def begin(self) -> None:
+        """An epoch begins: how many samples of its last step will be real."""
+        super().begin()
+        if self._num_processes > 1 and not self._drop_last:
+            try:
+                self.remainder = self.total_dataset_length % self.total_batch_size
+            except TypeError:  # a stream without a length
+                self.remainder = -1
+
+    def _batches(self) -> Iterator[Any]:
+        """Each batch on the device; one is read ahead, so that the last one is known as such."""
+        device, non_blocking, active = self.device, self._non_blocking, self.active
+        iterator = iter(self.base_dataloader)
+        for _ in range(self.skip_batches):
+            if next(iterator, _END) is _END:
+                return
+        upcoming = next(iterator, _END)
+        if upcoming is _END:
+            self._warn_if_empty()
+        while upcoming is not _END:
+            batch = upcoming if device is None else send_to_device(upcoming, device, non_blocking)
+            upcoming = next(iterator, _END)
+            self.end_of_dataloader = upcoming is _END
+            active.new_batch()
+            yield batch
+
+    def _warn_if_empty(self) -> None:
+        if self._drop_last and self._num_processes > 1 and len(self) == 0:
+            warnings.warn(
+                f"this epoch has 0 batches: drop_last=True leaves out the last incomplete step, and "
+                f"{self.total_dataset_length} samples do not fill one of {self._num_processes} processes x "
+                f"{self.batch_size} samples",
+                stacklevel=3,
+            )
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one step, all processes together."""
+        sampler = getattr(self.base_dataloader, "batch_sampler", None)
+        size = getattr(sampler, "batch_size", None) or self.base_dataloader.batch_size or 1
+        if getattr(sampler, "split_batches", False) or getattr(self.dataset, "split_batches", False):
+            return size
+        return size * self._num_processes
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of one epoch, all processes together."""
+        sampler = getattr(self.base_dataloader, "batch_sampler", None)
+        inner = inner_sampler(sampler) if sampler is not None else self.base_dataloader.sampler
+        data: Any = self.dataset
+        if hasattr(data, "total_length"):
+            return data.total_length
+        return len(inner) if isinstance(inner, Sampler) and sampler is not None else len(data)  # type: ignore[arg-type]
+
+    def position(self) -> dict[str, Any]:
+        """Where the loader is, as plain values that are equal on all processes."""
+        return {"epoch": self.iteration}
+
+    def resume(self, position: dict[str, Any]) -> None:
+        """Goes on from a ``position``."""
+        self.set_epoch(position["epoch"])
+
+    def get_sampler(self) -> Any:
+        """The sampler of single indices."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replaces the sampler of single indices."""
+        holder = self.base_dataloader.batch_sampler
+        while hasattr(holder, "batch_sampler"):
+            holder = holder.batch_sampler
+        if holder is None:
+            self.base_dataloader.__dict__["sampler"] = sampler
+        else:
+            holder.sampler = sampler
+
+
+_END = object()
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """The sampler of single indices at the bottom of a loader, or None."""
+    sampler = getattr(dataloader, "batch_sampler", None)
+    return inner_sampler(sampler) if sampler is not None else getattr(dataloader, "sampler", None)
+
+
+def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """A shallow copy of a loader with other parts: its class and every attribute stay."""
+    twin = copy.copy(loader)
+    # Torch forbids assigning these after construction; the copy has not been iterated yet.
+    twin.__dict__.update(parts)
+    twin.__dict__["_iterator"] = None
+    return twin
+
+
+class _OneByOne(Sampler[Any]):
+    """Single indices of a sharded sampler of batches of one, for loaders that do not collate."""
+
+    def __init__(self, shard: BatchSamplerShard) -> None:
+        self.batch_sampler = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch[0] for batch in self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoaderShard:
+    """One process's part of ``dataloader``; see ``DataLoaderConfiguration`` for the options.
+
+    Args:
+        dataloader: the user's loader over the whole data, the same on every process.
+        device: where batches go if ``put_on_device``.
+        num_processes, process_index: the shard; the world's when None.
+
+    Raises:
+        PrepareError: the batch size cannot be split, or the object is no loader.
+        NotBuiltError: an option that is not built yet.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
+    count = collective.size() if num_processes is None else num_processes
+    index = collective.rank() if process_index is None else process_index
+    _refuse_unbuilt(dispatch_batches, use_stateful_dataloader, count)
+    base = _seedable(dataloader, data_seed) if use_seedable_sampler else dataloader
+    if count > 1 and not is_sharded(base):
+        base = _shard(base, count, index, split_batches, even_batches)
+        shared = count
+    else:
+        shared = 1
+    return DataLoaderShard.around(
+        base, device=device if put_on_device else None, non_blocking=non_blocking, num_processes=shared
+    )
+
+
+def _refuse_unbuilt(dispatch_batches: bool | None, stateful: bool, count: int) -> None:
+    if dispatch_batches and count > 1:
+        raise NotBuiltError(
+            "dispatch_batches=True is not built yet",
+            why="rank 0 reading for all processes will come; until then every process reads its own part",
+            fix="use DataLoaderConfiguration(dispatch_batches=False)",
+        )
+    if stateful:
+        raise NotBuiltError(
+            "use_stateful_dataloader=True is not built yet",
+            why="saving the position inside an epoch will come with exact resume, for every loader",
+        )
+
+
+def is_sharded(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's sampler already gives each process its own part."""
+    sampler = get_sampler(loader)
+    return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+
+
+def _seedable(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
+    """The loader with its random sampler replaced by one that is a function of seed and epoch."""
+    sampler, batches = get_sampler(loader), loader.batch_sampler
+    if type(sampler) is not RandomSampler:
+        return loader
+    seeded = SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=torch.Generator(),
+        data_seed=seed,
+    )
+    if not isinstance(batches, BatchSampler):
+        return with_parts(loader, sampler=seeded)
+    twin = copy.copy(batches)
+    twin.sampler = seeded
+    return with_parts(loader, sampler=seeded, batch_sampler=twin)
+
+
+def _shard(loader: DataLoader[Any], count: int, index: int, split: bool, even: bool) -> DataLoader[Any]:
+    if isinstance(loader.dataset, IterableDataset):
+        stream = IterableDatasetShard(
+            loader.dataset,
+            batch_size=loader.batch_size or 1,
+            drop_last=loader.drop_last,
+            num_processes=count,
+            process_index=index,
+            split_batches=split,
+        )
+        size = (loader.batch_size or 1) // count if split else loader.batch_size
+        if split and loader.batch_size is not None:
+            batches = copy.copy(loader.batch_sampler)
+            batches.batch_size = size  # type: ignore[union-attr]
+            return with_parts(loader, dataset=stream, batch_size=size, batch_sampler=batches)
+        return with_parts(loader, dataset=stream)
+    if loader.batch_sampler is None:
+        ones = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
+        shard = BatchSamplerShard(ones, count, index, split_batches=False, even_batches=even)
+        return with_parts(loader, sampler=_OneByOne(shard))
+    shard = BatchSamplerShard(loader.batch_sampler, count, index, split, even)  # type: ignore[arg-type]
+    return with_parts(loader, batch_sampler=shard)
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A loader that leaves out its first ``skip_batches`` batches.
+
+    Args:
+        dataset, kwargs: those of ``torch.utils.data.DataLoader``.
+        skip_batches: how many.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
+        )
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader without its first ``num_batches`` batches; of map-style data none of them is read."""
+    if num_batches == 0:
+        return dataloader
+    base = dataloader.base_dataloader if isinstance(dataloader, DataLoaderShard) else dataloader
+    if base.batch_sampler is None or isinstance(base.dataset, IterableDataset):
+        skipped, rest = base, num_batches
+    else:
+        skipped, rest = with_parts(base, batch_sampler=SkipBatchSampler(base.batch_sampler, num_batches)), 0  # type: ignore[arg-type]
+    if isinstance(dataloader, DataLoaderShard):
+        twin = copy.copy(dataloader)
+        twin._wrap(skipped)
+        twin.skip_batches = rest
+        return twin
+    if rest == 0:
+        return skipped
+    return DataLoaderShard.around(skipped, device=None, skip_batches=rest)

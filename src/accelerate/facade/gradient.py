@@ -1,0 +1,174 @@
+"""Gradient accumulation: which micro-batch of a window is this, and do gradients synchronise now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accelerate.core.handler import KwargsHandler
+from accelerate.core.setting import setting
+from accelerate.data.active import UNOWNED, ActiveLoaders
+
+
+@dataclass(frozen=True)
+class GradientSettings:
+    """How gradients are accumulated."""
+
+    __topic__ = "Training"
+
+    gradient_accumulation_steps: int = setting(
+        1, help="micro-batches per optimizer step", question="Gradient accumulation steps?"
+    )
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are accumulated.
+
+    Attributes:
+        num_steps: micro-batches per optimizer step.
+        adjust_scheduler: the scheduler only advances with the optimizer.
+        sync_with_dataloader: the last batch of a loader closes the window, however short.
+        sync_each_batch: reduce gradients in every micro-batch (less memory under sharding, more traffic).
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+class _SharedState:
+    """``Class._shared_state``: the state of the current instance as a dict, empty when there is none."""
+
+    def __get__(self, instance: object, owner: type[Any]) -> dict[str, Any]:
+        return vars(owner._current) if owner._current is not None else {}
+
+
+class GradientState:
+    """The accumulation of one ``Accelerator``; ``GradientState()`` is that of the newest.
+
+    Attributes:
+        sync_gradients: gradients are complete after this backward, so the optimizer may step.
+        plugin_kwargs: the options that were given, by name.
+    """
+
+    _current: ClassVar[GradientState | None] = None
+    _shared_state = _SharedState()
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+    loaders: ActiveLoaders
+    step: int
+
+    def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
+        """The current one, with the options updated when some are given."""
+        if cls._current is None:
+            return cls.own(gradient_accumulation_plugin, UNOWNED)
+        if gradient_accumulation_plugin is not None:
+            cls._current.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+        return cls._current
+
+    @classmethod
+    def own(
+        cls, plugin: GradientAccumulationPlugin | None = None, loaders: ActiveLoaders | None = None
+    ) -> GradientState:
+        """A new one, which becomes the current."""
+        state = super().__new__(cls)
+        state.sync_gradients = True
+        state.plugin_kwargs = plugin.to_kwargs() if plugin is not None else {}
+        state.loaders = ActiveLoaders() if loaders is None else loaders
+        state.step = 0
+        state._xla_synced = False
+        cls._current = state
+        return state
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is one."""
+        return GradientState._current is not None
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.plugin_kwargs.get("num_steps") or 1
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether the scheduler only advances with the optimizer."""
+        return self.plugin_kwargs.get("adjust_scheduler", True)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a loader's last batch closes the window."""
+        return self.plugin_kwargs.get("sync_with_dataloader", True)
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        """The prepared loader whose loop is the innermost."""
+        return self.loaders.innermost
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """All prepared loaders in iteration, the outermost first."""
+        return self.loaders.references
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in hand is the innermost loader's last."""
+        loader = self.active_dataloader
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """How many samples of the innermost loader's last step are real; -1 when unknown."""
+        loader = self.active_dataloader
+        return -1 if loader is None else loader.remainder
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Kept for compatibility."""
+        return self._xla_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self._xla_synced = value
+
+    def advance(self) -> bool:
+        """One more micro-batch begins; whether gradients synchronise after it.
+
+        A window closes after ``num_steps``. The last batch of the loader closes it early, but only in the
+        last of its micro-batches: their number is taken from the batch before.
+        """
+        loaders = self.loaders
+        loaders.micro_steps += 1
+        self.step += 1
+        loader = loaders.innermost
+        closes = (
+            loader is not None
+            and loader.end_of_dataloader
+            and self.sync_with_dataloader
+            and loaders.micro_steps >= loaders.micro_steps_before
+        )
+        self.sync_gradients = closes or self.step % self.num_steps == 0
+        if closes:
+            self.step = 0
+        return self.sync_gradients
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        self.loaders.add(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        self.loaders.remove(dataloader)
+
+    @staticmethod
+    def _reset_state() -> None:
+        GradientState._current = None

@@ -1,0 +1,161 @@
+"""The prepared optimizer: steps only when gradients are complete, through the precision and the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from accelerate.core import tree
+from accelerate.facade.gradient import GradientState
+from accelerate.precision.base import Precision
+from accelerate.strategy.base import Strategy
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """An optimizer state (any tree) with its tensors on ``device``."""
+    return tree.map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Stands before the user's optimizer.
+
+    ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
+
+    Args:
+        optimizer: the user's.
+        device_placement: kept for compatibility; ``prepare`` places the state.
+        scaler: a gradient scaler to step through, when no ``Accelerator`` prepares it.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        # Not Optimizer.__init__: everything is the inner optimizer's.
+        self.optimizer, self.device_placement, self.scaler = optimizer, device_placement, scaler
+        self.gradient_state = GradientState()
+        self._precision: Precision | None = None
+        self._strategy: Strategy | None = None
+        self._is_overflow = False
+        self._is_accelerate_prepared = True
+
+    def bind(
+        self, gradients: GradientState, precision: Precision, strategy: Strategy
+    ) -> AcceleratedOptimizer:
+        """Ties it to one ``Accelerator``; returns itself."""
+        self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
+        self.scaler = precision.scaler
+        return self
+
+    def __repr__(self) -> str:
+        return f"Accelerated{self.optimizer!r}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "__setstate__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: Any) -> None:
+        self.optimizer.defaults = value
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last ``step`` did not happen because a gradient was not finite."""
+        return self._is_overflow
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the inner optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Passed on to optimizers that have a training mode."""
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # type: ignore[attr-defined]
+
+    def eval(self) -> None:
+        """Passed on to optimizers that have an evaluation mode."""
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients, unless they are being accumulated."""
+        if not self.gradient_state.sync_gradients:
+            return
+        zero = self.optimizer.zero_grad
+        if set_to_none is not None:
+
+            def zero() -> None:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+
+        if self._strategy is not None and self._strategy.owns_step:
+            self._strategy.zero_grad(self.optimizer, zero)
+        else:
+            zero()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Takes a step, unless gradients are being accumulated; what the inner ``step`` returned."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self._strategy is not None and self._strategy.owns_step:
+            return self._strategy.optimizer_step(self.optimizer, lambda: self._step(closure))
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if self._precision is not None:
+            stepped, result = self._precision.step(self.optimizer, closure)
+            self._is_overflow = not stepped
+            return result
+        if self.scaler is None:
+            return self.optimizer.step(closure)
+        scale = self.scaler.get_scale()
+        result = self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+        self._is_overflow = self.scaler.get_scale() < scale
+        return result
+
+
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``method`` as it is; kept for compatibility, since skipped steps are known without a patch."""
+    return method

@@ -1,0 +1,231 @@
+"""The plan of one ``prepare``: what will be done to which object, in order. Printable, then applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accelerate.core.errors import PrepareError
+from accelerate.core.units import show_bytes
+from accelerate.data.loader import DataLoaderShard, prepare_data_loader
+from accelerate.facade.optimizer import AcceleratedOptimizer, move_to_device
+from accelerate.facade.scheduler import AcceleratedScheduler
+from accelerate.strategy.base import Bundle, Kind, Step
+
+if TYPE_CHECKING:
+    from accelerate.facade.accelerator import Accelerator
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of one ``prepare``."""
+
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            f"{number}. {step.name}: {step.reason}{_memory(step)}"
+            for number, step in enumerate(self.steps, 1)
+        ]
+        return "\n".join(rows) or "nothing to do"
+
+    def apply(self, bundle: Bundle) -> None:
+        """Does it."""
+        for step in self.steps:
+            step.apply(bundle)
+
+
+def _memory(step: Step) -> str:
+    if step.bytes_before == step.bytes_after:
+        return ""
+    return f" ({show_bytes(step.bytes_before)} -> {show_bytes(step.bytes_after)} here)"
+
+
+def kind_of(value: Any) -> Kind:
+    """What sort of object ``prepare`` was given.
+
+    Raises:
+        PrepareError: it is nothing that can be prepared.
+    """
+    if isinstance(value, DataLoader):
+        return "loader"
+    if isinstance(value, nn.Module):
+        return "model"
+    if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
+        return "optimizer"
+    if isinstance(value, LRScheduler | AcceleratedScheduler) or _looks_like_scheduler(value):
+        return "scheduler"
+    if value is None:
+        return "other"
+    raise PrepareError(
+        f"a {type(value).__name__} cannot be prepared",
+        why="prepare takes models (torch.nn.Module), optimizers, learning rate schedulers and "
+        "torch.utils.data.DataLoaders",
+        fix="leave it out of prepare, or wrap data in a DataLoader",
+    )
+
+
+def _looks_like_scheduler(value: Any) -> bool:
+    calls = ("step", "state_dict", "load_state_dict")
+    return all(callable(getattr(value, name, None)) for name in calls) and not isinstance(value, type)
+
+
+def bundle_of(
+    objects: tuple[Any, ...], place: list[bool] | None, default: bool, training: bool = True
+) -> Bundle:
+    """The bundle of one ``prepare`` call.
+
+    Args:
+        objects: what was given.
+        place: per object, whether it goes to the device; None places all as ``default`` says.
+        training: False when the models are only evaluated.
+
+    Raises:
+        PrepareError: nothing is given, an object cannot be prepared, or ``place`` has another length.
+    """
+    if not objects:
+        raise PrepareError("prepare() was given nothing", fix="accelerator.prepare(model, optimizer, loader)")
+    if place is not None and len(place) != len(objects):
+        raise PrepareError(f"device_placement has {len(place)} entries for {len(objects)} objects")
+    placed = [default if wish is None else wish for wish in place or [None] * len(objects)]
+    return Bundle(list(objects), [kind_of(item) for item in objects], training, placed)
+
+
+def make(accelerator: Accelerator, bundle: Bundle) -> Plan:
+    """What ``accelerator`` will do to ``bundle``. Changes nothing."""
+    return Plan(tuple(_steps(accelerator, bundle)))
+
+
+def _steps(accelerator: Accelerator, bundle: Bundle) -> Iterator[Step]:
+    device, precision = accelerator.device, accelerator.precision
+    models = bundle.of("model")
+    if any(bundle.place[i] and _elsewhere(bundle.objects[i], device) for i in bundle.positions("model")):
+        size = sum(_bytes(model) for model in models)
+        yield Step(
+            "place", f"the weights go to {device}", lambda b: _place(b, device), _here(models, device), size
+        )
+    if models and precision.converts():
+        yield Step("precision", precision.converts(), lambda b: _attach(accelerator, b))
+    yield from accelerator.strategy.steps(bundle)
+    if bundle.of("optimizer"):
+        yield Step(
+            "optimizer",
+            "steps only when gradients are complete",
+            lambda b: b.replace("optimizer", accelerator._wrap_optimizer),
+        )
+    if bundle.of("scheduler"):
+        yield Step(
+            "scheduler",
+            "advances with the optimizer",
+            lambda b: b.replace("scheduler", accelerator._wrap_scheduler),
+        )
+    if bundle.of("loader"):
+        many = accelerator.num_processes
+        reason = f"each of {many} processes takes its own samples" if many > 1 else f"batches go to {device}"
+        yield Step("data", reason, lambda b: _prepare_loaders(accelerator, b))
+
+
+def _elsewhere(model: nn.Module, device: torch.device) -> bool:
+    return any(t.device != device for t in (*model.parameters(), *model.buffers()))
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
+def _here(models: list[nn.Module], device: torch.device) -> int:
+    tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
+    return sum(t.numel() * t.element_size() for t in tensors if t.device.type == device.type)
+
+
+def _place(bundle: Bundle, device: torch.device) -> None:
+    """Moves the models, and keeps the optimizers on their parameters."""
+    for index in bundle.positions("model"):
+        model = bundle.objects[index]
+        if not bundle.place[index] or hasattr(model, "hf_device_map"):
+            continue
+        before = list(model.parameters())
+        model.to(device)
+        # Some devices cannot swap a parameter's data in place: torch then makes new parameters.
+        renewed = {
+            id(old): new for old, new in zip(before, model.parameters(), strict=True) if old is not new
+        }
+        for optimizer in bundle.of("optimizer"):
+            switch_parameters(optimizer, renewed)
+            _move_state(optimizer)
+
+
+def switch_parameters(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -> None:
+    """Makes an optimizer follow parameters that were replaced, with the state it has for them.
+
+    Args:
+        renewed: new parameters by ``id`` of the old ones.
+    """
+    if not renewed:
+        return
+    for group in optimizer.param_groups:
+        for place, old in enumerate(group["params"]):
+            new = renewed.get(id(old))
+            if new is not None:
+                group["params"][place] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """An optimizer that has stepped already keeps its moments next to the parameters."""
+    for parameter, state in optimizer.state.items():
+        # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
+        optimizer.state[parameter] = {
+            name: value if name == "step" else move_to_device(value, parameter.device)
+            for name, value in state.items()
+        }
+
+
+def _attach(accelerator: Accelerator, bundle: Bundle) -> None:
+    for model in bundle.of("model"):
+        if bundle.training:
+            accelerator.precision.check_trainable(model.named_parameters())
+        accelerator.precision.attach(model)
+
+
+def _prepare_loaders(accelerator: Accelerator, bundle: Bundle) -> None:
+    for index in bundle.positions("loader"):
+        bundle.objects[index] = accelerator._prepare_loader(bundle.objects[index], bundle.place[index])
+
+
+def wrap_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> AcceleratedOptimizer:
+    """The optimizer tied to the accelerator."""
+    if isinstance(optimizer, AcceleratedOptimizer):
+        return optimizer
+    return AcceleratedOptimizer(optimizer).bind(
+        accelerator.gradient_state, accelerator.precision, accelerator.strategy
+    )
+
+
+def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any], place: bool) -> DataLoaderShard:
+    """The loader's part of this process, tied to the accelerator."""
+    if isinstance(loader, DataLoaderShard) and loader.active is accelerator.gradient_state.loaders:
+        return loader
+    options = accelerator.dataloader_config
+    shard = prepare_data_loader(
+        loader,
+        accelerator.device,
+        split_batches=options.split_batches,
+        put_on_device=place,
+        dispatch_batches=options.dispatch_batches,
+        even_batches=options.even_batches,
+        use_seedable_sampler=options.use_seedable_sampler,
+        data_seed=options.data_seed,
+        non_blocking=options.non_blocking,
+        use_stateful_dataloader=options.use_stateful_dataloader,
+    )
+    shard.active = accelerator.gradient_state.loaders
+    return shard

@@ -1,0 +1,244 @@
+"""The part of the ``Accelerator`` that unwraps, saves and loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accelerate.checkpoint import state as checkpoints
+from accelerate.checkpoint.export import save as save_object
+from accelerate.checkpoint.export import save_model as export_model
+from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.state import Loaded, Part, Parts
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.facade.processes import Processes
+from accelerate.world import rng
+
+if TYPE_CHECKING:
+    from accelerate.facade.gradient import GradientState
+    from accelerate.precision.base import Precision
+    from accelerate.strategy.base import Strategy
+
+
+class Saving(Processes):
+    """Unwrapping models, and saving and loading everything that training needs to go on."""
+
+    strategy: Strategy
+    precision: Precision
+    gradient_state: GradientState
+    project_configuration: ProjectConfiguration
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+
+    def _start_saving(self) -> None:
+        self._custom_objects: list[Any] = []
+        self._save_model_state_pre_hook: dict[int, Any] = {}
+        self._load_model_state_pre_hook: dict[int, Any] = {}
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own module; a model prepared here already is it."""
+        inner = getattr(model, "_orig_mod", None)
+        if inner is not None and not keep_torch_compile:
+            model = inner
+        return self.strategy.unwrap(model)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's full state, by the names of the user's module."""
+        return self.unwrap_model(model).state_dict() if unwrap else self.strategy.state(model)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Saves and loads more objects with the state.
+
+        Raises:
+            PrepareError: one lacks ``state_dict`` or ``load_state_dict``.
+        """
+        wrong = [o for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
+        if wrong:
+            names = ", ".join(type(item).__name__ for item in wrong)
+            raise PrepareError(
+                f"these objects cannot be checkpointed: {names}",
+                why="each needs a state_dict() and a load_state_dict(state)",
+            )
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Calls ``hook(models, weights, output_dir)`` before ``save_state`` writes."""
+        return _registered(self._save_model_state_pre_hook, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Calls ``hook(models, input_dir)`` before ``load_state`` reads."""
+        return _registered(self._load_model_state_pre_hook, hook)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Saves models, optimizers, schedulers, scaler, loaders, random states and registered objects.
+
+        The folder is complete or absent: it is written beside, verified by a manifest, and renamed last. All
+        processes must call it.
+
+        Args:
+            output_dir: the checkpoint's folder; not used under automatic naming.
+            safe_serialization: models as safetensors, otherwise as torch files.
+            save_model_func_kwargs: options of engines that write files of their own; no strategy here has any.
+
+        Returns:
+            The folder, the same on every process.
+
+        Raises:
+            CheckpointError: on every process; what was there before is untouched.
+        """
+        self._no_options("save_state", save_model_func_kwargs)
+
+        def before(weights: Any, folder: Path) -> None:
+            for hook in list(self._save_model_state_pre_hook.values()):
+                hook(self._models, weights, str(folder))
+
+        hooks = before if self._save_model_state_pre_hook else None
+        return checkpoints.save(
+            self._parts(),
+            _path(output_dir),
+            project=self.project_configuration,
+            safe_serialization=safe_serialization,
+            before=hooks,
+        )
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> Loaded:
+        """Loads what ``save_state`` saved, after verifying it. All processes must call it.
+
+        Args:
+            input_dir: the checkpoint; None takes the newest complete one under automatic naming.
+            load_kwargs: more arguments of ``torch.load``.
+            load_model_func_kwargs: ``map_location``, ``strict``, and arguments of ``load_state_dict``.
+
+        Returns:
+            What was found: path, step, metadata, and what was ignored or missing.
+
+        Raises:
+            CheckpointError: on every process, naming the file and what was expected.
+        """
+        options = dict(load_model_func_kwargs)
+        parts = self._parts()
+
+        def before(folder: Path) -> None:
+            left = list(self._models)
+            for hook in list(self._load_model_state_pre_hook.values()):
+                hook(left, str(folder))
+            parts.models = [self._model_part(model) for model in left]
+
+        loaded = checkpoints.load(
+            parts,
+            _path(input_dir),
+            project=self.project_configuration,
+            strict=options.pop("strict", True),
+            map_location=options.pop("map_location", None),
+            load_kwargs=load_kwargs,
+            model_kwargs=options,
+            before=before if self._load_model_state_pre_hook else None,
+        )
+        self.gradient_state.step = loaded.step
+        return loaded
+
+    def _parts(self) -> Parts:
+        return Parts(
+            models=[self._model_part(model) for model in self._models],
+            optimizers=list(self._optimizers),
+            schedulers=list(self._schedulers),
+            scaler=self.precision.scaler,
+            custom=list(self._custom_objects),
+            loaders=[Part(type(item).__name__, item.position, item.resume) for item in self._dataloaders],
+            rng=rng,
+            step=self.gradient_state.step,
+            strategy=self.strategy.name,
+        )
+
+    def _model_part(self, model: nn.Module) -> Part:
+        strategy = self.strategy
+        return Part(type(model).__name__, partial(strategy.state, model), partial(strategy.load, model))
+
+    def _no_options(self, name: str, given: dict[str, Any]) -> None:
+        if given:
+            raise SettingError(
+                f"{name} was given {', '.join(sorted(given))}, "
+                f"which the strategy {self.strategy.name!r} does not know"
+            )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Exports the weights of ``model`` for other tools: one file, or shards with an index.
+
+        Args:
+            model: the model.
+            save_directory: the folder; made if needed, stale shards in it are removed.
+            max_shard_size: limit of one file, ``"10GB"`` or bytes.
+            safe_serialization: safetensors, otherwise torch files.
+        """
+        state = self.get_state_dict(model)
+        if self.should_save_model:
+            export_model(
+                state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+        self.wait_for_everyone()
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Writes one object on the main process, or on each machine's with ``save_on_each_node``."""
+        save_object(
+            obj,
+            f,
+            save_on_each_node=self.project_configuration.save_on_each_node,
+            safe_serialization=safe_serialization,
+        )
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes exported weights."""
+        each = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if each else self.is_main_process
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where the project keeps its files."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where logs go."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+
+def _path(folder: str | os.PathLike[str] | None) -> Path | None:
+    return None if folder is None else Path(folder).expanduser()
+
+
+def _registered(table: dict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(table)
+    table[handle.id] = hook
+    return handle

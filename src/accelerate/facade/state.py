@@ -1,0 +1,254 @@
+"""``PartialState`` and ``AcceleratorState``: views on the open world and on an ``Accelerator``'s choices."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from accelerate import device as devices
+from accelerate.core import environ
+from accelerate.core.errors import WorldError
+from accelerate.core.setting import load
+from accelerate.facade.enums import DistributedType
+from accelerate.facade.gradient import GradientState as GradientState
+from accelerate.facade.gradient import _SharedState
+from accelerate.facade.processes import Processes
+from accelerate.precision.settings import PrecisionSettings
+from accelerate.world import world as worlds
+from accelerate.world.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_initialized() -> bool:
+    """Whether an ``Accelerator`` or ``AcceleratorState`` exists."""
+    return AcceleratorState._current is not None
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes anything and does nothing."""
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A dict per thread, read and written as a class attribute."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[str, Any] = {}
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        return self._storage
+
+    def __set__(self, instance: object, value: dict[str, Any]) -> None:
+        self._storage = value
+
+
+class _WorldState:
+    """``PartialState._shared_state``: empty exactly when no world is open."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        world = worlds.current()
+        return {} if world is None else {"world": world, **PartialState._overrides}
+
+
+class PartialState(Processes):
+    """This process among all: rank, world size, device. The first one opens the world.
+
+    Args:
+        cpu: compute on the CPU.
+        kwargs: ``backend``, ``timeout`` and more arguments of ``torch.distributed.init_process_group``; they
+            count when this opens a group of processes.
+
+    Raises:
+        WorldError: the environment contradicts itself.
+    """
+
+    _shared_state = _WorldState()
+    _overrides: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        kwargs.pop("_use_sagemaker_dp", None)
+        worlds.open(cpu=cpu or None, **kwargs)
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Closes the world."""
+        PartialState._overrides.clear()
+        worlds.close()
+
+    @property
+    def world(self) -> World:
+        """The open world.
+
+        Raises:
+            WorldError: it was closed by ``_reset_state`` or ``end_training``.
+        """
+        world = worlds.current()
+        if world is None:
+            raise WorldError(
+                "there is no open world any more", fix="create a PartialState or Accelerator anew"
+            )
+        return world
+
+    @property
+    def initialized(self) -> bool:
+        """Whether a world is open."""
+        return worlds.current() is not None
+
+    @property
+    def backend(self) -> str | None:
+        """The communication backend, None without a group."""
+        return self.world.backend
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives check shapes first."""
+        return self.world.debug
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of world."""
+        if "distributed_type" in PartialState._overrides:
+            return PartialState._overrides["distributed_type"]
+        world = self.world
+        return DistributedType("NO" if world.size == 1 else world.hardware.distributed_type)
+
+    @distributed_type.setter
+    def distributed_type(self, value: str) -> None:
+        PartialState._overrides["distributed_type"] = DistributedType(value)
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a parent owns the process group."""
+        return environ.flag("FORK_LAUNCHED")
+
+    @property
+    def default_device(self) -> torch.device:
+        """The best device of this machine, bound to nothing."""
+        hardware = devices.detect()
+        return hardware.torch_device(0) if hardware.type == "cpu" else _plain(hardware.type)
+
+    def set_device(self) -> None:
+        """Makes this process's device the current one."""
+        self.world.hardware.bind(self.device.index or 0)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroys one group, or (None) the world's."""
+        if self.fork_launched and group is None:
+            return
+        if group is None:
+            worlds.close()
+        else:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(group)
+
+
+def _plain(kind: str) -> torch.device:
+    import torch
+
+    return torch.device(kind)
+
+
+class AcceleratorState:
+    """What one ``Accelerator`` chose; ``AcceleratorState()`` is that of the newest.
+
+    Args:
+        mixed_precision: number format of the forward pass.
+        cpu: compute on the CPU.
+        kwargs: passed on to the world.
+
+    Raises:
+        WorldError: nothing is given and there is no ``Accelerator`` yet.
+    """
+
+    _current: ClassVar[AcceleratorState | None] = None
+    _shared_state = _SharedState()
+
+    _partial: PartialState
+    _mixed_precision: str
+    distributed_type: DistributedType
+    dynamo_plugin: Any
+    parallelism_config: Any
+    device_mesh: Any
+    deepspeed_plugins: Any
+
+    def __new__(
+        cls,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> AcceleratorState:
+        """The newest one, or (when something is given) a new one."""
+        given = mixed_precision is not None or cpu or _from_accelerator
+        if not given and cls._current is not None:
+            return cls._current
+        if not given:
+            raise _NoStateError(
+                "there is no Accelerator yet",
+                why="AcceleratorState() shows the choices of an Accelerator",
+                fix="create Accelerator() first, or use PartialState() for ranks and devices",
+            )
+        state = super().__new__(cls)
+        state._partial = PartialState(cpu=cpu, **kwargs)
+        loaded = load(PrecisionSettings, code={"mixed_precision": mixed_precision})
+        state._mixed_precision = loaded.value.mixed_precision or "no"
+        state.distributed_type = state._partial.distributed_type
+        state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
+        state.device_mesh = None
+        state.deepspeed_plugins = None
+        cls._current = state
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "fsdp_plugin":
+            raise AttributeError(name)
+        return getattr(self._partial, name)
+
+    def __repr__(self) -> str:
+        return f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is one."""
+        return AcceleratorState._current is not None
+
+    @property
+    def mixed_precision(self) -> str:
+        """Number format of the forward pass."""
+        return self._mixed_precision
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The engine's plugin, None when it is not used."""
+        return None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by ``fully_shard``."""
+        return False
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        AcceleratorState._current = None
+        if reset_partial_state:
+            PartialState._reset_state()
+
+
+class _NoStateError(WorldError, ValueError):
+    """Clients catch a ValueError here."""

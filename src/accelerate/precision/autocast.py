@@ -1,0 +1,147 @@
+"""Half precision by autocast, attached to a module by hooks: the user's ``forward`` is never replaced.
+
+Source: torch.amp (https://pytorch.org/docs/stable/amp.html).
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import DeviceError
+from accelerate.core.handler import KwargsHandler
+from accelerate.device.base import Device
+from accelerate.precision.base import Precision
+from accelerate.world.tensors import convert_to_fp32
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast``.
+
+    Attributes:
+        enabled: False computes in the format of the weights.
+        cache_enabled: keep cast weights for the length of the forward; None takes torch's default.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+def autocast(
+    device: Device, dtype: torch.dtype | None, options: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """``torch.autocast`` on ``device``; ``dtype`` None takes torch's default there."""
+    given = options or AutocastKwargs()
+    return torch.autocast(device.type, dtype=dtype, enabled=given.enabled, cache_enabled=given.cache_enabled)
+
+
+class _Around:
+    """Enters autocast before a forward and leaves it after, also when the forward raises.
+
+    Contexts are kept per thread and as a stack, since a forward may run inside another and in several
+    threads at once. A copied or pickled module keeps its precision.
+    """
+
+    def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
+        self.device, self.dtype, self.options = device, dtype, options
+        self.local = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.device, self.dtype, self.options)
+
+    def enter(self) -> None:
+        context = autocast(self.device, self.dtype, self.options)
+        context.__enter__()
+        if not hasattr(self.local, "open"):
+            self.local.open = []
+        self.local.open.append(context)
+
+    def leave(self) -> None:
+        if getattr(self.local, "open", None):
+            self.local.open.pop().__exit__(None, None, None)
+
+
+class _Before:
+    """The forward pre-hook."""
+
+    def __init__(self, around: _Around) -> None:
+        self.around = around
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.around.enter()
+
+
+class _After:
+    """The forward hook; ``upcast`` gives half precision outputs in float32."""
+
+    def __init__(self, around: _Around, upcast: bool) -> None:
+        self.around, self.upcast = around, upcast
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.around.leave()
+        return convert_to_fp32(output) if self.upcast else None
+
+
+def attach(
+    module: nn.Module,
+    device: Device,
+    dtype: torch.dtype,
+    options: AutocastKwargs | None = None,
+    *,
+    upcast: bool = True,
+) -> None:
+    """Makes every forward of ``module`` run under autocast.
+
+    Args:
+        module: the model; a second call changes nothing.
+        device: where it runs.
+        dtype: the format of matrix products and convolutions.
+        options: torch's own.
+        upcast: half precision outputs come out in float32 (the documented behaviour of Accelerate 1.x).
+    """
+    if any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
+        return
+    around = _Around(device, dtype, options)
+    module.register_forward_pre_hook(_Before(around), prepend=True)
+    # always_call: autocast must be left also when the forward raises.
+    module.register_forward_hook(_After(around, upcast), always_call=True)
+
+
+class HalfPrecision(Precision):
+    """The forward in a 16-bit format, the weights as they are."""
+
+    dtype: ClassVar[torch.dtype]
+    handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs,)
+
+    def check(self) -> None:
+        """The device must compute in this format."""
+        super().check()
+        if not self.device.supports(self.name):
+            raise DeviceError(
+                f"mixed_precision={self.name!r} does not work on {self.device.type} here",
+                why="the device has no support for this number format",
+                fix="use mixed_precision='no', or another device",
+            )
+
+    @property
+    def options(self) -> AutocastKwargs | None:
+        """The user's ``AutocastKwargs``."""
+        return cast("AutocastKwargs | None", self.handlers.get(AutocastKwargs))
+
+    def forward(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Autocast on the device."""
+        return autocast(self.device, self.dtype, options or self.options)
+
+    def attach(self, model: nn.Module) -> None:
+        """Autocast by hooks; outputs come out in float32."""
+        attach(model, self.device, self.dtype, self.options)
+
+    def converts(self) -> str:
+        """For the plan."""
+        return f"matrix products and convolutions compute in {self.dtype}, outputs come out in float32"

@@ -1,0 +1,19 @@
+"""bfloat16 autocast: the range of float32, so losses need no scaling."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from accelerate.precision.autocast import HalfPrecision
+
+
+class BFloat16(HalfPrecision):
+    """The forward in bfloat16, the weights as they are."""
+
+    name: ClassVar[str] = "bf16"
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+PLUGIN = BFloat16

@@ -1,0 +1,107 @@
+"""float16 autocast with a scaled loss.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), by torch.amp.GradScaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from accelerate.core.errors import PrepareError
+from accelerate.core.handler import KwargsHandler
+from accelerate.device.base import Device
+from accelerate.precision.autocast import AutocastKwargs, HalfPrecision
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of ``torch.amp.GradScaler`` (see there)."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+class Float16(HalfPrecision):
+    """The forward in float16; the loss is scaled so that small gradients do not vanish."""
+
+    name: ClassVar[str] = "fp16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+    handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs, GradScalerKwargs)
+
+    def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
+        super().__init__(device, handlers)
+        given = self.handlers.get(GradScalerKwargs) or GradScalerKwargs()
+        self._scaler = torch.amp.GradScaler(device.type, **given.to_kwargs())
+        self._unscaled: set[int] = set()
+        self._stepped = False
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Torch's gradient scaler."""
+        self._settle()
+        return self._scaler
+
+    def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The weights must stay in float32: their gradients could not be unscaled.
+
+        Raises:
+            PrepareError: a trained parameter is float16 itself; it is named.
+        """
+        halves = [name for name, tensor in named if tensor.requires_grad and tensor.dtype == torch.float16]
+        if halves:
+            more = f" and {len(halves) - 3} more" if len(halves) > 3 else ""
+            raise PrepareError(
+                f"trained parameters are float16 already: {', '.join(halves[:3])}{more}",
+                why="mixed precision keeps float32 weights, and float16 gradients cannot be unscaled",
+                fix="load the model in float32 (model.float()), or use mixed_precision='bf16' or 'no'",
+            )
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Times the loss scale."""
+        self._settle()
+        return self._scaler.scale(loss)
+
+    def loss_scale(self) -> float:
+        """The scaler's current factor."""
+        self._settle()
+        return self._scaler.get_scale()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once per optimizer and step, however often it is asked for."""
+        if id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+        """Steps unless a gradient is not finite; then the scale will be lowered."""
+        if closure is not None:
+            raise PrepareError(
+                "optimizer.step(closure) does not go with mixed_precision='fp16'",
+                why="the closure would run backward on a loss that is not scaled",
+                fix="use mixed_precision='bf16' or an optimizer that needs no closure",
+            )
+        result = self._scaler.step(optimizer)
+        found = self._scaler._found_inf_per_device(optimizer).values()
+        self._unscaled.discard(id(optimizer))
+        self._stepped = True
+        return not any(value.item() for value in found), result
+
+    def _settle(self) -> None:
+        """Updates the scale after the steps taken since the last backward.
+
+        Not at each step: with several optimizers an update forgets which gradients are unscaled already,
+        and those of the next one would be divided twice.
+        """
+        if self._stepped:
+            self._stepped = False
+            self._scaler.update()
+
+
+PLUGIN = Float16

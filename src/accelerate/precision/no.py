@@ -1,0 +1,24 @@
+"""No mixed precision: the forward computes in the format of the weights."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from accelerate.precision.autocast import AutocastKwargs, autocast
+from accelerate.precision.base import Precision, no_context
+
+
+class Plain(Precision):
+    """As the weights are."""
+
+    name: ClassVar[str] = "no"
+
+    def forward(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Nothing, unless autocast is asked for by its options."""
+        if options is None or not options.enabled:
+            return no_context()
+        return autocast(self.device, None, options)
+
+
+PLUGIN = Plain

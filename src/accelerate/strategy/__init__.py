@@ -1,0 +1,26 @@
+"""Strategies: how one training is spread over processes. A file of this folder is a strategy."""
+
+from __future__ import annotations
+
+from accelerate.core.errors import SettingError
+from accelerate.core.registry import Registry
+from accelerate.strategy.base import Request, Strategy
+
+STRATEGIES: Registry[type[Strategy]] = Registry("strategy", "accelerate.strategy", "accelerate.strategies")
+
+
+def choose(request: Request) -> Strategy:
+    """The strategy for what was asked: of those that claim it, the one with the highest priority.
+
+    Raises:
+        SettingError: two of the same priority claim it.
+    """
+    claims = sorted((s for s in STRATEGIES if s.claims(request)), key=lambda s: -s.priority)
+    if len(claims) > 1 and claims[0].priority == claims[1].priority:
+        raise SettingError(
+            f"two strategies are asked for at once: {claims[0].name} and {claims[1].name}",
+            fix="keep the plugin, flag or variable of one of them",
+        )
+    chosen = claims[0](request)
+    chosen.check()
+    return chosen

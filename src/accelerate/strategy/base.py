@@ -1,0 +1,182 @@
+"""The strategy protocol: what ``prepare`` does to a bundle, and who runs backward, step and clip.
+
+A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``. It may leave the optimizer and
+the step to the user (``single``, ``ddp``), or own them (an engine): then it replaces the whole bundle in its
+steps and sets ``owns_step``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import NotBuiltError
+from accelerate.core.handler import KwargsHandler
+from accelerate.world.world import World
+
+H = TypeVar("H", bound=KwargsHandler)
+Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
+
+
+@dataclass
+class Bundle:
+    """The objects of one ``prepare``, in the order they were given.
+
+    Attributes:
+        objects: what was given; steps replace items in place.
+        kinds: the kind of each.
+        training: False when the models are only evaluated.
+        place: per object, whether it is moved to the device.
+    """
+
+    objects: list[Any]
+    kinds: list[Kind]
+    training: bool = True
+    place: list[bool] = field(default_factory=list)
+
+    def positions(self, kind: Kind) -> list[int]:
+        """Indices of the objects of one kind."""
+        return [index for index, item in enumerate(self.kinds) if item == kind]
+
+    def of(self, kind: Kind) -> list[Any]:
+        """The objects of one kind, in order."""
+        return [self.objects[index] for index in self.positions(kind)]
+
+    def replace(self, kind: Kind, function: Callable[[Any], Any]) -> None:
+        """Replaces every object of one kind by ``function(object)``."""
+        for index in self.positions(kind):
+            self.objects[index] = function(self.objects[index])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that ``prepare`` will do; printed by a dry run, then applied.
+
+    Attributes:
+        name: what, in a word or two.
+        reason: why, as one clause.
+        apply: does it to the bundle.
+        bytes_before, bytes_after: memory of the bundle on this process's device, 0 when it does not change.
+    """
+
+    name: str
+    reason: str
+    apply: Callable[[Bundle], None]
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a strategy is chosen by.
+
+    Attributes:
+        world: the open world.
+        plugins: the strategy plugins given to the ``Accelerator``, without the absent ones.
+        handlers: the kwargs handlers given to it, by class.
+        precision: name of the precision.
+    """
+
+    world: World
+    plugins: tuple[Any, ...] = ()
+    handlers: Mapping[type, Any] = field(default_factory=dict)
+    precision: str = "no"
+
+    def handler(self, kind: type[H]) -> H:
+        """The handler of that class, or one with its defaults."""
+        return self.handlers.get(kind) or kind()
+
+
+class Strategy(ABC):
+    """How one training is spread over processes.
+
+    Attributes:
+        name: its name, for reports.
+        priority: of several that claim a request the highest wins.
+        owns_step: it runs ``optimizer.step``, ``zero_grad``, the schedule and clipping itself; the wrappers
+            around the user's optimizer and scheduler then only pass on to it.
+        handler_class: the kwargs handler that configures it, if any.
+        planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
+    """
+
+    name: ClassVar[str]
+    priority: ClassVar[int] = 0
+    owns_step: ClassVar[bool] = False
+    handler_class: ClassVar[type[KwargsHandler] | None] = None
+    planned: ClassVar[str] = ""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.world = request.world
+        self.handler: Any = request.handler(self.handler_class) if self.handler_class else None
+
+    @classmethod
+    @abstractmethod
+    def claims(cls, request: Request) -> bool:
+        """Whether this strategy is meant by ``request``."""
+
+    @classmethod
+    def distributed_type(cls, world: World) -> str:
+        """The contract's name for this strategy on the world's device."""
+        return world.hardware.distributed_type
+
+    def check(self) -> None:
+        """Refuses, with the reason, what cannot work here.
+
+        Raises:
+            SettingError, WorldError, NotBuiltError: by what is wrong.
+        """
+        if self.planned:
+            raise NotBuiltError(f"the strategy {self.name} is not built yet", why=self.planned)
+
+    @abstractmethod
+    def steps(self, bundle: Bundle) -> Iterator[Step]:
+        """What will be done to ``bundle``, in order. Must not change anything by itself."""
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Runs the backward pass of a loss that is scaled already."""
+        loss.backward(**kwargs)
+
+    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; ``sync`` False keeps gradients local."""
+        return nullcontext()
+
+    @staticmethod
+    def sync_next_backward(model: nn.Module) -> None:
+        """Makes the next backward reduce gradients though its forward ran without."""
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scales gradients so that their global norm is at most ``max_norm``; the norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
+        """Clamps each gradient element to ``[-limit, limit]``."""
+        nn.utils.clip_grad_value_(parameters, limit)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
+        """Takes one optimizer step; ``step`` runs the user's optimizer through the precision."""
+        return step()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
+        """Clears gradients; ``zero`` clears those of the user's optimizer."""
+        zero()
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """The model's full state, by the names that checkpoints use."""
+        return model.state_dict()
+
+    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Loads what ``state`` gave; the result lists missing and unexpected names."""
+        return model.load_state_dict(state, strict=strict)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module."""
+        return model

@@ -1,0 +1,261 @@
+"""Distributed data parallel: every process holds the model, gradients are averaged during backward.
+
+Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(arXiv:2006.15704), and ``torch.nn.parallel.DistributedDataParallel``, which does the work.
+
+torch's class is a wrapper around the model; here it stays behind it. Its work before and after a forward is
+attached to the user's module by forward hooks (as ``torch.distributed._composable.replicate`` does), so the
+prepared model keeps its class, methods, attributes and parameter names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.core.enums import BaseEnum
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.handler import KwargsHandler
+from accelerate.strategy.base import Bundle, Request, Step, Strategy
+
+_PREFIX = "module."
+
+
+class DDPCommunicationHookType(BaseEnum):
+    """How gradients travel."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of ``torch.nn.parallel.DistributedDataParallel`` (see there), and how gradients travel.
+
+    Attributes:
+        comm_hook: compression of gradients on the way.
+        comm_wrapper: half precision around a ``comm_hook`` of the PowerSGD family.
+        comm_state_option: arguments of ``PowerSGDState``.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """The options of torch's class only."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: nn.Module) -> None:
+        """Sets the asked compression on a replicated model or on torch's own wrapper.
+
+        Raises:
+            SettingError: the hook and wrapper do not go together.
+        """
+        if self.comm_hook == DDPCommunicationHookType.NO:
+            return
+        replica = model if isinstance(model, DistributedDataParallel) else replica_of(model)
+        if replica is None:
+            raise PrepareError("a communication hook was asked for a model that is not replicated")
+        state, hook = self._hook(replica)
+        replica.register_comm_hook(state, hook)
+
+    def _hook(self, replica: DistributedDataParallel) -> tuple[Any, Callable[..., Any]]:
+        halves = {
+            DDPCommunicationHookType.FP16: (
+                default_hooks.fp16_compress_hook,
+                default_hooks.fp16_compress_wrapper,
+            ),
+            DDPCommunicationHookType.BF16: (_bf16_compress, _bf16_wrapper),
+        }
+        kind = DDPCommunicationHookType(self.comm_hook)
+        if kind in halves:
+            return replica.process_group, halves[kind][0]
+        hook = {
+            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }[kind]
+        state = powerSGD_hook.PowerSGDState(replica.process_group, **self.comm_state_option)
+        wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        if wrapper == DDPCommunicationHookType.NO:
+            return state, hook
+        if wrapper not in halves:
+            raise SettingError(
+                f"comm_wrapper {wrapper.value!r} does not exist", fix="use 'no', 'fp16' or 'bf16'"
+            )
+        return state, halves[wrapper][1](hook)
+
+
+def _bf16_compress(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """bfloat16 on the way; torch's own hook of this kind refuses every back end but NCCL and XCCL."""
+    group = group if group is not None else torch.distributed.group.WORLD
+    whole = bucket.buffer()
+    half = whole.to(torch.bfloat16).div_(group.size())
+    work = torch.distributed.all_reduce(half, group=group, async_op=True)
+    assert work is not None  # it is asynchronous
+    return work.get_future().then(lambda done: whole.copy_(done.value()[0]))
+
+
+def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer()
+        bucket.set_buffer(whole.to(torch.bfloat16))
+        return hook(state, bucket).then(lambda done: whole.copy_(done.value()))
+
+    return wrapped
+
+
+class _BeforeForward:
+    """Torch's work before a forward, as a forward pre-hook of the user's module.
+
+    A copied or pickled module is a plain one: its hook does nothing, for the copy is not replicated.
+    """
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self.replica = replica
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        DistributedDataParallel._active_ddp_module = self.replica
+        return self.replica._pre_forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert, ()
+
+
+class _AfterForward(_BeforeForward):
+    """Torch's work after a forward, as a forward hook of the user's module."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        DistributedDataParallel._active_ddp_module = None
+        return self.replica._post_forward(output)
+
+
+def _nothing(*_: Any) -> None:
+    """The hook of a copy."""
+
+
+def _inert() -> Callable[..., None]:
+    return _nothing
+
+
+def replica_of(module: nn.Module) -> DistributedDataParallel | None:
+    """Torch's object behind a replicated module, or None."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _BeforeForward):
+            return hook.replica
+    return None
+
+
+def replicate(module: nn.Module, **options: Any) -> nn.Module:
+    """Replicates ``module`` in place and returns it.
+
+    Args:
+        module: the model, on its device; equal on all ranks afterwards (rank 0's values).
+        options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
+    """
+    replica = DistributedDataParallel(module, **options)
+    module.register_forward_pre_hook(_BeforeForward(replica), with_kwargs=True)
+    module.register_forward_hook(_AfterForward(replica))
+    return module
+
+
+class DDP(Strategy):
+    """Replicated data parallel training by torch's reducer."""
+
+    name: ClassVar[str] = "ddp"
+    priority: ClassVar[int] = 1
+    handler_class: ClassVar[type[KwargsHandler] | None] = DistributedDataParallelKwargs
+
+    @classmethod
+    def claims(cls, request: Request) -> bool:
+        """Several processes and no other wish."""
+        return request.world.size > 1
+
+    def steps(self, bundle: Bundle) -> Iterator[Step]:
+        """Replicate every model that trains."""
+        if bundle.training and any(_trains(model) for model in bundle.of("model")):
+            size = self.world.size
+            yield Step(
+                "replicate", f"{size} processes average their gradients during backward", self._replicate_all
+            )
+
+    def _replicate_all(self, bundle: Bundle) -> None:
+        for model in bundle.of("model"):
+            if (
+                _trains(model)
+                and not isinstance(model, DistributedDataParallel)
+                and replica_of(model) is None
+            ):
+                on_host = self.world.device.type == "cpu"
+                devices = None if on_host else [self.world.device]
+                replicate(model, device_ids=devices, output_device=None, **self.handler.to_kwargs())
+                self.handler.register_comm_hook(model)
+
+    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
+        """Without ``sync`` the reducers stay quiet."""
+        return nullcontext() if sync else _quiet(models)
+
+    @staticmethod
+    def sync_next_backward(model: nn.Module) -> None:
+        """Arms the reducer for a backward whose forward ran quietly."""
+        replica = _replica(model)
+        if replica is not None:
+            replica.require_backward_grad_sync = True
+            replica.require_forward_param_sync = True
+            replica.reducer.prepare_for_backward([])
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """With the prefix that torch's wrapper gives to names, so that checkpoints can be exchanged."""
+        return {f"{_PREFIX}{name}": value for name, value in self.unwrap(model).state_dict().items()}
+
+    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """With or without that prefix."""
+        plain = {name.removeprefix(_PREFIX): value for name, value in state.items()}
+        module = self.unwrap(model)
+        own = module.state_dict().keys()
+        # A model whose own names begin with the prefix keeps them.
+        return module.load_state_dict(plain if plain.keys() & own or not own else state, strict=strict)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module inside torch's wrapper, when the user made one; ours has none."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _replica(model: nn.Module) -> DistributedDataParallel | None:
+    return model if isinstance(model, DistributedDataParallel) else replica_of(model)
+
+
+@contextmanager
+def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            replica = _replica(model)
+            if replica is not None:
+                stack.enter_context(replica.no_sync())
+        yield
+
+
+PLUGIN = DDP

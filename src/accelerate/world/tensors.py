@@ -1,0 +1,274 @@
+"""Trees of tensors: move, measure, slice, join, pad. No communication here."""
+
+# torch's signatures are partly untyped: what is unknown here is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelerate.core import tree
+from accelerate.core.errors import PrepareError
+from accelerate.core.tree import is_namedtuple as is_namedtuple
+
+
+@dataclass
+class TensorInformation:
+    """Shape and dtype of a tensor that lives in another process."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested (jagged) tensor was left as it is where padding was asked for."""
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether it is the description of a tensor."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
+    """A list, tuple or named tuple of ``obj``'s type holding what ``generator`` gives."""
+    return tree.same_type(obj, generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``data`` with ``func(leaf, *args, **kwargs)`` for every leaf that passes ``test_type``.
+
+    Raises:
+        PrepareError: ``error_on_other_type`` and a leaf is of another type; None is always left alone.
+    """
+
+    def visit(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type and leaf is not None:
+            raise PrepareError(
+                f"a {type(leaf).__name__} cannot go through {getattr(func, '__name__', 'this operation')}",
+                why="it works on tensors, and on lists, tuples, dicts and dataclasses of tensors",
+                fix="for any other object use gather_object or broadcast_object_list",
+            )
+        return leaf
+
+    return tree.map_tree(visit, data)
+
+
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
+) -> Any:
+    """``tensor`` (any tree) on ``device``; anything with a ``to`` method moves by it.
+
+    Args:
+        tensor: a tensor or a tree of tensors.
+        device: where to.
+        non_blocking: do not wait for the copy (needs pinned host memory to have an effect).
+        skip_keys: keys of mappings, at any depth, whose values stay where they are.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    kept = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys or ())
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=non_blocking)
+        if isinstance(value, Mapping) and not hasattr(value, "to"):
+            if not kept and type(value) is dict:
+                return {key: move(item) for key, item in value.items()}
+            moved = {key: item if key in kept else move(item) for key, item in value.items()}
+            return moved if type(value) is dict else tree.like_mapping(value, moved)
+        if hasattr(value, "to") and not isinstance(value, type):
+            return _move_by_method(value, device, non_blocking)
+        if isinstance(value, list | tuple):
+            return tree.same_type(value, [move(item) for item in value])
+        return value
+
+    return move(tensor)
+
+
+def _move_by_method(value: Any, device: Any, non_blocking: bool) -> Any:
+    if non_blocking:
+        try:
+            return value.to(device, non_blocking=True)
+        except TypeError:  # its `to` takes only the device
+            pass
+    return value.to(device)
+
+
+def get_data_structure(data: Any) -> Any:
+    """``data`` with every tensor replaced by its ``TensorInformation``."""
+    return recursively_apply(lambda t: TensorInformation(shape=t.shape, dtype=t.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """``data`` with every tensor replaced by its shape as a list."""
+    return recursively_apply(lambda t: list(t.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Empty tensors for a tree of ``TensorInformation``."""
+
+    def make(information: TensorInformation) -> torch.Tensor:
+        return torch.empty(*information.shape, dtype=information.dtype)
+
+    # TensorInformation is a dataclass: it is a leaf here, not a container.
+    if is_tensor_information(data_structure):
+        return make(data_structure)
+    if isinstance(data_structure, Mapping):
+        return {key: initialize_tensors(value) for key, value in data_structure.items()}
+    if isinstance(data_structure, list | tuple):
+        return tree.same_type(data_structure, [initialize_tensors(v) for v in data_structure])
+    return data_structure
+
+
+def find_batch_size(data: Any) -> int:
+    """Length of dimension 0 of the first tensor in ``data``.
+
+    Raises:
+        PrepareError: no tensor with a first dimension is in it.
+    """
+    size = ignorant_find_batch_size(data)
+    if size is None:
+        raise PrepareError(
+            f"no batch size can be found in a {type(data).__name__}",
+            why="no tensor with a first dimension is in it",
+        )
+    return size
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Like ``find_batch_size``, but None where there is none."""
+    first = tree.find(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.dim() > 0, data)
+    return None if first is None else first.shape[0]
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Device of the first tensor in ``data``, None without one."""
+    first = tree.find(is_torch_tensor, data)
+    return None if first is None else first.device
+
+
+def listify(data: Any) -> Any:
+    """``data`` with every tensor as a plain (nested) list of Python numbers."""
+
+    def plain(tensor: torch.Tensor) -> Any:
+        host = tensor.detach().cpu()
+        return (host.float() if host.dtype == torch.bfloat16 else host).tolist()
+
+    return recursively_apply(plain, data)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """A sequence of equal trees joined, tensor by tensor, along ``dim``.
+
+    Raises:
+        PrepareError: the items are not tensors, lists, tuples or mappings of tensors.
+    """
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim=dim)
+    if isinstance(first, list | tuple):
+        return tree.same_type(first, [concatenate([d[i] for d in data], dim=dim) for i in range(len(first))])
+    if isinstance(first, Mapping):
+        return tree.like_mapping(first, {key: concatenate([d[key] for d in data], dim=dim) for key in first})
+    raise PrepareError(
+        f"values of type {type(first).__name__} cannot be concatenated", why="only tensors can"
+    )
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """``data`` with every tensor sliced along dimension 0 (the two last arguments are not needed)."""
+    return recursively_apply(lambda t: t[tensor_slice], data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """``tensor`` (any tree) with its half precision tensors in float32."""
+
+    def upcast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
+            return leaf.float()
+        return leaf
+
+    return tree.map_tree(upcast, tensor)
+
+
+class ConvertOutputsToFp32:
+    """A forward whose half precision outputs come out in float32; can be pickled."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        self.__wrapped__ = model_forward
+        for name in ("__name__", "__doc__", "__module__"):
+            if hasattr(model_forward, name):
+                setattr(self, name, getattr(model_forward, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward and upcasts what comes out."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``__init__`` needs, no more."""
+        return {"model_forward": self.model_forward}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores by ``__init__``."""
+        self.__init__(state["model_forward"])
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs ``model_forward`` and gives its half precision outputs in float32."""
+    converter = ConvertOutputsToFp32(model_forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converter(*args, **kwargs)
+
+    forward.__wrapped__ = model_forward  # type: ignore[attr-defined]
+    return forward
+
+
+def pad_tensor(
+    tensor: torch.Tensor, dim: int, length: int, value: float = 0, first: bool = False
+) -> torch.Tensor:
+    """``tensor`` with ``dim`` grown to ``length`` by ``value``, at the end or (``first``) the beginning."""
+    missing = length - tensor.shape[dim]
+    if missing <= 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    filler = tensor.new_full(shape, value)
+    return torch.cat([filler, tensor] if first else [tensor, filler], dim=dim)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """A batch grown along ``dim`` until it divides by ``num_processes``, by repeating its last sample."""
+    missing = -batch_size % num_processes
+
+    def grow(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0 or leaf.dim() == 0 or leaf.shape[dim] != batch_size:
+            return leaf
+        last = leaf.narrow(dim, batch_size - 1, 1)
+        return torch.cat([leaf, *[last] * missing], dim=dim)
+
+    return recursively_apply(grow, tensor)
