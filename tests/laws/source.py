@@ -1,0 +1,94 @@
+"""The source tree as the laws read it: parsed files, their rooms, and findings with file:line."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "accelerate"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package."""
+
+    path: Path
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed file; comments are gone, docstrings are still string constants."""
+        return ast.parse(self.text, filename=self.where)
+
+    @property
+    def where(self) -> str:
+        """Path from the root of the project, for errors."""
+        return str(self.path.relative_to(ROOT))
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Path inside the package, without suffix: ``("device", "cuda")``."""
+        return self.path.relative_to(PACKAGE).with_suffix("").parts
+
+    @property
+    def module(self) -> str:
+        """The module's dotted name."""
+        parts = self.inside[:-1] if self.inside[-1] == "__init__" else self.inside
+        return ".".join(("accelerate", *parts))
+
+    @property
+    def room(self) -> str:
+        """The folder or file directly below the package: ``"device"``, ``"plan"``, ``"__init__"``."""
+        return self.inside[0]
+
+    def at(self, node: ast.AST | int, what: str) -> str:
+        """One finding: ``file:line: what``."""
+        return f"{self.where}:{node if isinstance(node, int) else getattr(node, 'lineno', 1)}: {what}"
+
+    @cached_property
+    def docstrings(self) -> set[int]:
+        """Ids of the string constants that are docstrings, and of other strings that stand alone."""
+        alone = (n.value for n in ast.walk(self.tree) if isinstance(n, ast.Expr))
+        return {
+            id(value) for value in alone if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        }
+
+
+def read(text: str, name: str = "example/module.py") -> Source:
+    """A source that is not a file, to test the laws themselves."""
+    return Source(PACKAGE / name, text)
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """Every Python file of the package."""
+    return tuple(Source(path, path.read_text()) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+@cache
+def contract() -> dict[str, Any]:
+    """The promised public interface (contract.json)."""
+    return json.loads((Path(__file__).parent / "contract.json").read_text())
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    """Every function, nested ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def obey(law: str, findings: Iterable[str]) -> None:
+    """Fails with the law and all places that break it.
+
+    Raises:
+        AssertionError: there is a finding.
+    """
+    __tracebackhide__ = True
+    found = list(findings)
+    assert not found, "\n".join([f"{law} ({len(found)} places)", *found])

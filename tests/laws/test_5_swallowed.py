@@ -1,0 +1,143 @@
+"""Law 5: nothing is swallowed. An error that was not expected by name goes on.
+
+A handler for anything (``except``, ``except Exception``, ``except BaseException``) must end by raising;
+``suppress`` takes no such kind; a handler that does nothing at all names a narrow kind; no ``finally`` leaves
+by ``return``, ``break`` or ``continue``, which drops the error on its way (PEP 765); and no ``__exit__``
+answers True to everything.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.laws.source import Function, Source, functions, obey, read, sources
+
+LAW = "law 5, nothing is swallowed"
+ANYTHING = {"Exception", "BaseException"}
+# torch, the C library and this package raise these for very different reasons: to pass over one in silence
+# passes over all of them.
+BROAD = ANYTHING | {"RuntimeError", "OSError", "IOError", "EnvironmentError", "AccelerateError", "Error"}
+
+
+def kinds(node: ast.expr | None) -> set[str]:
+    """Last names of the exceptions, of ``(builtins.IOError, KeyError)`` IOError and KeyError; none is all."""
+    if node is None:
+        return {"BaseException"}
+    parts = node.elts if isinstance(node, ast.Tuple) else [node]
+    return {ast.unparse(part).rpartition(".")[2] for part in parts}
+
+
+def is_nothing(body: list[ast.stmt]) -> bool:
+    """Whether the statements do nothing: pass, continue, ``...``, a comment in quotes."""
+    quoted = [line for line in body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
+    return all(isinstance(line, ast.Pass | ast.Continue) or line in quoted for line in body)
+
+
+def always_raises(body: list[ast.stmt]) -> bool:
+    """Whether no path through the statements ends without raising."""
+    last = body[-1]
+    if any(isinstance(node, ast.Return) for line in body for node in within(line)):
+        return False
+    if isinstance(last, ast.If):
+        return bool(last.orelse) and always_raises(last.body) and always_raises(last.orelse)
+    if isinstance(last, ast.With | ast.AsyncWith):
+        return always_raises(last.body)
+    if isinstance(last, ast.Try):
+        return always_raises(last.finalbody) if last.finalbody else always_raises(last.body)
+    return isinstance(last, ast.Raise)
+
+
+def within(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and what is below it, functions defined there left out."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Function | ast.Lambda | ast.ClassDef):
+            yield from within(child)
+
+
+def jumps(body: list[ast.stmt], *, in_loop: bool = False) -> Iterator[ast.stmt]:
+    """Statements that leave the block: return, and break or continue of a loop around it."""
+    for line in body:
+        if isinstance(line, ast.Return) or (isinstance(line, ast.Break | ast.Continue) and not in_loop):
+            yield line
+        elif not isinstance(line, Function | ast.ClassDef):
+            loop = in_loop or isinstance(line, ast.For | ast.AsyncFor | ast.While)
+            for name in ("body", "orelse", "finalbody"):
+                yield from jumps(getattr(line, name, []), in_loop=loop)
+            for part in [*getattr(line, "handlers", []), *getattr(line, "cases", [])]:
+                yield from jumps(part.body, in_loop=loop)
+
+
+def findings(source: Source) -> Iterator[str]:
+    """Places where an error may get lost."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = kinds(node.type) & BROAD
+            shown = f"except {' '.join(sorted(caught))}"
+            if caught & ANYTHING and not always_raises(node.body):
+                yield source.at(node, f"{shown} does not end by raising")
+            elif caught and is_nothing(node.body):
+                yield source.at(node, f"{shown} does nothing")
+        elif finalbody := getattr(node, "finalbody", None):
+            for jump in jumps(finalbody):
+                yield source.at(jump, f"{type(jump).__name__.lower()} in finally drops the error")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "suppress":
+            caught = {name for argument in node.args for name in kinds(argument)} & BROAD
+            if caught:
+                yield source.at(node, f"suppress({', '.join(sorted(caught))})")
+    for function in functions(source.tree):
+        if function.name in ("__exit__", "__aexit__"):
+            returns = (
+                node for line in function.body for node in within(line) if isinstance(node, ast.Return)
+            )
+            for node in returns:
+                if node.value is not None and ast.unparse(node.value) == "True":
+                    yield source.at(node, f"{function.name} answers True to every error")
+
+
+def test_nothing_is_swallowed() -> None:
+    obey(LAW, (finding for source in sources() for finding in findings(source)))
+
+
+TRY = "try:\n    f()\n"
+BREAKS = [
+    TRY + "except:\n    pass",
+    TRY + "except Exception:\n    log()",
+    TRY + "except builtins.Exception as error:\n    log(error)",
+    TRY + "except (KeyError, BaseException):\n    if a:\n        raise",
+    TRY + "except BaseException:\n    if a:\n        return 1\n    raise",
+    TRY + "except Exception:\n    def g():\n        raise ValueError",
+    TRY + "except RuntimeError:\n    pass",
+    TRY + "except (KeyError, OSError):\n    ...",
+    "for x in y:\n    try:\n        f()\n    except OSError:\n        continue",
+    "def g():\n    try:\n        f()\n    finally:\n        return 1",
+    "for x in y:\n    try:\n        f()\n    finally:\n        if x:\n            break",
+    "with suppress(Exception):\n    f()",
+    "with contextlib.suppress(KeyError, RuntimeError):\n    f()",
+    "class A:\n    def __exit__(self, *args):\n        return True",
+]
+
+
+@pytest.mark.parametrize("text", BREAKS)
+def test_the_law_sees_what_swallows(text: str) -> None:
+    assert len(list(findings(read(text)))) == 1
+
+
+KEEPS = [
+    TRY + "except BaseException:\n    clean()\n    raise",
+    TRY + "except Exception as error:\n    raise ValueError('x') from error",
+    TRY + "except Exception:\n    if a:\n        raise\n    else:\n        raise KeyError from None",
+    TRY + "except OSError as error:\n    log(error)",
+    TRY + "except FileNotFoundError:\n    pass",
+    TRY + "finally:\n    for x in y:\n        if x:\n            break",
+    "with suppress(FileNotFoundError, ProcessLookupError):\n    f()",
+    "class A:\n    def __exit__(self, kind, *rest):\n        return kind is KeyError",
+]
+
+
+@pytest.mark.parametrize("text", KEEPS)
+def test_the_law_allows_what_is_handled(text: str) -> None:
+    assert not list(findings(read(text)))
