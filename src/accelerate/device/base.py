@@ -29,7 +29,8 @@ class Device:
         distributed_type: the value of ``DistributedType`` for several of them.
         priority: order of detection, the highest first; 0 is never detected.
         dtypes: the mixed precisions it may do; ``supports`` asks the device at hand.
-        extension: the package that registers it with torch; "" when torch knows it by itself.
+        extension: the module that registers it with torch; "" when torch knows it by itself.
+        group_extension: the module that registers its backend with torch.distributed, if another.
         files: glob patterns of its device nodes, relative to the root of the machine.
         rng_key: its key in a saved ``random_states_*.pkl``.
         out_of_memory: fragments of the messages of its out-of-memory errors.
@@ -39,12 +40,13 @@ class Device:
 
     type: str = ""
     backend: str = ""
-    fallbacks: tuple[str, ...] = ("gloo",)
+    fallbacks: tuple[str, ...] = ()
     visible_variable: str | None = None
     distributed_type: str = "MULTI_GPU"
     priority: int = 0
     dtypes: frozenset[str] = frozenset({"bf16", "fp16"})
     extension: str = ""
+    group_extension: str = ""
     files: tuple[str, ...] = ()
     rng_key: str = ""
     out_of_memory: tuple[str, ...] = ("out of memory",)
@@ -58,30 +60,47 @@ class Device:
 
     # --- is it here
 
-    def load(self) -> None:
-        """Imports what registers the device with torch.
+    def load(self, extension: str | None = None) -> None:
+        """Imports what registers the device with torch (or the ``extension`` given).
 
         Raises:
-            DeviceError: the extension is installed and broken.
+            DeviceError: it is missing or broken.
         """
-        if not self.extension:
+        name = extension or self.extension
+        if not name:
             return
         try:
-            importlib.import_module(self.extension)
+            importlib.import_module(name)
         except (ImportError, OSError, RuntimeError) as error:
             raise DeviceError(
-                f"the package {self.extension!r}, which drives {self.type!r} devices, cannot be imported",
+                f"the module {name!r}, which drives {self.type!r} devices, cannot be imported",
                 why=f"{type(error).__name__}: {error}",
                 fix="install the vendor's driver and a build of the package that matches torch",
             ) from error
 
     @property
     def module(self) -> Any:
-        """The torch module of the device: ``torch.cuda``."""
+        """The torch module of the device: ``torch.cuda``.
+
+        Raises:
+            DeviceError: torch has none, or the extension that brings it is missing or broken.
+        """
         import torch
 
         self.load()
-        return torch.get_device_module(self.type)
+        # Not torch.get_device_module: it accepts only names that torch.device knows, and remembers them.
+        module = getattr(torch, self.type, None)
+        if module is None:
+            raise DeviceError(
+                f"torch has no module for {self.type!r} devices",
+                why=f"{self.extension or 'this build of torch'} does not register torch.{self.type}",
+                fix="install a build of it that matches torch",
+            )
+        return module
+
+    def installed(self, machine: Machine) -> bool:
+        """Whether the software that drives the device is there; it is not imported."""
+        return not self.extension or machine.has(self.extension.partition(".")[0])
 
     def available(self) -> bool:
         """Whether at least one device can be used by this process.
@@ -90,15 +109,19 @@ class Device:
             DeviceError: the machine has such devices and the extension that drives them is broken.
         """
         machine = Machine()
-        if self.extension and not machine.has(self.extension.partition(".")[0]):
+        if not self.installed(machine):
             return False
         try:
-            return bool(self.module.is_available())
+            return self.ready()
         except DeviceError:
             # A broken extension is an error only where it hides a device that is there.
             if self.present(machine):
                 raise
             return False
+
+    def ready(self) -> bool:
+        """What the device's own module says; it may be missing or broken (``available`` decides then)."""
+        return bool(self.module.is_available())
 
     def count(self) -> int:
         """How many devices this process sees."""
@@ -107,7 +130,7 @@ class Device:
     def probe(self, machine: Machine | None = None) -> int:
         """How many devices a new process would see, found without torch; 0 where that cannot be told."""
         machine = machine or Machine()
-        if self.extension and not machine.has(self.extension.partition(".")[0]):
+        if not self.installed(machine):
             return 0
         return count_visible(self.present(machine), self.visible(machine))
 
@@ -144,13 +167,15 @@ class Device:
         from torch import distributed
 
         self.load()
+        if self.group_extension:
+            self.load(self.group_extension)
         wanted = (self.backend, *self.fallbacks) if self.backend else self.fallbacks
         for name in wanted:
             if distributed.is_available() and distributed.is_backend_available(name):
                 return name
         raise DeviceError(
             f"no process group can be made for {self.type!r} devices",
-            why=f"this torch has none of the backends {', '.join(wanted)}",
+            why=f"this torch has none of the backends it could use: {', '.join(wanted) or 'none is known'}",
             fix="install a torch built with one of them, or pass cpu=True",
         )
 
@@ -199,7 +224,7 @@ class Device:
     def stream(self, index: int | None = None) -> Any:
         """A new stream beside the default one, or None when the device has no streams."""
         make = getattr(self.module, "Stream", None)
-        return None if make is None else make(device=self.torch_device(self._index(index)))
+        return None if make is None else make(device=self._index(index))
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which work goes to ``stream`` (None: where it goes anyway)."""
@@ -210,13 +235,25 @@ class Device:
 
     # --- random numbers
 
-    def rng(self, index: int | None = None) -> torch.Tensor:
-        """The state of the device's default generator, a uint8 tensor on the CPU."""
-        return self.module.get_rng_state(self.torch_device(self._index(index)))
+    def rng(self, index: int | None = None) -> Any:
+        """The state of the device's default generator: a uint8 tensor on the CPU, or a number."""
+        return self.module.get_rng_state(self._index(index))
 
-    def set_rng(self, state: torch.Tensor, index: int | None = None) -> None:
+    def set_rng(self, state: Any, index: int | None = None) -> None:
         """Sets the state of the device's default generator to what ``rng`` gave."""
-        self.module.set_rng_state(state, self.torch_device(self._index(index)))
+        self.module.set_rng_state(state, self._index(index))
+
+    def rng_all(self) -> Any:
+        """The states of all visible devices, as a checkpoint holds them: a list in order of index."""
+        return [self.rng(index) for index in range(self.count())]
+
+    def set_rng_all(self, states: Any) -> None:
+        """Sets what ``rng_all`` gave; with fewer or more devices than then, those that both have."""
+        for index, state in zip(range(self.count()), states, strict=False):
+            self.set_rng(state, index)
+
+    def deterministic(self) -> None:
+        """Makes the vendor's libraries deterministic, beyond ``torch.use_deterministic_algorithms``."""
 
     def seed(self, seed: int) -> None:
         """Seeds the default generators of all visible devices."""

@@ -30,7 +30,6 @@ class Cpu(Device):
 
     type = "cpu"
     backend = "gloo"
-    fallbacks = ()
     distributed_type = "MULTI_CPU"
     rng_key = "torch_manual_seed"
     out_of_memory = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -73,15 +72,21 @@ class Cpu(Device):
     def stream(self, index: int | None = None) -> Any:
         return None
 
-    def rng(self, index: int | None = None) -> torch.Tensor:
+    def rng(self, index: int | None = None) -> Any:
         import torch
 
         return torch.get_rng_state()
 
-    def set_rng(self, state: torch.Tensor, index: int | None = None) -> None:
+    def set_rng(self, state: Any, index: int | None = None) -> None:
         import torch
 
         torch.set_rng_state(state)
+
+    def rng_all(self) -> Any:
+        return self.rng()
+
+    def set_rng_all(self, states: Any) -> None:
+        self.set_rng(states)
 
     def seed(self, seed: int) -> None:
         import torch

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+from accelerate.core import environ
 from accelerate.device.base import Device
 from accelerate.device.machine import Machine, count_visible
 
 
 class Cuda(Device):
-    """CUDA and ROCm.
+    """CUDA and ROCm. CUDA was run on one H200-class machine now and then; ROCm, WSL and Jetson never.
 
     Source of the paths: NVIDIA driver README, "the /proc/driver/nvidia filesystem"; Linux
     drivers/gpu/drm/amd/amdkfd/kfd_topology.c; Microsoft, "GPU accelerated ML training in WSL".
@@ -20,9 +21,15 @@ class Cuda(Device):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     distributed_type = "MULTI_GPU"
     priority = 40
+    fallbacks = ("gloo",)
     dtypes = frozenset({"bf16", "fp16", "fp8"})
     files = ("dev/nvidia[0-9]*",)
     out_of_memory = ("CUDA out of memory", "HIP out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+    def ready(self) -> bool:
+        # NVML answers without initialising CUDA, after which this process could not fork workers any more.
+        with environ.patched({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+            return super().ready()
 
     def probe(self, machine: Machine | None = None) -> int:
         machine = machine or Machine()
@@ -56,6 +63,14 @@ class Cuda(Device):
             return arch.startswith(("gfx94", "gfx95", "gfx12"))
         return self.module.get_device_capability(self._index(None)) >= (8, 9)
 
+    def deterministic(self) -> None:
+        import torch
+
+        # cuBLAS reads it when it starts; without it, matrix products raise in deterministic mode.
+        if environ.get("CUBLAS_WORKSPACE_CONFIG") is None:
+            environ.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        torch.backends.cudnn.benchmark = False
+
 
 def _amd(machine: Machine) -> int:
     """GPUs of the KFD topology (a node with gpu_id 0 is a CPU) whose render node this container has."""
@@ -65,10 +80,8 @@ def _amd(machine: Machine) -> int:
     for node in machine.nodes("sys/class/kfd/kfd/topology/nodes/*"):
         if machine.read(node / "gpu_id") in ("", "0"):
             continue
-        facts = dict(
-            line.split()[:2] for line in machine.read(node / "properties").splitlines() if " " in line
-        )
-        count += machine.exists(f"dev/dri/renderD{facts.get('drm_render_minor', '')}")
+        minor = re.search(r"^drm_render_minor (\d+)$", machine.read(node / "properties"), re.MULTILINE)
+        count += minor is not None and machine.exists(f"dev/dri/renderD{minor[1]}")
     return count
 
 

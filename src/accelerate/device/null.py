@@ -26,7 +26,6 @@ class Null(Device):
 
     type = "meta"
     backend = "fake"
-    fallbacks = ()
     distributed_type = "MULTI_GPU"
     dtypes = frozenset({"bf16", "fp16", "fp8"})
     rng_key = "torch_null_manual_seed"
@@ -87,13 +86,13 @@ class Null(Device):
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def rng(self, index: int | None = None) -> torch.Tensor:
+    def rng(self, index: int | None = None) -> Any:
         import torch
 
         self.calls["rng"] += 1
         return torch.tensor([self._seeds.get(self._index(index), 0)], dtype=torch.int64).view(torch.uint8)
 
-    def set_rng(self, state: torch.Tensor, index: int | None = None) -> None:
+    def set_rng(self, state: Any, index: int | None = None) -> None:
         import torch
 
         self.calls["set_rng"] += 1

@@ -17,9 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from itertools import product
 
 from accelerate.core.errors import WorldError
+from accelerate.world.hosts import expand_counts, expand_nodes
 
 DEFAULT_PORT = 29500
 # Ports derived from a job's number stay below 32768, where Linux begins to hand out its own.
@@ -178,34 +178,6 @@ class Torchrun(Scheduler):
     size_names = ("WORLD_SIZE",)
     local_rank_names = ("LOCAL_RANK",)
     local_size_names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-
-    def __init__(self, env: Env, below: Cluster | None = None) -> None:
-        super().__init__(env)
-        same = below is not None and (below.rank, below.size) == (self.rank(), self.size())
-        self.below = below if same else None
-
-    def local_rank(self) -> int | None:
-        told = super().local_rank()
-        return self.below.local_rank if told is None and self.below else told
-
-    def local_size(self) -> int | None:
-        told = super().local_size()
-        return self.below.local_size if told is None and self.below else told
-
-    def node(self) -> int | None:
-        told = super().node()
-        return self.below.node if told is None and self.below else told
-
-    def nodes(self) -> int | None:
-        told = super().nodes()
-        return self.below.nodes if told is None and self.below else told
-
-    def address(self) -> str | None:
-        return super().address() or (self.below.address if self.below else None)
-
-    def port(self) -> int | None:
-        told = super().port()
-        return self.below.port if told is None and self.below else told
 
 
 class Lsf(Scheduler):
@@ -402,7 +374,7 @@ def detect(env: Env) -> Cluster | None:
     if rank is not None and size is not None:
         if Kubeflow.detect(env) and found is None:
             return Kubeflow(env).cluster()
-        return Torchrun(env, _below(found, env, rank, size)).cluster()
+        return Torchrun({**_below(found, env, rank, size), **env}).cluster()
     if found is None:
         _refuse_partial(env, rank, size)
         return None
@@ -415,12 +387,19 @@ def detect(env: Env) -> Cluster | None:
     return cluster if cluster.size > 1 else None
 
 
-def _below(found: type[Scheduler] | None, env: Env, rank: int, size: int) -> Cluster | None:
-    """The scheduler under torchrun's protocol, if it describes the same processes."""
-    if found is None:
-        return None
-    scheduler = found(env)
-    return scheduler.cluster() if (scheduler.rank(), scheduler.size()) == (rank, size) else None
+def _below(found: type[Scheduler] | None, env: Env, rank: int, size: int) -> dict[str, str]:
+    """What the scheduler under torchrun's protocol tells, if it describes the same processes."""
+    if found is None or (found(env).rank(), found(env).size()) != (rank, size):
+        return {}
+    cluster = found(env).cluster()
+    return {
+        "LOCAL_RANK": str(cluster.local_rank),
+        "LOCAL_WORLD_SIZE": str(cluster.local_size),
+        "GROUP_RANK": str(cluster.node),
+        "GROUP_WORLD_SIZE": str(cluster.nodes),
+        "MASTER_ADDR": cluster.address,
+        "MASTER_PORT": str(cluster.port),
+    }
 
 
 def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
@@ -490,49 +469,3 @@ def _job_port(env: Env, job: str, step: str = "") -> int:
     digits = re.sub(r"\D", "", env.get(job, ""))
     number = int(digits or 0) * 8 + (_int(env, step) or 0 if step else 0)
     return DEFAULT_PORT + number % PORTS
-
-
-def expand_counts(text: str, *, where: str = "the list") -> list[int]:
-    """SLURM's repeated numbers: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
-
-    Raises:
-        WorldError: the text is not such a list; ``where`` names its source.
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
-        if match is None:
-            raise WorldError(f"{where}={text!r} is not a list like '2(x3),1'")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def expand_nodes(text: str, *, where: str = "the list") -> list[str]:
-    """SLURM's compact host lists: ``"gpu[01-02,07]-ib,login"`` is gpu01-ib, gpu02-ib, gpu07-ib, login.
-
-    Names keep what stands before and after a bracket, numbers their leading zeros; of several brackets
-    in one name the last runs fastest.
-
-    Raises:
-        WorldError: the text is not such a list; ``where`` names its source.
-    """
-    names: list[str] = []
-    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        parts = re.split(r"\[([^\[\]]*)\]", word.strip())
-        choices = [_numbers(part, text, where) if index % 2 else [part] for index, part in enumerate(parts)]
-        names += ["".join(choice) for choice in product(*choices)]
-    if not names or text.count("[") != text.count("]"):
-        raise WorldError(f"{where}={text!r} is not a list of hosts like 'gpu[01-03,07],login'")
-    return names
-
-
-def _numbers(ranges: str, text: str, where: str) -> list[str]:
-    """``"01-03,07"`` -> ``["01", "02", "03", "07"]``."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
-            raise WorldError(f"{where}={text!r} holds {part!r}, which is not a number or a range like 01-03")
-        first, last = match[1], match[2] or match[1]
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers

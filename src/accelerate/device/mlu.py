@@ -1,0 +1,31 @@
+"""Cambricon MLUs."""
+
+from __future__ import annotations
+
+from accelerate.core import environ
+from accelerate.device.base import Device
+
+
+class Mlu(Device):
+    """Cambricon, through torch_mlu. Not run on one (the package is the vendor's): tested with a fake.
+
+    Source: Cambricon PyTorch user guide; container guide of the Cambricon device plug-in
+    (/dev/cambricon_dev0 ... beside /dev/cambricon_ctl).
+    """
+
+    type = "mlu"
+    backend = "cncl"
+    visible_variable = "MLU_VISIBLE_DEVICES"
+    distributed_type = "MULTI_MLU"
+    priority = 90
+    extension = "torch_mlu"
+    files = ("dev/cambricon_dev[0-9]*",)
+    out_of_memory = ("MLU out of memory",)
+
+    def ready(self) -> bool:
+        # CNDEV answers without initialising the driver, after which this process could not fork any more.
+        with environ.patched({"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"}):
+            return super().ready()
+
+
+PLUGIN: Device = Mlu()

@@ -1,0 +1,90 @@
+"""The GPU of an Apple machine, driven through Metal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.device.base import Device
+from accelerate.device.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Mps(Device):
+    """Metal. Not run on an Apple machine: written against torch's documentation and tested with a fake.
+
+    There is one device, its memory is the machine's own, and torch has no process group for it: several
+    processes of one machine compute on the CPU. Source: PyTorch documentation, "torch.mps".
+    """
+
+    type = "mps"
+    distributed_type = "NO"
+    priority = 10
+    out_of_memory = ("MPS backend out of memory",)
+
+    def ready(self) -> bool:
+        import torch
+
+        return bool(torch.backends.mps.is_available())
+
+    def present(self, machine: Machine) -> int:
+        # The wheel for Apple silicon always has Metal; Intel Macs have no torch since 2.3.
+        return int(machine.exists("System/Library/Frameworks/Metal.framework"))
+
+    def name(self, index: int | None = None) -> str:
+        import platform
+
+        return f"Apple {platform.machine()}"
+
+    def supports(self, dtype: str) -> bool:
+        import torch
+
+        if dtype == "bf16":
+            # Metal has bfloat16 since macOS 14.
+            return bool(torch.backends.mps.is_macos_or_newer(14, 0))
+        return super().supports(dtype)
+
+    def torch_device(self, index: int | None = None) -> torch.device:
+        """``torch.device("mps")`` for every index: there is one."""
+        return super().torch_device(None)
+
+    def bind(self, index: int) -> torch.device:
+        """Nothing to bind: there is one device, and it is always current."""
+        return self.torch_device()
+
+    def current(self) -> int:
+        return 0
+
+    def synchronize(self, index: int | None = None) -> None:
+        self.module.synchronize()
+
+    def stream(self, index: int | None = None) -> Any:
+        return None
+
+    def rng(self, index: int | None = None) -> Any:
+        return self.module.get_rng_state()
+
+    def set_rng(self, state: Any, index: int | None = None) -> None:
+        self.module.set_rng_state(state)
+
+    def memory(self, index: int | None = None) -> tuple[int, int]:
+        import psutil
+
+        total = int(self.module.recommended_max_memory())
+        # Other programs share the same memory: never promise more than the machine has left.
+        free = min(total - int(self.module.driver_allocated_memory()), int(psutil.virtual_memory().available))
+        return max(0, free), total
+
+    def allocated(self, index: int | None = None) -> int | None:
+        return int(self.module.current_allocated_memory())
+
+    def peak(self, index: int | None = None) -> int | None:
+        """None: Metal keeps no record."""
+        return None
+
+    def reset_peak(self, index: int | None = None) -> bool:
+        return False
+
+
+PLUGIN: Device = Mps()

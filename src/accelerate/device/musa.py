@@ -1,0 +1,24 @@
+"""Moore Threads GPUs."""
+
+from __future__ import annotations
+
+from accelerate.device.base import Device
+
+
+class Musa(Device):
+    """Moore Threads, through torch_musa. Not run on one (the package is the vendor's): tested with a fake.
+
+    Source: torch_musa developer guide; MT container toolkit (/dev/mtgpu.0 ..., earlier /dev/mtgpu0 ...).
+    """
+
+    type = "musa"
+    backend = "mccl"
+    visible_variable = "MUSA_VISIBLE_DEVICES"
+    distributed_type = "MULTI_MUSA"
+    priority = 70
+    extension = "torch_musa"
+    files = ("dev/mtgpu.[0-9]*", "dev/mtgpu[0-9]*")
+    out_of_memory = ("MUSA out of memory",)
+
+
+PLUGIN: Device = Musa()

@@ -1,0 +1,52 @@
+"""AWS Trainium and Inferentia, through their own torch device."""
+
+from __future__ import annotations
+
+import re
+
+from accelerate.device.base import Device
+from accelerate.device.machine import Machine
+
+
+class Neuron(Device):
+    """Trainium, through TorchNeuron. Not run on one (the package needs the driver): tested with a fake.
+
+    A device is a logical core. Earlier packages of the same name worked through XLA and have no such
+    device. Source: AWS Neuron documentation, "What is TorchNeuron?", "Neuron Runtime environment
+    variables" (NEURON_RT_VISIBLE_CORES, NEURON_LOGICAL_NC_CONFIG) and "Neuron Sysfs".
+    """
+
+    type = "neuron"
+    backend = "neuron"
+    visible_variable = "NEURON_RT_VISIBLE_CORES"
+    distributed_type = "MULTI_NEURON"
+    priority = 20
+    dtypes = frozenset({"bf16"})
+    extension = "torch_neuronx"
+    files = ("dev/neuron[0-9]*",)
+    out_of_memory = ("out of memory", "NRT_RESOURCE")
+
+    def ready(self) -> bool:
+        return int(self.module.device_count()) > 0
+
+    def present(self, machine: Machine) -> int:
+        cores = 0
+        for node in machine.nodes(*self.files):
+            # The first Trainium has two cores per device, and older drivers do not say so.
+            cores += int(machine.read(f"sys/devices/virtual/neuron_device/{node.name}/core_count") or 2)
+        # Later generations join cores by two unless told otherwise.
+        several = cores > 2 * len(machine.nodes(*self.files))
+        joined = machine.env.get("NEURON_LOGICAL_NC_CONFIG", "")
+        return cores // (int(joined) if joined.isdigit() and int(joined) else 2 if several else 1)
+
+    def visible(self, machine: Machine) -> str | None:
+        """The cores as a list; the variable holds numbers and ranges, ``"0-3,8"``."""
+        text = super().visible(machine)
+        return None if text is None else re.sub(r"(\d+)-(\d+)", _written_out, text)
+
+
+def _written_out(match: re.Match[str]) -> str:
+    return ",".join(str(number) for number in range(int(match[1]), int(match[2]) + 1))
+
+
+PLUGIN: Device = Neuron()

@@ -1,0 +1,130 @@
+"""TPUs, and whatever else PyTorch/XLA drives."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from accelerate.core import environ
+from accelerate.device.base import Device
+from accelerate.device.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+
+GOOGLE = "0x1ae0"  # the vendor's number on the PCI bus; its network cards have it too
+CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+
+
+class Xla(Device):
+    """PyTorch/XLA. Not run on a TPU: tested with a fake ``torch_xla``.
+
+    The runtime gives each process its device, and work is done at a step's end. XLA on the CPU is for
+    debugging: it is never detected, ``ACCELERATE_TORCH_DEVICE=xla`` asks for it. ``USE_TORCH_XLA=0``
+    hides XLA where torch_xla is merely installed. Source: PyTorch/XLA documentation, "PJRT Runtime" and
+    "API guide"; the numbers of the chips: JAX, hardware_utils.py.
+    """
+
+    type = "xla"
+    backend = "xla"
+    visible_variable = "TPU_VISIBLE_CHIPS"
+    distributed_type = "XLA"
+    priority = 100
+    extension = "torch_xla"
+    group_extension = "torch_xla.distributed.xla_backend"
+    rng_key = "xm_seed"
+    out_of_memory = ("RESOURCE_EXHAUSTED",)
+
+    @property
+    def module(self) -> Any:
+        """``torch_xla.core.xla_model``; torch has no module for this type."""
+        self.load()
+        return importlib.import_module("torch_xla.core.xla_model")
+
+    @property
+    def runtime(self) -> Any:
+        self.load()
+        return importlib.import_module("torch_xla.runtime")
+
+    def installed(self, machine: Machine) -> bool:
+        return environ.flag("USE_TORCH_XLA", default=True) and super().installed(machine)
+
+    def ready(self) -> bool:
+        return self.runtime.device_type() not in (None, "CPU")
+
+    def count(self) -> int:
+        return int(self.runtime.addressable_device_count()) if self.available() else 0
+
+    def present(self, machine: Machine) -> int:
+        count = 0
+        for vendor in machine.root.glob("sys/bus/pci/devices/*/vendor"):
+            chip = machine.read(vendor.with_name("device"))
+            count += machine.read(vendor) == GOOGLE and chip in CHIPS
+        return count
+
+    def name(self, index: int | None = None) -> str:
+        return str(self.runtime.device_type())
+
+    def supports(self, dtype: str) -> bool:
+        # A TPU multiplies in bfloat16; float16 is only there when XLA drives a GPU.
+        return super().supports(dtype) and (dtype != "fp16" or self.runtime.device_type() == "CUDA")
+
+    def torch_device(self, index: int | None = None) -> torch.device:
+        self.load()
+        return importlib.import_module("torch_xla").device(index)
+
+    def bind(self, index: int) -> torch.device:
+        """Nothing to bind: the runtime has given this process its device."""
+        return self.torch_device()
+
+    def current(self) -> int:
+        return self.torch_device().index or 0
+
+    def synchronize(self, index: int | None = None) -> None:
+        importlib.import_module("torch_xla").sync()
+        self.module.wait_device_ops()
+
+    def stream(self, index: int | None = None) -> Any:
+        return None
+
+    def rng(self, index: int | None = None) -> Any:
+        """A number: XLA's generator is counter-based and its whole state is a seed."""
+        return self.module.get_rng_state(self._name(index))
+
+    def set_rng(self, state: Any, index: int | None = None) -> None:
+        self.module.set_rng_state(int(state), self._name(index))
+
+    def rng_all(self) -> Any:
+        """The state of this process's device; a process has one."""
+        return self.rng()
+
+    def set_rng_all(self, states: Any) -> None:
+        self.set_rng(states)
+
+    def seed(self, seed: int) -> None:
+        self.module.set_rng_state(seed)
+
+    def memory(self, index: int | None = None) -> tuple[int, int]:
+        facts = self._memory(index)
+        if "bytes_limit" in facts:
+            return facts["bytes_limit"] - facts["bytes_used"], facts["bytes_limit"]
+        return facts["kb_free"] * 1024, facts["kb_total"] * 1024
+
+    def allocated(self, index: int | None = None) -> int | None:
+        free, total = self.memory(index)
+        return total - free
+
+    def peak(self, index: int | None = None) -> int | None:
+        return self._memory(index).get("peak_bytes_used")
+
+    def reset_peak(self, index: int | None = None) -> bool:
+        return False
+
+    def _memory(self, index: int | None) -> dict[str, int]:
+        return self.module.get_memory_info(self._name(index))
+
+    def _name(self, index: int | None) -> str:
+        return f"xla:{self._index(index)}"
+
+
+PLUGIN: Device = Xla()

@@ -1,0 +1,67 @@
+"""Intel GPUs."""
+
+from __future__ import annotations
+
+import re
+
+from accelerate.device.base import Device
+from accelerate.device.machine import Machine
+
+INTEL = "0x8086"  # the vendor's number on the PCI bus
+
+
+class Xpu(Device):
+    """Intel GPUs through torch's own module. Not run on one: tested with a fake.
+
+    Source: PyTorch documentation, "torch.xpu"; oneAPI Level Zero specification, "Environment Variables"
+    (ZE_AFFINITY_MASK); Linux Documentation/gpu, drm-uapi (render nodes).
+    """
+
+    type = "xpu"
+    backend = "xccl"
+    fallbacks = ("ccl",)
+    visible_variable = "ZE_AFFINITY_MASK"
+    distributed_type = "MULTI_XPU"
+    priority = 30
+    out_of_memory = ("XPU out of memory", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY")
+
+    def probe(self, machine: Machine | None = None) -> int:
+        machine = machine or Machine()
+        built = machine.build.get("xpu") or machine.has("intel_extension_for_pytorch")
+        return super().probe(machine) if built else 0
+
+    def present(self, machine: Machine) -> int:
+        count = 0
+        for node in machine.nodes("dev/dri/renderD*"):
+            device = f"sys/class/drm/{node.name}/device"
+            if machine.read(f"{device}/vendor") == INTEL:
+                # Each tile of a card is a device of its own; drivers that do not list tiles have one.
+                count += max(1, len(machine.nodes(f"{device}/tile*")))
+        return count
+
+    def visible(self, machine: Machine) -> str | None:
+        """The cards the mask names; ``0.0,0.1`` are two tiles, each one device."""
+        mask = super().visible(machine)
+        if mask is None or "." not in mask:
+            return mask
+        tiles = [part.strip() for part in mask.split(",")]
+        good = [tile for tile in tiles if re.fullmatch(r"\d+(\.\d+)?", tile)]
+        return ",".join(str(index) for index, _ in enumerate(dict.fromkeys(good)))
+
+    def group_backend(self) -> str:
+        # Before torch had xccl, a package of Intel's brought ccl.
+        if Machine().has("oneccl_bindings_for_pytorch"):
+            self.load("oneccl_bindings_for_pytorch")
+        return super().group_backend()
+
+    def memory(self, index: int | None = None) -> tuple[int, int]:
+        try:
+            return super().memory(index)
+        except RuntimeError:
+            # Integrated and consumer cards do not tell what is free: count what this process reserved.
+            where = self._index(index)
+            total = int(self.module.get_device_properties(where).total_memory)
+            return total - int(self.module.memory_reserved(where)), total
+
+
+PLUGIN: Device = Xpu()

@@ -1,0 +1,40 @@
+"""TCP ports for the rendezvous of processes."""
+
+from __future__ import annotations
+
+import socket
+
+from accelerate.world.clusters import DEFAULT_PORT
+
+LOCAL = "127.0.0.1"
+
+
+def in_use(port: int, host: str = LOCAL) -> bool:
+    """Whether something listens on ``host:port``; a host that cannot be reached has no listener.
+
+    It is a snapshot: the answer may be stale when it is read, so whoever needs a port binds it and
+    handles the refusal.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0
+
+
+def free_port(host: str = "") -> int:
+    """A port that was free a moment ago, given by the operating system.
+
+    ``host`` is the address to bind; empty means every address of the machine.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.bind((host, 0))
+        return int(holder.getsockname()[1])
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether something on this machine listens on ``port`` (default: 29500)."""
+    return in_use(DEFAULT_PORT if port is None else port)
+
+
+def get_free_port() -> int:
+    """A free port of this machine."""
+    return free_port()

@@ -1,0 +1,196 @@
+"""Random numbers: named streams, the state of all generators, and seeding.
+
+One number, the seed of a run, gives every stream by ``derive``; a stream is told by its name and its
+counters, never by how often a generator was used, so the numbers do not depend on what ran before.
+
+    order   (epoch, ...)                the order of samples: the same on all ranks
+    data    (rank, worker, epoch, ...)  augmentation: differs on every rank, worker and epoch
+    model   (coordinate, ...)           dropout and initialisation, per rank or mesh coordinate
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate import device as devices
+from accelerate.core import environ
+from accelerate.core.errors import SettingError, UnknownNameError, WorldError
+from accelerate.world import clusters
+from accelerate.world.world import current
+
+if TYPE_CHECKING:
+    import torch
+
+    from accelerate.device.base import Device
+
+STREAMS = ("order", "data", "model")
+
+
+def derive(seed: int, stream: str, *counters: int) -> int:
+    """A number in [0, 2^63) for one point of a named stream.
+
+    The first 63 bits of the BLAKE2b hash (RFC 7693) of ``seed/stream/counter/counter...`` in decimal:
+    the same on every machine and version, and unrelated for any two different arguments.
+
+    Raises:
+        UnknownNameError: no stream has that name.
+    """
+    if stream not in STREAMS:
+        raise UnknownNameError("random stream", stream, STREAMS)
+    text = "/".join([str(int(seed)), stream, *(str(int(counter)) for counter in counters)])
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"accelerate").digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def generator(seed: int, stream: str, *counters: int) -> torch.Generator:
+    """A CPU generator of torch at one point of a named stream."""
+    import torch
+
+    return torch.Generator().manual_seed(derive(seed, stream, *counters))
+
+
+def seed_host(seed: int) -> None:
+    """Seeds Python, numpy and torch's CPU generator of this process; workers of a loader call it.
+
+    numpy takes 32 bits, so it gets the seed modulo 2^32.
+    """
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seeds Python, numpy, torch and the devices.
+
+    Args:
+        seed: the seed.
+        device_specific: adds the rank of this process, so that ranks draw different numbers.
+        deterministic: also asks torch for deterministic kernels; an operation without one then raises.
+
+    Raises:
+        WorldError: ``device_specific``, and the environment does not tell the rank.
+    """
+    import torch
+
+    if device_specific:
+        seed += _rank()
+    device = _device()
+    if deterministic:
+        device.deterministic()
+        torch.use_deterministic_algorithms(True)
+    seed_host(seed)
+    # Also reaches accelerators in use that are not this process's main device.
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    device.seed(seed)
+
+
+def capture() -> dict[str, Any]:
+    """The state of every generator of this process, under the names of ``random_states_{rank}.pkl``.
+
+    ``random_state`` (Python), ``numpy_random_seed``, ``torch_manual_seed`` (CPU), and, with an
+    accelerator, ``torch_<type>_manual_seed``: a list with the state of every visible device.
+    """
+    import numpy as np
+
+    state: dict[str, Any] = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
+    for device in _devices():
+        state[device.rng_key] = device.rng_all()
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> list[str]:
+    """Puts every generator back to what ``capture`` found; other keys of ``state`` are left alone.
+
+    Returns:
+        The names of generators of this process that ``state`` has nothing for; they are unchanged.
+    """
+    import numpy as np
+
+    missing: list[str] = []
+    setters: dict[str, Any] = {"random_state": random.setstate, "numpy_random_seed": np.random.set_state}
+    setters.update({device.rng_key: device.set_rng_all for device in _devices()})
+    for key, setter in setters.items():
+        if key in state:
+            setter(state[key])
+        else:
+            missing.append(key)
+    return missing
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Gives all ranks the generator state of rank 0.
+
+    Args:
+        rng_type: ``"torch"`` (the CPU's), ``"generator"`` (the one given), or a device type, as text or
+            ``RNGType``; None does nothing, and so does a device that this process has none of.
+        generator: the generator for ``"generator"``.
+
+    Raises:
+        SettingError: ``"generator"`` without one.
+        UnknownNameError: no generator has that name.
+        WorldError: several processes were started and their group is not open yet.
+    """
+    if rng_type is None:
+        return
+    name = str(getattr(rng_type, "value", rng_type))
+    _require_open()
+    if name == "generator":
+        if generator is None:
+            raise SettingError(
+                "rng_type 'generator' needs a generator", fix="pass generator=torch.Generator()"
+            )
+        generator.set_state(_from_rank_0(generator.get_state()))
+    elif name == "torch":
+        cpu = devices.get("cpu")
+        cpu.set_rng(_from_rank_0(cpu.rng()))
+    elif name not in devices.DEVICES:
+        raise UnknownNameError("random generator", name, ("torch", "generator", *devices.DEVICES.names()))
+    elif name == _device().type:
+        device = devices.get(name)
+        device.set_rng(_from_rank_0(device.rng()))
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """``synchronize_rng_state`` for each of ``rng_types``."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator=generator)
+
+
+def _from_rank_0(state: Any) -> Any:
+    from accelerate.world import collective
+
+    return collective.agree(state)
+
+
+def _require_open() -> None:
+    if current() is None and clusters.detect(environ.snapshot()) is not None:
+        raise WorldError(
+            "random states cannot be synchronized before the processes know each other",
+            fix="create the Accelerator (or PartialState) first",
+        )
+
+
+def _rank() -> int:
+    """This process's rank, also before the world is open."""
+    world = current()
+    if world is not None:
+        return world.rank
+    cluster = clusters.detect(environ.snapshot())
+    return cluster.rank if cluster else 0
+
+
+def _device() -> Device:
+    """The type of device this process computes on, or would."""
+    world = current()
+    return devices.get(world.device.type) if world is not None else devices.detect()
+
+
+def _devices() -> list[Device]:
+    cpu, mine = devices.get("cpu"), _device()
+    return [cpu] if mine.type == cpu.type else [cpu, mine]
