@@ -1,1 +1,1 @@
-"""Floor 3: checkpoints that are whole or absent. ``state.py`` is the way in; ``names.py`` has the file names."""
+"""Floor 3: checkpoints, whole or absent. The way in is ``state.py``, file names are in ``names.py``."""

@@ -11,7 +11,6 @@ SCHEDULER_NAME = "scheduler"
 SAMPLER_NAME = "sampler"
 SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
-FSDP_MODEL_NAME = "pytorch_model_fsdp"
 LOADER_NAME = "dl_state_dict"
 CUSTOM_NAME = "custom_checkpoint"
 
@@ -64,12 +63,12 @@ def custom_file(index: int) -> str:
     return f"{CUSTOM_NAME}_{index}.pkl"
 
 
+# Sharded and engine-owned checkpoints add files and folders named after the model or optimizer.
 _PART = re.compile(
-    rf"({SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}(_\d+)?\.bin"
-    rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?\.bin"
+    rf"{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}\w*(\.bin)?"
+    rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?(_rank\d+)?(\.bin)?"
     rf"|{LOADER_NAME}(_\d+)?(_rank\d+)?\.bin|{re.escape(SCALER_NAME)}"
-    rf"|{RNG_STATE_NAME}_\d+\.pkl|{CUSTOM_NAME}_\d+\.pkl"
-    rf"|{FSDP_MODEL_NAME}\w*(\.bin)?|{OPTIMIZER_NAME}_\d+|{re.escape(MANIFEST_NAME)})"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{CUSTOM_NAME}_\d+\.pkl|{re.escape(MANIFEST_NAME)}"
 )
 
 

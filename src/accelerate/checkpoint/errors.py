@@ -1,0 +1,73 @@
+"""Errors of files, said in the user's words."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import PickleError
+
+from safetensors import SafetensorError
+
+from accelerate.core.errors import CheckpointError
+from accelerate.core.units import show_bytes
+
+_FIXES = {
+    errno.ENOSPC: "free some space, or lower total_limit; the last committed checkpoint is untouched",
+    errno.EDQUOT: "free some of the quota, or lower total_limit; the last committed checkpoint is untouched",
+    errno.EFBIG: "the file system or a limit of the process (ulimit -f) does not allow files of this size",
+    errno.EROFS: "choose a folder on a file system that can be written",
+    errno.EACCES: "choose a folder that this user may write, or change its permissions",
+    errno.EPERM: "choose a folder that this user may write, or change its permissions",
+    errno.EIO: "the device reports a fault: save to another one",
+}
+
+
+class CheckpointNotFoundError(CheckpointError, ValueError):
+    """There is no checkpoint where one was looked for (a ValueError for users of the public package)."""
+
+
+class CheckpointExistsError(CheckpointError, ValueError):
+    """A checkpoint would be overwritten by automatic naming (a ValueError likewise)."""
+
+
+@contextmanager
+def file_errors(doing: str, path: Path) -> Generator[None]:
+    """Turns the failures of reading or writing one file into a CheckpointError that names it.
+
+    torch reports a full disk or a torn archive as RuntimeError, safetensors as SafetensorError.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        why = f"{error.strerror or error} (on {socket.gethostname()})"
+        raise CheckpointError(f"cannot {doing} {path}", why=why, fix=_fix(error.errno, path)) from error
+    except (
+        SafetensorError,
+        PickleError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise CheckpointError(f"cannot {doing} {path}", why=_first_line(error)) from error
+
+
+def _fix(code: int | None, path: Path) -> str:
+    text = _FIXES.get(code or 0, "")
+    if code == errno.ENOSPC:
+        import psutil
+
+        folder = next((p for p in path.parents if p.exists()), Path.cwd())
+        text = f"{show_bytes(psutil.disk_usage(str(folder)).free)} are free there; {text}"
+    return text
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

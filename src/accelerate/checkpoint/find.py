@@ -1,0 +1,219 @@
+"""Which folders are checkpoints, and which of them is the newest.
+
+A committed checkpoint has a manifest and every file of it, with its size. Folders of the public package have
+no manifest; they count only if nothing in them is torn, as far as that can be seen without one.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path, PurePosixPath
+
+from safetensors import SafetensorError, safe_open
+
+from accelerate.checkpoint import manifest as manifests
+from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.names import AUTOMATIC_NAME, MANIFEST_NAME, is_part, rng_file
+from accelerate.checkpoint.store import LocalStore, Store
+from accelerate.core.errors import CheckpointError
+
+# Working folders of a save lie beside its target and are hidden: .checkpoint_3.tmp-<id of the save>
+_WORKING = {
+    "tmp": "a save that was interrupted before it was committed",
+    "old": "an older state that a newer one was replacing",
+    "gone": "being removed",
+}
+_HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<role>{'|'.join(_WORKING)})-(?P<id>[0-9a-f]+)(-n\d+)?")
+_NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that looks like a checkpoint.
+
+    Attributes:
+        store, name: where it is.
+        manifest: None for a folder of the public package.
+        problem: why it cannot be used; empty if it can.
+    """
+
+    store: Store
+    name: str
+    manifest: Manifest | None
+    problem: str = ""
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.store.path(self.name)
+
+    @property
+    def number(self) -> int | None:
+        """The number its name ends with."""
+        return number(self.name)
+
+    @property
+    def saved(self) -> datetime:
+        """When it was saved; by the folder's time if it has no manifest."""
+        if self.manifest is not None:
+            return datetime.fromisoformat(self.manifest.saved)
+        return datetime.fromtimestamp(self.path.stat().st_mtime, timezone.utc)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest usable checkpoint of a folder.
+
+    Attributes:
+        candidate: the checkpoint.
+        ignored: newer or older folders that look like one and cannot be used, with the reason.
+    """
+
+    candidate: Candidate
+    ignored: tuple[str, ...]
+
+
+def number(name: str) -> int | None:
+    """The number at the end of a name: 10 for ``"checkpoint_10"``, None for ``"best"``."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match["number"]) if match else None
+
+
+def automatic_number(name: str) -> int | None:
+    """The number of a folder that automatic naming made, None for any other folder."""
+    match = re.fullmatch(rf"{AUTOMATIC_NAME}_(\d+)", name)
+    return int(match[1]) if match else None
+
+
+def hidden(name: str) -> tuple[str, str, str] | None:
+    """(checkpoint's name, role, id) of a working folder of a save; None for any other name."""
+    match = _HIDDEN.fullmatch(name)
+    return (match["name"], match["role"], match["id"]) if match else None
+
+
+def working(name: str, role: str, id: str) -> str:
+    """Name of a working folder: ``".checkpoint_3.tmp-5f0c"``."""
+    return f".{name}.{role}-{id}"
+
+
+def inspect(store: Store, name: str) -> Candidate | None:
+    """Looks at one folder; None if it is no checkpoint. Of its files only the manifest is read."""
+    if not store.is_folder(name):
+        return None
+    hiding = hidden(PurePosixPath(name).name)
+    if hiding is not None:
+        return Candidate(store, name, None, _WORKING[hiding[1]])
+    try:
+        manifest = manifests.read(store.path(name))
+    except CheckpointError as error:
+        return Candidate(store, name, None, f"{error.what}: {error.why}" if error.why else error.what)
+    if manifest is not None:
+        return Candidate(store, name, manifest, _lack(store.files(name), manifest))
+    if any(is_part(entry) for entry in store.entries(name)):
+        return Candidate(store, name, None, _torn(store, name))
+    if automatic_number(name) is not None:
+        return Candidate(store, name, None, "it holds no part of a checkpoint")
+    return None
+
+
+def _lack(sizes: dict[str, int], manifest: Manifest) -> str:
+    """The first file of the manifest that is missing or has another size; empty if none."""
+    for name, record in manifest.files.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != record.size:
+            return f"{name} has {sizes[name]} bytes, expected {record.size}"
+    return ""
+
+
+def _torn(store: Store, folder: str) -> str:
+    """What is visibly incomplete in a folder without manifest; empty if nothing is.
+
+    Random states are written after models, optimizers and schedulers, so they must be there.
+    """
+    entries = store.entries(folder)
+    if rng_file(0) not in entries:
+        return f"no {MANIFEST_NAME} and no {rng_file(0)}: the save was not complete"
+    for name in filter(is_part, entries):
+        path = store.path(f"{folder}/{name}")
+        if path.suffix == ".safetensors":
+            problem = _torn_tensors(path)
+        elif path.is_file() and not zipfile.is_zipfile(path):
+            problem = "is not a whole torch file"
+        else:
+            problem = ""
+        if problem:
+            return f"no {MANIFEST_NAME}, and {name} {problem}"
+    return ""
+
+
+def _torn_tensors(path: Path) -> str:
+    try:
+        with safe_open(path, framework="pt"):
+            return ""
+    except (SafetensorError, OSError) as error:
+        return f"is damaged ({error})"
+
+
+def candidates(store: Store, folder: str = "") -> list[Candidate]:
+    """Everything directly in ``folder`` that looks like a checkpoint, oldest first.
+
+    By the number in the names if these differ in nothing else (9 before 10), by the time of saving otherwise.
+    """
+    inside = [f"{folder}/{name}" if folder else name for name in store.entries(folder)]
+    found = [candidate for name in inside if (candidate := inspect(store, name)) is not None]
+    names = [c.name for c in found if hidden(c.name) is None]
+    stems = {match["stem"] if (match := _NUMBERED.fullmatch(name)) else None for name in names}
+    if len(stems) == 1 and None not in stems:
+        return sorted(found, key=lambda c: -1 if c.number is None else c.number)
+    return sorted(found, key=lambda c: c.saved)
+
+
+def latest(folder: str | Path) -> Found:
+    """The newest usable checkpoint directly in ``folder``.
+
+    Raises:
+        CheckpointNotFoundError: there is none; says what was found instead.
+    """
+    store = LocalStore(Path(folder))
+    every = candidates(store)
+    ignored = tuple(f"{c.name} ({c.problem})" for c in every if c.problem)
+    usable = [c for c in every if not c.problem]
+    if not usable:
+        what = "; ".join(ignored) if ignored else "it has no folder that looks like one"
+        raise CheckpointNotFoundError(f"there is no complete checkpoint in {folder}", why=what)
+    return Found(usable[-1], ignored)
+
+
+def explicit(store: Store, name: str) -> Candidate:
+    """The checkpoint that was asked for by its path.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder, or it is no checkpoint.
+        CheckpointError: it is damaged.
+    """
+    path = store.path(name)
+    if not store.is_folder(name):
+        near = ", ".join(store.entries()[:12])
+        raise CheckpointNotFoundError(
+            f"there is no folder {path}", why=f"{store.root} holds: {near}" if near else ""
+        )
+    candidate = inspect(store, name)
+    if candidate is None:
+        inside = [c.path for c in candidates(store, name) if not c.problem]
+        raise CheckpointNotFoundError(
+            f"{path} is not a checkpoint",
+            why=f"it has no {MANIFEST_NAME} and none of the files of a checkpoint",
+            fix=f"its newest checkpoint is {inside[-1]}" if inside else "",
+        )
+    if candidate.problem and MANIFEST_NAME in store.entries(name):
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged",
+            why=candidate.problem,
+            fix="load another one, or put the file back; nothing was changed",
+        )
+    return candidate

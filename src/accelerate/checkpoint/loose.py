@@ -1,0 +1,97 @@
+"""The public functions that write parts straight into a folder: no commit, each process for itself.
+
+``Accelerator.save_state`` does not use them; see ``state.py``. The files are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate.checkpoint import collect, names, pickles
+from accelerate.checkpoint.export import replace_file
+from accelerate.checkpoint.parts import Parts
+from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.restore import Reader
+from accelerate.checkpoint.state import on_device
+from accelerate.world import rng
+
+
+def save_accelerator_state(
+    output_dir: str,
+    model_states: list[dict[str, Any]],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Writes one process's part of a training state into ``output_dir``; returns it.
+
+    Each file is replaced in one step, the folder as a whole is not.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    folder = Path(output_dir)
+    parts = Parts([], optimizers, schedulers, scaler, rng=rng, step=step)
+    parts.stateful_loaders = _stateful(dataloaders)
+    found = collect.states(parts, process_index)
+    found.weights = model_states
+    ranks = Ranks.current()
+    shared = process_index == 0 or (save_on_each_node and ranks.local_rank == 0)
+    for item in collect.items(found, shared=shared, safe=safe_serialization):
+        replace_file(folder / item.entry.file, item.fill)
+    for index in range(len(model_states) if shared else 0):
+        # The other format would be read in its place, or beside it.
+        (folder / names.model_file(index, safe=not safe_serialization)).unlink(missing_ok=True)
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: str,
+    models: list[Any],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    scaler: Any = None,
+    map_location: Any = None,
+    load_kwargs: Mapping[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Reads what ``save_accelerator_state`` wrote; returns ``{"step": step counter}``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or does not fit its object.
+    """
+    current = Ranks.current()
+    ranks = Ranks(process_index, max(current.size, process_index + 1), current.local_rank, current.local_size)
+    parts = Parts(models, optimizers, schedulers, scaler, rng=rng)
+    parts.stateful_loaders = _stateful(dataloaders)
+    location = on_device(map_location, "cpu")
+    reader = Reader(Path(input_dir), None, ranks, True, location, load_kwargs or {}, load_model_func_kwargs)
+    reader.read(parts)
+    reader.apply()
+    reader.finish(parts)
+    return {} if reader.step is None else {"step": reader.step}
+
+
+def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Writes the state of one of the user's objects, on the main process (or one process per machine)."""
+    if Ranks.current().writes(save_on_each_node):
+        replace_file(Path(path) / names.custom_file(index), partial(pickles.write, obj.state_dict()))
+
+
+def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
+    """Reads the state of one of the user's objects; the file may hold any object, so it must be trusted."""
+    obj.load_state_dict(pickles.read(Path(path) / names.custom_file(index), "cpu", weights_only=False))
+
+
+def _stateful(dataloaders: list[Any]) -> list[Any]:
+    return [loader for loader in dataloaders if getattr(loader, "use_stateful_dataloader", False)]

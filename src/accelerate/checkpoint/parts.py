@@ -1,0 +1,150 @@
+"""What a checkpoint is made of, as values that the caller fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from accelerate.checkpoint import names
+from accelerate.core.errors import CheckpointError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state: a module, an optimizer, a scheduler, a scaler, an object of the user."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Takes a state back."""
+        ...
+
+
+@dataclass
+class Part:
+    """A Stateful made of two functions, for states that are got in a way of their own.
+
+    Attributes:
+        name: how errors call it.
+        state_dict, load_state_dict: see Stateful. Both are called on every rank.
+    """
+
+    name: str
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[..., Any]
+
+
+class OwnFiles(Protocol):
+    """A part that writes files of its own: sharded states, an engine's checkpoint.
+
+    Both methods are called on every rank, with the same folder, and may be collective. Whatever ``save``
+    writes below the folder is checked, committed and verified with the rest.
+    """
+
+    name: str
+
+    def save(self, folder: Path, /) -> Iterable[str]:
+        """Writes into ``folder``, which is not yet the final one.
+
+        Returns the names, relative to it, of what this rank wrote: so each rank takes the digests of its own
+        files. Rank 0 takes those of files that nobody names.
+        """
+        ...
+
+    def load(self, folder: Path, /) -> None:
+        """Reads from ``folder``."""
+        ...
+
+
+class Rng(Protocol):
+    """The random states of one rank; the module ``accelerate.world.rng`` is one."""
+
+    def capture(self) -> Mapping[str, Any]:
+        """All states, by the names of the public format."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], /) -> Iterable[str]:
+        """Puts them back; returns the generators of this process that ``state`` has nothing for."""
+        ...
+
+    def set_seed(self, seed: int, /) -> Any:
+        """Starts every generator anew from one number of 63 bits."""
+        ...
+
+
+@dataclass
+class Parts:
+    """Everything one save writes or one load fills.
+
+    Attributes:
+        models: their state must be a mapping of names to tensors.
+        optimizers, schedulers: one file each.
+        scaler: of mixed precision, if there is one.
+        custom: the user's registered objects.
+        loaders: positions that are plain values (JSON) and the same on every rank, such as samples drawn so
+            far; they go into the manifest.
+        stateful_loaders: loaders with a state per rank, such as torchdata's.
+        rng: how random states are got and put back; None leaves them out.
+        own_files: parts that write files of their own.
+        step: the accelerator's step counter.
+        strategy: how the training is spread, for the record.
+        metadata: plain values to get back: ``{"epoch": 3, ...}``.
+    """
+
+    models: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    scaler: Any = None
+    custom: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    stateful_loaders: list[Any] = field(default_factory=list)
+    rng: Rng | None = None
+    own_files: list[OwnFiles] = field(default_factory=list)
+    step: int = 0
+    strategy: str = "single"
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuses objects that have no state.
+
+        Raises:
+            CheckpointError: names the object.
+        """
+        sorts = ("models", "optimizers", "schedulers", "custom", "loaders", "stateful_loaders")
+        every = [(sort, index, item) for sort in sorts for index, item in enumerate(getattr(self, sort))]
+        if self.scaler is not None:
+            every.append(("scaler", 0, self.scaler))
+        for sort, index, item in every:
+            if not isinstance(item, Stateful):
+                raise CheckpointError(
+                    f"{label(sort, index)} cannot be saved: it is a {type(item).__name__} and has no "
+                    "state_dict and load_state_dict",
+                    fix="give the class these two methods",
+                )
+
+
+def kind(item: Any) -> str:
+    """How to call an object in the manifest and in errors."""
+    return item.name if isinstance(item, Part) else type(item).__name__
+
+
+def label(sort: str, index: int) -> str:
+    """``label("optimizers", 1)`` is ``"optimizer 1"``."""
+    word = {"custom": "registered object", "stateful_loaders": "loader", "rng": "random states of rank"}.get(
+        sort
+    )
+    if sort == "scaler":
+        return "the gradient scaler"
+    return f"{word or sort.removesuffix('s')} {index}"
+
+
+# sort -> file by index, for the sorts that are one torch file per object, in the order they are written
+FILES: dict[str, Callable[[int], str]] = {
+    "optimizers": names.optimizer_file,
+    "schedulers": names.scheduler_file,
+    "custom": names.custom_file,
+}

@@ -1,0 +1,138 @@
+"""How the ranks of a save or load talk: they fail together or go on together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from accelerate.core.errors import AccelerateError, CheckpointError
+from accelerate.world import collective
+from accelerate.world import world as worlds
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+PATIENCE = 30.0  # seconds until a rank that waits for others says so
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that save or load together; by default a process of its own.
+
+    Attributes:
+        rank, size: among all.
+        local_rank, local_size: among those of this machine.
+        node: this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """The ranks of the open world."""
+        world = worlds.current()
+        if world is None:
+            return cls()
+        return cls(world.rank, world.size, world.local_rank, world.local_size, world.node)
+
+    def writes(self, each_node: bool) -> bool:
+        """Whether this rank writes what is the same on all ranks: rank 0, or one rank of each machine."""
+        return self.local_rank == 0 if each_node else self.rank == 0
+
+    def together(self, doing: str) -> Together[Any]:
+        """A ``with`` block after which either all ranks go on or all raise the same error.
+
+        Args:
+            doing: what the block does, for errors: ``"save the checkpoint x"``.
+        """
+        return Together(self, doing)
+
+    def lead(self, doing: str, function: Callable[[], T]) -> T:
+        """What ``function`` returns on rank 0, on every rank; all raise what it raises."""
+        with Together[T](self, doing) as shared:
+            if self.rank == 0:
+                shared.value = function()
+        return shared.values[0]
+
+    def exchange(self, doing: str, value: Any) -> list[Any]:
+        """One picklable value per rank, in rank order, on every rank.
+
+        Raises:
+            CheckpointError: another rank did not come within the timeout of the process group, or is gone.
+        """
+        if self.size == 1:
+            return [value]
+        text = (
+            f"rank {self.rank} has waited {PATIENCE:g} s for other ranks to {doing}. "
+            "It is a collective call: every rank must make it, not only the main process."
+        )
+        timer = threading.Timer(PATIENCE, logger.warning, args=(text,))
+        timer.daemon = True
+        timer.start()
+        try:
+            return collective.all_objects(value)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {self.rank} of {self.size} could not {doing} together with the others",
+                why=f"a rank is gone, or did not make the call in time ({str(error).partition(chr(10))[0]})",
+                fix="call it on every rank, not only under `if accelerator.is_main_process`; a rank that "
+                "failed says why in its own output",
+            ) from error
+        finally:
+            timer.cancel()
+
+
+class Together(Generic[T]):
+    """See ``Ranks.together``.
+
+    Attributes:
+        value: what this rank tells the others; set inside the block.
+        values: what all ranks told, in rank order; there after the block.
+    """
+
+    def __init__(self, ranks: Ranks, doing: str) -> None:
+        self.ranks, self.doing = ranks, doing
+        self.value: T | None = None
+        self.values: list[T] = []
+
+    def __enter__(self) -> Together[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # Ctrl-C and exits end this rank at once; the others see it go
+        failure = None if error is None else self._described(error)
+        every = self.ranks.exchange(self.doing, (failure, self.value))
+        failures = [(rank, failed) for rank, (failed, _) in enumerate(every) if failed is not None]
+        if failures and self.ranks.size == 1 and failures[0][1] is error:
+            return  # it goes on as it is
+        if failures:
+            raise self._joined(failures) from error
+        self.values = [value for _, value in every]
+
+    def _described(self, error: Exception) -> AccelerateError:
+        if isinstance(error, AccelerateError):
+            return error
+        return CheckpointError(f"could not {self.doing}", why=f"{type(error).__name__}: {error}")
+
+    def _joined(self, failures: list[tuple[int, AccelerateError]]) -> AccelerateError:
+        rank, first = failures[0]
+        if self.ranks.size == 1:
+            return first
+        text = f"rank {rank} of {self.ranks.size}: {first.what}"
+        for other, failure in failures[1:]:
+            text += f"\nrank {other} of {self.ranks.size}: {failure.what}"
+        twin = copy.copy(first)
+        AccelerateError.__init__(twin, text, why=first.why, fix=first.fix)
+        return twin

@@ -1,0 +1,232 @@
+"""From files to objects: everything is read and checked first, then put back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.parts import FILES, Parts, Rng, kind, label
+from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.store import digest
+from accelerate.core.errors import CheckpointError
+
+# What objects raise when a state does not fit them.
+_REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+
+
+def verify(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
+    """Compares size and digest of this rank's share of the files with the manifest.
+
+    The ranks of one machine share the work: each machine reads a checkpoint once, whatever disk it is on.
+
+    Raises:
+        CheckpointError: a file is missing or differs; names it and what was expected.
+    """
+    by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
+    for name, record in by_size[ranks.local_rank :: ranks.local_size]:
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing", why=f"it was saved by rank {record.rank} with {record.size} bytes"
+            )
+        size = path.stat().st_size
+        if size != record.size:
+            raise CheckpointError(f"{path} is damaged", why=f"it has {size} bytes, expected {record.size}")
+        found = digest(path)
+        if found != record.digest:
+            raise CheckpointError(
+                f"{path} is damaged",
+                why=f"its digest is {found[:16]}..., expected {record.digest[:16]}... ({manifest.hashing})",
+                fix="load another checkpoint; nothing was changed",
+            )
+
+
+@dataclass
+class Reader:
+    """Reads the parts of one checkpoint for one rank.
+
+    Attributes:
+        folder: the checkpoint.
+        manifest: None for one of the public package.
+        ranks: those that load together.
+        strict: a missing part is an error; otherwise it is listed in ``missing``.
+        map_location: where torch files are loaded to.
+        load_kwargs: more arguments of ``torch.load``.
+        model_kwargs: more arguments of the models' ``load_state_dict``.
+        ready: what is read and not yet put back: (what, function).
+        last: the same for random states, which come back after all else has.
+        missing, notes: what the caller should know.
+        step: the step counter beside the random states.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    ranks: Ranks
+    strict: bool = True
+    map_location: Any = "cpu"
+    load_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ready: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+    last: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    step: int | None = None
+
+    def read(self, parts: Parts) -> None:
+        """Reads everything that ``parts`` asks for; changes nothing yet.
+
+        Raises:
+            CheckpointError: a file is missing or cannot be read.
+        """
+        for index, model in enumerate(parts.models):
+            self._model(model, index)
+        for sort, file in FILES.items():
+            for index, item in enumerate(getattr(parts, sort)):
+                self._torch_file(sort, index, item, file(index))
+        if parts.scaler is not None:
+            self._torch_file("scaler", 0, parts.scaler, names.SCALER_NAME)
+        for index, loader in enumerate(parts.stateful_loaders):
+            self._torch_file("stateful_loaders", index, loader, self._loader_file(index))
+        self._positions(parts)
+        self._rng(parts)
+
+    def apply(self) -> None:
+        """Puts back what was read, except for own files and random states.
+
+        Raises:
+            CheckpointError: an object refuses its state; those before it have theirs already.
+        """
+        for what, function in self.ready:
+            _attempt(what, function)
+
+    def finish(self, parts: Parts) -> None:
+        """Lets parts read files of their own, then restores random states: nothing draws from them after."""
+        for part in parts.own_files:
+            _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
+        for what, function in self.last:
+            _attempt(what, function)
+
+    def _absent(self, file: str, what: str) -> None:
+        if not self.strict:
+            self.missing.append(f"{file} ({what})")
+            return
+        held = ", ".join(sorted(p.name for p in self.folder.iterdir()))
+        raise CheckpointError(
+            f"{self.folder / file} is missing",
+            why=f"{what} was to be loaded from it; this checkpoint holds: {held}",
+            fix="prepare the objects that were saved, or pass strict=False to leave this one as it is",
+        )
+
+    def _model(self, model: Any, index: int) -> None:
+        what = f"{label('models', index)} ({kind(model)})"
+        safe = self.folder / names.model_file(index, safe=True)
+        path = safe if safe.is_file() else self.folder / names.model_file(index, safe=False)
+        if not path.is_file():
+            self._absent(safe.name, what)
+            return
+        if path is safe:
+            state, aliases = tensors.read(safe)
+        else:
+            state, aliases = pickles.read(path, "cpu", **{"mmap": True, **self.load_kwargs}), {}
+        like = model.state_dict()
+        for alias, name in tensors.untied(aliases, like).items():
+            self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
+        state = tensors.fitted(state, aliases, like)
+        function = partial(model.load_state_dict, state, **self.model_kwargs)
+        self.ready.append((f"load {what} from {path}", function))
+
+    def _torch_file(self, sort: str, index: int, item: Any, file: str) -> None:
+        what = f"{label(sort, index)} ({kind(item)})"
+        path = self.folder / file
+        if not path.is_file():
+            self._absent(file, what)
+            return
+        # The user's own objects may hold anything: the public format reads them with pickle's full power.
+        kwargs = {"weights_only": False} if sort == "custom" else dict(self.load_kwargs)
+        state = pickles.read(path, **{"map_location": self.map_location, **kwargs})
+        self.ready.append((f"load {what} from {path}", partial(item.load_state_dict, state)))
+
+    def count_custom(self, parts: Parts) -> None:
+        """Refuses a number of registered objects that differs from what was saved.
+
+        Raises:
+            CheckpointError: it differs, and loading is strict.
+        """
+        saved, now = len(list(self.folder.glob(f"{names.CUSTOM_NAME}_*.pkl"))), len(parts.custom)
+        if saved != now and self.strict:
+            raise CheckpointError(
+                f"{self.folder} holds {saved} registered object(s), but {now} are registered now",
+                fix="register the same objects, in the same order, with register_for_checkpointing, or pass "
+                "strict=False",
+            )
+
+    def _loader_file(self, index: int) -> str:
+        own = names.loader_file(index, self.ranks.rank)
+        return own if (self.folder / own).is_file() else names.loader_file(index)
+
+    def _positions(self, parts: Parts) -> None:
+        saved = self.manifest.loaders if self.manifest else []
+        for index, loader in enumerate(parts.loaders):
+            if index < len(saved):
+                what = f"put {label('loaders', index)} to its position"
+                self.ready.append((what, partial(loader.load_state_dict, saved[index])))
+            elif self.manifest is None:
+                self.notes.append(f"the position of {label('loaders', index)} is not saved: it starts anew")
+            else:
+                self._absent(names.MANIFEST_NAME, f"the position of {label('loaders', index)}")
+
+    def _rng(self, parts: Parts) -> None:
+        rng, rank = parts.rng, self.ranks.rank
+        if rng is None:
+            return
+        path = self.folder / names.rng_file(rank)
+        count = self.manifest.world_size if self.manifest else self._rng_count()
+        if path.is_file():
+            # Generators take their states from the host, whatever device they are of.
+            state = dict(pickles.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
+            self.step = state.pop("step", None)
+            self.last.append((f"restore the random states of {path}", partial(self._restore_rng, rng, state)))
+        elif rank >= count > 0:
+            self.last.append((f"seed rank {rank}", partial(rng.set_seed, self._derived(rank))))
+        else:
+            self._absent(path.name, label("rng", rank))
+        if self.ranks.size != count > 0:
+            self.notes.append(_other_size(count, self.ranks.size))
+
+    def _restore_rng(self, rng: Rng, state: Mapping[str, Any]) -> None:
+        for name in rng.restore(state):
+            self.notes.append(f"no random state is saved for the generator {name}: it stays as it is")
+
+    def _rng_count(self) -> int:
+        return len(list(self.folder.glob(f"{names.RNG_STATE_NAME}_*.pkl")))
+
+    def _derived(self, rank: int) -> int:
+        """A seed that depends on the saved state of rank 0, this rank and the number of ranks alone."""
+        text = f"{digest(self.folder / names.rng_file(0))}:{rank}:{self.ranks.size}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _attempt(what: str, function: Callable[[], Any]) -> None:
+    try:
+        function()
+    except CheckpointError:
+        raise
+    except _REFUSALS as error:
+        raise CheckpointError(
+            f"could not {what}",
+            why=f"{type(error).__name__}: {error}",
+            fix="prepare the same objects, in the same order, as when it was saved",
+        ) from error
+
+
+def _other_size(saved: int, now: int) -> str:
+    text = f"saved by {saved} process(es), loaded by {now}: random states of "
+    if now < saved:
+        return text + f"rank {now} and above are not used"
+    return text + f"rank {saved} and above are derived from those of rank 0"

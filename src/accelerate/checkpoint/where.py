@@ -1,0 +1,122 @@
+"""Which folder a save goes to and a load comes from. Everything here runs on rank 0, for all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from accelerate.checkpoint import commit, find
+from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from accelerate.checkpoint.find import Candidate
+from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.names import AUTOMATIC_FOLDER, AUTOMATIC_NAME
+from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.store import LocalStore, Store
+from accelerate.core.errors import SettingError
+
+logger = logging.getLogger(__name__)
+
+
+def given(directory: str | Path | None) -> Path:
+    """The folder that the caller named, absolute, ``~`` expanded and links followed.
+
+    Raises:
+        CheckpointNotFoundError: none is named.
+    """
+    if directory is None or str(directory) == "":
+        raise CheckpointNotFoundError(
+            "no folder is given for the checkpoint",
+            fix="pass one, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)",
+        )
+    return Path(directory).expanduser().resolve()
+
+
+def automatic_folder(project: ProjectConfiguration) -> Path:
+    """Where automatic naming puts the checkpoints of a project.
+
+    Raises:
+        SettingError: the project has no folder.
+    """
+    if project.project_dir is None:
+        raise SettingError(
+            "automatic_checkpoint_naming needs a project_dir",
+            fix="ProjectConfiguration(project_dir='runs/a', automatic_checkpoint_naming=True)",
+        )
+    return given(project.project_dir) / AUTOMATIC_FOLDER
+
+
+def target(
+    directory: str | Path | None, project: ProjectConfiguration, store: Callable[[Path], Store]
+) -> Path:
+    """Where to save.
+
+    Raises:
+        CheckpointExistsError: automatic naming has come to a number that is taken.
+    """
+    if not project.automatic_checkpoint_naming:
+        return given(directory)
+    folder = automatic_folder(project)
+    path = folder / f"{AUTOMATIC_NAME}_{project.iteration}"
+    _refuse_taken(store(folder), path.name)
+    return path
+
+
+def _refuse_taken(store: Store, name: str) -> None:
+    """Refuses to number over a checkpoint that is there; what an interrupted save left is no checkpoint."""
+    candidate = find.inspect(store, name)
+    if candidate is None or candidate.problem:
+        return
+    raise CheckpointExistsError(
+        f"{store.path(name)} exists already",
+        why="the numbering of this run starts where another run has saved",
+        fix="call load_state() before training to continue that run, choose another project_dir, or set "
+        f"ProjectConfiguration(iteration={_after_all(store, 0)})",
+    )
+
+
+def _after_all(store: Store, wanted: int) -> int:
+    """``wanted``, or the number after the highest checkpoint that automatic naming made here."""
+    numbers = [n for entry in store.entries() if (n := find.automatic_number(entry)) is not None]
+    return max([wanted, *(n + 1 for n in numbers)])
+
+
+def chosen(
+    directory: str | Path | None, project: ProjectConfiguration | None
+) -> tuple[Candidate, tuple[str, ...]]:
+    """(the checkpoint to load, what was passed over and why); logs both when there is something to say.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointError: the one that was named is damaged.
+    """
+    ignored: tuple[str, ...] = ()
+    if directory is None and project is not None and project.automatic_checkpoint_naming:
+        folder = automatic_folder(project)
+        _heal_all(LocalStore(folder))
+        found = find.latest(folder)
+        candidate, ignored = found.candidate, found.ignored
+        for name in ignored:
+            logger.warning("not a complete checkpoint, ignored: %s", name)
+    else:
+        path = given(directory)
+        store = LocalStore(path.parent)
+        if not path.is_dir():
+            commit.heal(store, path.name)
+        candidate = find.explicit(store, path.name)
+    if candidate.manifest is None:
+        logger.warning("%s has no manifest, so another library saved it: loaded unverified", candidate.path)
+    return candidate, ignored
+
+
+def _heal_all(store: Store) -> None:
+    replaced = [found for entry in store.entries() if (found := find.hidden(entry)) and found[1] == "old"]
+    for name, _, _ in replaced:
+        commit.heal(store, name)
+
+
+def next_iteration(path: Path, manifest: Manifest | None, project: ProjectConfiguration) -> int:
+    """The number of the next save after ``path`` was loaded: after it and after all that are there."""
+    loaded = manifest.iteration if manifest is not None else find.automatic_number(path.name)
+    wanted = project.iteration if loaded is None else max(project.iteration, loaded + 1)
+    return _after_all(LocalStore(automatic_folder(project)), wanted)
