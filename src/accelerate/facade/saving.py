@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import state as checkpoints
 from accelerate.checkpoint.export import save as save_object
-from accelerate.checkpoint.export import save_model as export_model
+from accelerate.checkpoint.export import save_weights
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.state import Loaded, Part, Parts
 from accelerate.core.errors import PrepareError, SettingError
@@ -198,7 +198,7 @@ class Saving(Processes):
         """
         state = self.get_state_dict(model)
         if self.should_save_model:
-            export_model(
+            save_weights(
                 state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
             )
         self.wait_for_everyone()
