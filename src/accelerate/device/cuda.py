@@ -24,7 +24,13 @@ class Cuda(Device):
     fallbacks = ("gloo",)
     dtypes = frozenset({"bf16", "fp16", "fp8"})
     files = ("dev/nvidia[0-9]*",)
-    out_of_memory = ("CUDA out of memory", "HIP out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    # cuDNN has no plan for a batch that is too large, and says only that it is not supported.
+    out_of_memory = (
+        "CUDA out of memory",
+        "HIP out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_NOT_SUPPORTED",
+    )
 
     def ready(self) -> bool:
         # NVML answers without initialising CUDA, after which this process could not fork workers any more.

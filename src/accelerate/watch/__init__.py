@@ -1,0 +1,1 @@
+"""Watching a run: logs, progress bars, profiles, and trying again with less memory."""

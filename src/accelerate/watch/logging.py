@@ -1,0 +1,103 @@
+"""Loggers that know about ranks: by default only the main process speaks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate.core import environ
+from accelerate.core.errors import UnknownNameError, WorldError
+from accelerate.watch.place import place
+from accelerate.world import world
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # Python 3.10 cannot subscribe it
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger whose records begin with ``[RANK n]`` and come from the ranks that are asked for.
+
+    Every logging method takes two more keywords:
+
+        main_process_only: only rank 0 logs; True unless ``in_order`` is.
+        in_order: all ranks log, one after the other. A collective call: every rank must make it.
+
+    Before a world is open the rank is the one the launcher gave, or 0.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+        super().__init__(logger, extra)
+        self._said: set[tuple[Any, ...]] = set()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """The message with its rank in front."""
+        msg, kwargs = super().process(msg, kwargs)
+        return f"[RANK {place()[0]}] {msg}", kwargs
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Logs on the ranks that are asked for (see the class).
+
+        Raises:
+            WorldError: ``in_order`` among several processes before their group is open.
+        """
+        in_order: bool = kwargs.pop("in_order", False)
+        main_only: bool = kwargs.pop("main_process_only", not in_order)
+        # The record names the caller's line, not this one.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        if in_order and not main_only:
+            self._in_turn(level, msg, args, kwargs)
+        elif self.isEnabledFor(level) and (not main_only or place()[0] == 0):
+            msg, processed = self.process(msg, kwargs)
+            self.logger.log(level, msg, *args, **processed)
+
+    def _in_turn(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rank, _, size = place()
+        if size > 1 and world.current() is None:
+            raise WorldError(
+                "a log with in_order=True needs all ranks, and their group is not open yet",
+                fix="create PartialState() or Accelerator() first",
+            )
+        from accelerate.world import collective  # torch: loggers are made where it is not wanted
+
+        kwargs["stacklevel"] += 1
+        # Every rank passes every barrier, whatever its level lets through: levels may differ between ranks.
+        for turn in range(size):
+            if turn == rank and self.isEnabledFor(level):
+                message, processed = self.process(msg, dict(kwargs))
+                self.logger.log(level, message, *args, **processed)
+            collective.barrier()
+
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """A warning that is given once for the same message and arguments."""
+        said = (*map(str, args), kwargs.get("main_process_only"))
+        if said not in self._said:
+            self._said.add(said)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """A logger that by default speaks on the main process only.
+
+    Args:
+        name: usually ``__name__``.
+        log_level: the least severe level to show, for example ``"INFO"``; None takes
+            ``ACCELERATE_LOG_LEVEL``, and without that leaves all levels as they are. A level that is given
+            is set on the root logger too, so that other libraries follow.
+
+    Raises:
+        UnknownNameError: there is no such level.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or environ.get("ACCELERATE_LOG_LEVEL")
+    if level is not None:
+        if not isinstance(logging.getLevelName(level.upper()), int):
+            raise UnknownNameError("log level", level, LEVELS)
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})
