@@ -202,16 +202,21 @@ class Device:
         Raises:
             DeviceError: there is no device of that index.
         """
-        count = self.count()
-        if not 0 <= index < count:
-            raise DeviceError(
-                f"device {self.type}:{index} does not exist",
-                why=f"this process sees {count} {self.type!r} device(s)"
-                + (f", limited by {self.visible_variable}" if self.visible(Machine()) is not None else ""),
-                fix="start at most one process per device",
-            )
+        self._require(index)
         self.module.set_device(index)
         return self.torch_device(index)
+
+    def _require(self, index: int) -> None:
+        count = self.count()
+        if 0 <= index < count:
+            return
+        limited = self.visible(Machine()) is not None
+        raise DeviceError(
+            f"device {self.type}:{index} does not exist",
+            why=f"this process sees {count} {self.type!r} device(s)"
+            + (f", limited by {self.visible_variable}" if limited else ""),
+            fix="start at most one process per device",
+        )
 
     def current(self) -> int:
         """The index of the current device."""

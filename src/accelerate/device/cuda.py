@@ -10,7 +10,7 @@ from accelerate.device.machine import Machine, count_visible
 
 
 class Cuda(Device):
-    """CUDA and ROCm. CUDA was run on one H200-class machine now and then; ROCm, WSL and Jetson never.
+    """CUDA and ROCm. CUDA is run by tests/gpu where there is a card; ROCm, WSL and Jetson were not run.
 
     Source of the paths: NVIDIA driver README, "the /proc/driver/nvidia filesystem"; Linux
     drivers/gpu/drm/amd/amdkfd/kfd_topology.c; Microsoft, "GPU accelerated ML training in WSL".

@@ -82,8 +82,8 @@ def count_visible(present: int, variable: str | None) -> int:
     """How many of ``present`` devices a visible-devices variable leaves.
 
     The rules are CUDA's, which every vendor follows: unset shows all; the list ends at the first entry
-    that names no device ("", -1, an index too large); an entry that stands twice hides everything;
-    identifiers (``GPU-...``, ``MIG-...``) cannot be checked without the driver and count one each.
+    that names no device ("", -1, "NoDevFiles", an index too large); an entry that stands twice hides
+    everything; identifiers (``GPU-...``, ``MIG-...``) cannot be checked without the driver and count one.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
     if variable is None:
@@ -91,7 +91,7 @@ def count_visible(present: int, variable: str | None) -> int:
     shown: list[str] = []
     for entry in (part.strip() for part in variable.split(",")):
         number = re.match(r"[+-]?\d+", entry)
-        if number is None and not entry[:1].isalpha():
+        if number is None and not entry.startswith(("GPU-", "MIG-")):
             break
         if number is not None and not 0 <= int(number[0]) < present:
             break

@@ -69,6 +69,7 @@ class Null(Device):
         return torch.device("meta")
 
     def bind(self, index: int) -> torch.device:
+        self._require(index)
         self.calls["bind"] += 1
         self._current = index
         return self.torch_device(index)

@@ -66,8 +66,8 @@ class Xla(Device):
         return str(self.runtime.device_type())
 
     def supports(self, dtype: str) -> bool:
-        # A TPU multiplies in bfloat16; float16 is only there when XLA drives a GPU.
-        return super().supports(dtype) and (dtype != "fp16" or self.runtime.device_type() == "CUDA")
+        # A TPU multiplies in bfloat16 and has no float16.
+        return super().supports(dtype) and (dtype != "fp16" or self.runtime.device_type() != "TPU")
 
     def torch_device(self, index: int | None = None) -> torch.device:
         self.load()

@@ -1,0 +1,358 @@
+"""What single device files do differently, and finding the right one."""
+
+from __future__ import annotations
+
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import device as devices
+from accelerate.core import environ
+from accelerate.core.errors import DeviceError, SettingError
+from accelerate.device.base import Device
+from accelerate.device.null import Null
+from tests.support.devices import TOTAL, FakeModule, FakeXla, install
+
+
+def test_get_knows_files_and_types() -> None:
+    assert devices.get("cuda").type == "cuda"
+    assert devices.get("meta") is devices.get("null")
+
+
+def test_get_takes_any_type_torch_has_a_module_for() -> None:
+    """B1: a new accelerator needs no file."""
+    device = devices.get("mtia")
+    assert type(device) is Device
+    assert (device.type, device.distributed_type, device.rng_key) == (
+        "mtia",
+        "MULTI_GPU",
+        "torch_mtia_manual_seed",
+    )
+    assert not device.available()
+    assert device.count() == 0
+    assert device.probe() == 0
+
+
+def test_an_unknown_type_is_refused_with_the_nearest() -> None:
+    with pytest.raises(DeviceError, match="unknown device 'cudda'") as caught:
+        devices.get("cudda")
+    assert "did you mean 'cuda'?" in str(caught.value)
+
+
+def test_a_device_with_no_file_is_fully_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeModule("mtia", 4)
+    monkeypatch.setattr(torch, "mtia", fake)
+    device = devices.get("mtia")
+    assert device.count() == 4
+    assert device.bind(3) == torch.device("mtia", 3)
+    assert fake.index == 3
+    assert device.memory() == (TOTAL, TOTAL)
+
+
+def test_detect_prefers_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.detect().type == "cpu"
+    install(monkeypatch, "xpu")
+    assert devices.detect().type == "xpu"
+    install(monkeypatch, "cuda")
+    assert devices.detect().type == "cuda"
+    install(monkeypatch, "mlu")
+    assert devices.detect().type == "mlu"
+
+
+def test_detect_takes_what_torch_found_when_no_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mtia"))
+    assert devices.detect().type == "mtia"
+
+
+def test_devices_of_other_packages_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Device):
+        type = "own"
+        priority = 1000
+
+        def ready(self) -> bool:
+            return True
+
+    with devices.DEVICES.add("own", Own()):
+        assert devices.detect().type == "own"
+        assert devices.get("own").distributed_type == "MULTI_GPU"
+    assert devices.detect().type == "cpu"
+
+
+def test_a_module_without_memory_questions_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeModule("mtia")
+    for name in ("mem_get_info", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(FakeModule, name, None)
+    monkeypatch.setattr(torch, "mtia", fake)
+    device = devices.get("mtia")
+    with pytest.raises(DeviceError, match="do not tell how much memory"):
+        device.memory()
+    assert device.allocated() is None
+    assert device.reset_peak() is False
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mtia"))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: (5, 9), raising=False)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda index: 4, raising=False)
+    assert device.memory(1) == (5, 9)
+    assert device.allocated() == 4
+
+
+def test_bind_names_the_variable_that_hides_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "cuda")
+    with (
+        environ.patched({"CUDA_VISIBLE_DEVICES": "0,1"}),
+        pytest.raises(DeviceError, match="cuda:2 does not exist") as caught,
+    ):
+        devices.get("cuda").bind(2)
+    assert "sees 2" in str(caught.value)
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value)
+
+
+def test_a_broken_extension_is_an_error_only_where_its_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = types.ModuleType("torch_npu")
+    monkeypatch.setitem(sys.modules, "torch_npu", broken)
+
+    def refuse(name: str) -> Any:
+        raise ImportError("libhccl.so: cannot open shared object file")
+
+    monkeypatch.setattr("accelerate.device.base.importlib.import_module", refuse)
+    npu = devices.get("npu")
+    assert not npu.available()
+    monkeypatch.setattr(type(npu), "present", lambda self, machine: 8)
+    with pytest.raises(DeviceError, match="cannot be imported") as caught:
+        npu.available()
+    assert "libhccl.so" in str(caught.value)
+
+
+def test_a_package_that_registers_nothing_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier package of that name works through XLA and brings no ``torch.neuron``."""
+    monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
+    assert not devices.get("neuron").available()
+    with pytest.raises(DeviceError, match="no module for 'neuron'"):
+        _ = devices.get("neuron").module
+
+
+def test_cuda_is_asked_without_being_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F14: a process that asked may still fork."""
+    fake = install(monkeypatch, "cuda")
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        fake, "is_available", lambda: bool(seen.append(environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")) or True)
+    )
+    assert devices.get("cuda").available()
+    assert seen == ["1"]
+    assert environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_fp8"), [((7, 0), False), ((8, 0), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_cuda_has_fp8_since_ada(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_fp8: bool
+) -> None:
+    fake = install(monkeypatch, "cuda")
+    monkeypatch.setattr(fake, "get_device_capability", lambda index: capability, raising=False)
+    assert devices.get("cuda").supports("fp8") is has_fp8
+
+
+@pytest.mark.parametrize(
+    ("arch", "has_fp8"),
+    [("gfx90a:sramecc+:xnack-", False), ("gfx942", True), ("gfx950", True), ("gfx1100", False)],
+)
+def test_rocm_has_fp8_by_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, has_fp8: bool) -> None:
+    fake = install(monkeypatch, "cuda")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(
+        fake, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=arch), raising=False
+    )
+    assert devices.get("cuda").supports("fp8") is has_fp8
+
+
+def test_cuda_deterministic_readies_cublas() -> None:
+    devices.get("cuda").deterministic()
+    assert environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    environ.write({"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    devices.get("cuda").deterministic()
+    assert environ.get("CUBLAS_WORKSPACE_CONFIG") == ":16:8", "the user's choice stays"
+
+
+def test_gaudi_one_has_bf16_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "hpu")
+    first = SimpleNamespace(_is_fp16_supported=lambda: False)
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.utils.experimental", first)
+    hpu = devices.get("hpu")
+    assert [hpu.supports(name) for name in ("bf16", "fp16", "fp8")] == [True, False, False]
+
+
+def test_intel_cards_that_do_not_tell_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, "xpu")
+
+    def refuse(index: int) -> Any:
+        raise RuntimeError("The device doesn't support querying the available free memory.")
+
+    monkeypatch.setattr(fake, "mem_get_info", refuse)
+    monkeypatch.setattr(
+        fake, "get_device_properties", lambda index: SimpleNamespace(total_memory=100), raising=False
+    )
+    monkeypatch.setattr(fake, "memory_reserved", lambda index: 30, raising=False)
+    assert devices.get("xpu").memory(0) == (70, 100)
+
+
+def test_metal_never_promises_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "mps")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000, total=2000))
+    assert devices.get("mps").memory() == (1000, TOTAL)
+
+
+def test_metal_has_bf16_since_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "mps")
+    monkeypatch.setattr(
+        torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (13, 5)
+    )
+    assert not devices.get("mps").supports("bf16")
+    assert devices.get("mps").supports("fp16")
+
+
+def test_xla_is_hidden_by_its_variable_and_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B1: an installed torch_xla must not take a machine over that has no TPU."""
+    fake = install(monkeypatch, "xla")
+    assert isinstance(fake, FakeXla)
+    xla = devices.get("xla")
+    assert devices.detect() is xla
+    with environ.patched({"USE_TORCH_XLA": "0"}):
+        assert devices.detect().type == "cpu"
+    fake.kind = "CPU"
+    assert not xla.available()
+    assert xla.bind(0).type == "xla", "asked for by name it still works"
+
+
+def test_xla_multiplies_fp16_only_off_the_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, "xla")
+    assert isinstance(fake, FakeXla)
+    assert not devices.get("xla").supports("fp16")
+    fake.kind = "CUDA"
+    assert devices.get("xla").supports("fp16")
+
+
+def test_older_xla_tells_memory_in_kibibytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, "xla")
+    monkeypatch.setattr(fake, "get_memory_info", lambda device: {"kb_free": 3, "kb_total": 8})
+    xla = devices.get("xla")
+    assert xla.memory() == (3 * 1024, 8 * 1024)
+    assert xla.allocated() == 5 * 1024
+    assert xla.peak() is None
+
+
+def test_xla_work_is_done_at_a_synchronize(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, "xla")
+    devices.get("xla").synchronize()
+    assert fake.calls == {"sync": 1, "synchronize 0": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "backend"),
+    [
+        ("cuda", {"nccl", "gloo"}, "nccl"),
+        ("cuda", {"gloo"}, "gloo"),
+        ("xpu", {"xccl", "gloo"}, "xccl"),
+        ("xpu", {"ccl", "gloo"}, "ccl"),
+        ("npu", {"hccl"}, "hccl"),
+        ("hpu", {"hccl"}, "hccl"),
+        ("xla", {"xla"}, "xla"),
+    ],
+)
+def test_the_preferred_backend_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, name: str, there: set[str], backend: str
+) -> None:
+    install(monkeypatch, name)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", there.__contains__)
+    assert devices.get(name).group_backend() == backend
+
+
+def test_no_backend_is_an_error_that_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "xpu")
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: False)
+    with pytest.raises(DeviceError, match="no process group") as caught:
+        devices.get("xpu").group_backend()
+    assert "xccl, ccl" in str(caught.value)
+
+
+def test_the_cpu_is_as_it_is() -> None:
+    cpu = devices.get("cpu")
+    free, total = cpu.memory()
+    assert 0 < free <= total
+    used = cpu.allocated()
+    assert used is not None
+    assert 0 < used <= total
+    assert cpu.group_backend() == "gloo"
+    assert cpu.bind(5) == torch.device("cpu")
+    assert cpu.count() == 1
+    assert cpu.supports("bf16")
+    assert not cpu.supports("fp8")
+    assert cpu.is_out_of_memory(MemoryError())
+    torch.manual_seed(3)
+    state = cpu.rng_all()
+    first = torch.rand(3)
+    cpu.set_rng_all(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux resets the peak of a process")
+def test_the_cpus_peak_falls_after_a_reset() -> None:
+    cpu = devices.get("cpu")
+    block = torch.ones(2**26)  # 256 MiB
+    high = cpu.peak()
+    del block
+    assert high is not None
+    if not cpu.reset_peak():
+        pytest.skip("the kernel does not let this process reset its peak")
+    after = cpu.peak()
+    assert after is not None
+    assert after <= high - 2**27
+
+
+def test_null_counts_and_holds_memory() -> None:
+    null = Null(size=2, capacity=1000)
+    assert not null.calls
+    assert null.count() == 2
+    assert null.available()
+    assert torch.ones(2, device=null.torch_device(1)).is_meta
+    null.bind(1)
+    null.use(700)
+    assert null.memory(1) == (300, 1000)
+    assert null.memory(0) == (1000, 1000)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        null.use(400)
+    assert null.is_out_of_memory(caught.value)
+    null.use(-700)
+    assert (null.allocated(), null.peak()) == (0, 700)
+    assert null.reset_peak()
+    assert null.peak() == 0
+    null.synchronize()
+    null.empty_cache()
+    null.seed(5)
+    states = null.rng_all()
+    null.seed(6)
+    null.set_rng_all(states)
+    assert torch.equal(null.rng(0), states[0])
+    assert (null.calls["bind"], null.calls["synchronize"], null.calls["empty_cache"]) == (1, 1, 1)
+    assert null.group_backend() == "fake"
+
+
+def test_null_refuses_a_device_it_has_not() -> None:
+    with pytest.raises(DeviceError, match="does not exist"):
+        Null(size=2).bind(2)
+
+
+def test_a_word_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "xla")
+    with (
+        environ.patched({"USE_TORCH_XLA": "perhaps"}),
+        pytest.raises(SettingError, match="neither yes nor no"),
+    ):
+        devices.get("xla").available()
