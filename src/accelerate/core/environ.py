@@ -17,7 +17,7 @@ FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
 # name -> what it means. Settings declare their own variables next to their own field (core/setting.py),
 # schedulers theirs in world/clusters.py, devices and strategies theirs in their own file.
 PROTOCOL: dict[str, str] = {
-    "ACCELERATE_TORCH_DEVICE": "fixes the torch device of this process, for example 'cuda:1'",
+    "ACCELERATE_TORCH_DEVICE": "fixes the torch device of this process, for example 'cpu'",
     "ACCELERATE_LOG_LEVEL": "level of the loggers made by accelerate.logging.get_logger",
     "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model that is spread over devices under data parallelism",
     "ACCELERATE_ERROR_FILE": "where a launched rank leaves its traceback for the launcher to print last",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,23 +12,24 @@ from torch.utils.data import DataLoader
 
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.core import tree
-from accelerate.core.errors import NotBuiltError, PrepareError, SettingError
+from accelerate.core.errors import PrepareError
 from accelerate.core.handler import KwargsHandler
-from accelerate.core.setting import load
 from accelerate.data.active import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
-from accelerate.data.loader import prepare_data_loader as prepare_data_loader
+from accelerate.data.loader import DataLoaderShard, prepare_data_loader
+from accelerate.data.loader import skip_first_batches as skip
+from accelerate.facade import options
 from accelerate.facade import plan as plans
-from accelerate.facade.gradient import GradientAccumulationPlugin, GradientSettings, GradientState
+from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
+from accelerate.facade.loop import Loop
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.saving import Saving
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
-from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.base import Precision
-from accelerate.strategy import STRATEGIES, choose
-from accelerate.strategy.base import Request, Strategy
+from accelerate.strategy import choose
+from accelerate.strategy.base import Bundle, Request, Strategy
 from accelerate.watch.retry import release_memory
 from accelerate.world import collective
 from accelerate.world.world import InitProcessGroupKwargs, World
@@ -37,7 +37,7 @@ from accelerate.world.world import InitProcessGroupKwargs, World
 _UNSET: Any = object()
 
 
-class Accelerator(Saving):
+class Accelerator(Loop, Saving):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -94,8 +94,8 @@ class Accelerator(Saving):
             )
             if given is not None
         )
-        _refuse_unbuilt(log_with, dynamo_backend, dynamo_plugin, parallelism_config)
-        self.handlers = _by_class(kwargs_handlers or [])
+        options.refuse_unbuilt(log_with, dynamo_backend, dynamo_plugin, parallelism_config)
+        self.handlers = options.by_class(kwargs_handlers or [])
         self.state = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
@@ -106,7 +106,9 @@ class Accelerator(Saving):
         self._world = self.state.world
         self.device_placement, self.rng_types = device_placement, rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dataloader_config = _data_options(dataloader_config, split_batches)
+        self.dataloader_config = options.of_data(
+            dataloader_config, None if split_batches is _UNSET else split_batches
+        )
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)  # type: ignore[arg-type]
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(str(project_dir))
@@ -121,7 +123,8 @@ class Accelerator(Saving):
             self.strategy.distributed_type(self.world)
         )
         self.gradient_state = GradientState.own(
-            _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps), ActiveLoaders()
+            options.of_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps),
+            ActiveLoaders(),
         )
         self._trigger = False
         self._start_saving()
@@ -257,7 +260,7 @@ class Accelerator(Saving):
 
     def plan(self, *args: Any, device_placement: list[bool] | None = None) -> plans.Plan:
         """What ``prepare`` of these objects would do; does nothing. Print it."""
-        return plans.make(self, plans.bundle_of(args, device_placement, self.device_placement))
+        return self._plan(plans.bundle_of(args, device_placement, self.device_placement))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -289,28 +292,30 @@ class Accelerator(Saving):
             data_loader, device_placement=None if device_placement is None else [device_placement]
         )
 
-    def _prepare(self, bundle: Any) -> None:
+    def _prepare(self, bundle: Bundle) -> None:
         for model in bundle.of("model"):
             self._check_device_map(model)
-        plans.make(self, bundle).apply(bundle)
-        for kind, known in (
-            ("model", self._models),
-            ("optimizer", self._optimizers),
-            ("scheduler", self._schedulers),
-            ("loader", self._dataloaders),
-        ):
-            for item in bundle.of(kind):
-                if not any(item is other for other in known):
-                    known.append(item)
+        self._plan(bundle).apply(bundle)
+        self._models += _unknown(bundle.of("model"), self._models)
+        self._optimizers += _unknown(bundle.of("optimizer"), self._optimizers)
+        self._schedulers += _unknown(bundle.of("scheduler"), self._schedulers)
+        self._dataloaders += _unknown(bundle.of("loader"), self._dataloaders)
+        for item in bundle.objects:
+            if item is not None:
                 item._is_accelerate_prepared = True
 
+    def _plan(self, bundle: Bundle) -> plans.Plan:
+        wrappers = plans.Wrappers(self._wrap_optimizer, self._wrap_scheduler, self._wrap_loader)
+        return plans.make(bundle, self.world, self.precision, self.strategy, wrappers)
+
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
         wrapped = next((known for known in self._optimizers if known.optimizer is optimizer), None)
         if wrapped is None:
-            wrapped = plans.wrap_optimizer(self, optimizer)
+            wrapped = AcceleratedOptimizer(optimizer).bind(self.gradient_state, self.precision, self.strategy)
             # Registered at once: a scheduler of the same bundle looks for it.
-            if not any(wrapped is known for known in self._optimizers):
-                self._optimizers.append(wrapped)
+            self._optimizers.append(wrapped)
         return wrapped
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -325,8 +330,24 @@ class Accelerator(Saving):
             split_batches=self.split_batches,
         ).bind(self.gradient_state)
 
-    def _prepare_loader(self, loader: DataLoader[Any], place: bool) -> Any:
-        return plans.prepare_loader(self, loader, place)
+    def _wrap_loader(self, loader: DataLoader[Any], place: bool) -> DataLoaderShard:
+        if isinstance(loader, DataLoaderShard) and loader.active is self.gradient_state.loaders:
+            return loader
+        given = self.dataloader_config
+        shard = prepare_data_loader(
+            loader,
+            self.device,
+            split_batches=given.split_batches,
+            put_on_device=place,
+            dispatch_batches=given.dispatch_batches,
+            even_batches=given.even_batches,
+            use_seedable_sampler=given.use_seedable_sampler,
+            data_seed=given.data_seed,
+            non_blocking=given.non_blocking,
+            use_stateful_dataloader=given.use_stateful_dataloader,
+        )
+        shard.active = self.gradient_state.loaders
+        return shard
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a submodule of ``model`` is spread over several devices."""
@@ -340,123 +361,6 @@ class Accelerator(Saving):
                 why="each process holds a whole copy of the model on its own device",
                 fix="load it without device_map, or start one process",
             )
-
-    # --- the loop
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether gradients are complete after the current backward."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state.sync_gradients = sync_gradients
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
-
-    @property
-    def step(self) -> int:
-        """Micro-batches since the last window closed at the end of a loader."""
-        return self.gradient_state.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.gradient_state.step = step
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Around one micro-batch: gradients are reduced, and optimizers step, in the last of a window only.
-
-        Args:
-            models: those whose gradients accumulate; all prepared ones when none is given.
-        """
-        return _Accumulation(self, models)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around forward and backward: gradients of ``model`` stay local."""
-        return self.strategy.accumulating((model,), sync=False)
-
-    @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Generator[None]:
-        """The backward inside reduces gradients though its forward ran in ``no_sync``."""
-        for strategy in STRATEGIES:
-            strategy.sync_next_backward(model)
-        yield
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward pass of ``loss`` divided by ``gradient_accumulation_steps``, scaled by the precision.
-
-        Args:
-            loss: a scalar.
-            kwargs: arguments of ``loss.backward``.
-        """
-        steps = self.gradient_state.num_steps
-        if steps != 1 and not self.strategy.owns_step:
-            loss = loss / steps
-        self.strategy.backward(self.precision.scale(loss), **kwargs)
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Takes the loss scale out of the gradients of one optimizer, several, or (None) all."""
-        wanted = self._optimizers if optimizer is None else optimizer
-        for item in wanted if isinstance(wanted, list | tuple) else [wanted]:
-            self.precision.unscale(getattr(item, "optimizer", item))
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Scales gradients so that their global norm is at most ``max_norm``.
-
-        Args:
-            parameters: a tensor or an iterable of them; those without a gradient do not count.
-            max_norm: the limit; ``float("inf")`` only measures.
-            norm_type: the p of the norm.
-
-        Returns:
-            The norm before, a scalar on the device. While gradients are being accumulated nothing is
-            clipped, and it is the norm of this process's gradients so far.
-        """
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self.sync_gradients:
-            return self._norm_so_far(params, norm_type)
-        self._unscale_owners(params)
-        return self.strategy.clip_norm(params, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamps each gradient element to ``[-clip_value, clip_value]``; does nothing while accumulating."""
-        if self.sync_gradients:
-            params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self._unscale_owners(params)
-            self.strategy.clip_value(params, clip_value)
-
-    def _norm_so_far(self, params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        grads = [p.grad for p in params if p.grad is not None]
-        if not grads:
-            return torch.zeros((), device=self.device)
-        norms = torch.stack([torch.linalg.vector_norm(g.float(), norm_type) for g in grads])
-        return torch.linalg.vector_norm(norms, norm_type) / self.precision.loss_scale()
-
-    def _unscale_owners(self, params: list[torch.Tensor]) -> None:
-        """Only optimizers whose gradients are clipped: others may have no backward behind them yet."""
-        wanted = {id(p) for p in params if p.grad is not None}
-        for optimizer in self._optimizers:
-            if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
-                self.precision.unscale(optimizer.optimizer)
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped because a gradient was not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @contextmanager
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Generator[None]:
-        """Runs the block in the forward's number format."""
-        with self.precision.forward(autocast_handler):
-            yield
 
     # --- between processes
 
@@ -503,6 +407,10 @@ class Accelerator(Saving):
             self._trigger = False
         return raised
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without its first ``num_batches`` batches, for the rest of an interrupted epoch."""
+        return skip(dataloader, num_batches)
+
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forgets all prepared objects and frees memory; returns a None for each of ``objects``."""
         self._forget()
@@ -519,80 +427,6 @@ class Accelerator(Saving):
         self.state.destroy_process_group()
 
 
-class _Accumulation(AbstractContextManager[None]):
-    """``with accelerator.accumulate(...)``; a class, since a generator costs ten times as much per step."""
-
-    __slots__ = ("accelerator", "inner", "models")
-
-    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
-        self.accelerator, self.models = accelerator, models
-
-    def __enter__(self) -> None:
-        gradients = self.accelerator.gradient_state
-        sync = gradients.advance() or gradients.plugin_kwargs.get("sync_each_batch", False)
-        models = self.models or self.accelerator._models
-        self.inner = self.accelerator.strategy.accumulating(models, sync=sync)
-        self.inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-
-
-def _refuse_unbuilt(log_with: Any, dynamo_backend: Any, dynamo_plugin: Any, parallelism_config: Any) -> None:
-    compiled = dynamo_plugin is not None or str(dynamo_backend or "no").lower() != "no"
-    asked = {
-        "log_with": (log_with is not None, "trackers will come as one file each"),
-        "dynamo_backend": (
-            compiled,
-            "compiling prepared models in place will come; use model.compile() until then",
-        ),
-        "parallelism_config": (parallelism_config is not None, "named degrees of parallelism will come"),
-    }
-    for name, (given, planned) in asked.items():
-        if given:
-            raise NotBuiltError(f"Accelerator({name}=...) is not built yet", why=planned)
-
-
-def _by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:
-    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs]
-    known += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
-    known += [c for p in PRECISIONS for c in p.handler_classes if c not in known]
-    found: dict[type, KwargsHandler] = {}
-    for handler in handlers:
-        kind = next((k for k in known if isinstance(handler, k)), None)
-        if kind is None:
-            raise SettingError(
-                f"{type(handler).__name__} is not a kwargs handler that is known here",
-                why=f"known: {', '.join(sorted({k.__name__ for k in known}))}",
-                fix="give an instance of one of them in kwargs_handlers=[...]",
-            )
-        if kind in found:
-            raise SettingError(f"two {kind.__name__} are given in kwargs_handlers", fix="keep one of them")
-        found[kind] = handler
-    return found
-
-
-def _data_options(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
-    if split_batches is _UNSET:
-        return config or DataLoaderConfiguration()
-    if config is not None:
-        raise SettingError(
-            "split_batches is given twice: as an argument and in dataloader_config", fix="keep the second"
-        )
-    return DataLoaderConfiguration(split_batches=bool(split_batches))
-
-
-def _accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    if plugin is not None:
-        if steps != 1:
-            raise SettingError(
-                "gradient_accumulation_steps is given twice: as an argument and in the plugin",
-                fix="keep the second",
-            )
-        return plugin
-    given = {"gradient_accumulation_steps": steps if steps != 1 else None}
-    loaded = load(GradientSettings, code=given)
-    count = loaded.value.gradient_accumulation_steps
-    if count < 1:
-        raise SettingError(f"gradient_accumulation_steps is {count}", fix="use 1 or more")
-    return GradientAccumulationPlugin(num_steps=count)
+def _unknown(items: list[Any], known: list[Any]) -> list[Any]:
+    """Those that are not the very objects of ``known``."""
+    return [item for item in items if not any(item is other for other in known)]

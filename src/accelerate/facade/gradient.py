@@ -79,7 +79,7 @@ class GradientState:
         state.plugin_kwargs = plugin.to_kwargs() if plugin is not None else {}
         state.loaders = ActiveLoaders() if loaders is None else loaders
         state.step = 0
-        state._xla_synced = False
+        state._synced_elsewhere = False
         cls._current = state
         return state
 
@@ -133,11 +133,11 @@ class GradientState:
     @property
     def is_xla_gradients_synced(self) -> bool:
         """Kept for compatibility."""
-        return self._xla_synced
+        return self._synced_elsewhere
 
     @is_xla_gradients_synced.setter
     def is_xla_gradients_synced(self, value: bool) -> None:
-        self._xla_synced = value
+        self._synced_elsewhere = value
 
     def advance(self) -> bool:
         """One more micro-batch begins; whether gradients synchronise after it.

@@ -64,30 +64,30 @@ class AcceleratedOptimizer(Optimizer):
         self.__dict__.update(state)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's state."""
         return self.optimizer.state
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: Any) -> None:  # type: ignore[override]
         self.optimizer.state = value
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         """The inner optimizer's groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, value: Any) -> None:
+    def param_groups(self, value: Any) -> None:  # type: ignore[override]
         self.optimizer.param_groups = value
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         """The inner optimizer's defaults."""
         return self.optimizer.defaults
 
     @defaults.setter
-    def defaults(self, value: Any) -> None:
+    def defaults(self, value: Any) -> None:  # type: ignore[override]
         self.optimizer.defaults = value
 
     @property

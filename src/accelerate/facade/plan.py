@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,25 @@ from torch.utils.data import DataLoader
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.units import show_bytes
-from accelerate.data.loader import DataLoaderShard, prepare_data_loader
-from accelerate.facade.optimizer import AcceleratedOptimizer, move_to_device
+from accelerate.facade.optimizer import move_to_device
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.strategy.base import Bundle, Kind, Step
+from accelerate.precision.base import Precision
+from accelerate.strategy.base import Bundle, Kind, Step, Strategy
+from accelerate.world.world import World
 
-if TYPE_CHECKING:
-    from accelerate.facade.accelerator import Accelerator
+
+@dataclass(frozen=True)
+class Wrappers:
+    """How the accelerator wraps what is the user's own.
+
+    Attributes:
+        optimizer, scheduler: from the user's object to the prepared one.
+        loader: the same; the second argument says whether its batches go to the device.
+    """
+
+    optimizer: Callable[[Any], Any]
+    scheduler: Callable[[Any], Any]
+    loader: Callable[[Any, bool], Any]
 
 
 @dataclass(frozen=True)
@@ -98,38 +110,33 @@ def bundle_of(
     return Bundle(list(objects), [kind_of(item) for item in objects], training, placed)
 
 
-def make(accelerator: Accelerator, bundle: Bundle) -> Plan:
-    """What ``accelerator`` will do to ``bundle``. Changes nothing."""
-    return Plan(tuple(_steps(accelerator, bundle)))
+def make(bundle: Bundle, world: World, precision: Precision, strategy: Strategy, wrappers: Wrappers) -> Plan:
+    """What will be done to ``bundle``. Changes nothing."""
+    return Plan(tuple(_steps(bundle, world, precision, strategy, wrappers)))
 
 
-def _steps(accelerator: Accelerator, bundle: Bundle) -> Iterator[Step]:
-    device, precision = accelerator.device, accelerator.precision
-    models = bundle.of("model")
+def _steps(
+    bundle: Bundle, world: World, precision: Precision, strategy: Strategy, wrappers: Wrappers
+) -> Iterator[Step]:
+    device, models = world.device, bundle.of("model")
     if any(bundle.place[i] and _elsewhere(bundle.objects[i], device) for i in bundle.positions("model")):
         size = sum(_bytes(model) for model in models)
         yield Step(
             "place", f"the weights go to {device}", lambda b: _place(b, device), _here(models, device), size
         )
     if models and precision.converts():
-        yield Step("precision", precision.converts(), lambda b: _attach(accelerator, b))
-    yield from accelerator.strategy.steps(bundle)
+        yield Step("precision", precision.converts(), lambda b: _attach(b, precision))
+    yield from strategy.steps(bundle)
     if bundle.of("optimizer"):
-        yield Step(
-            "optimizer",
-            "steps only when gradients are complete",
-            lambda b: b.replace("optimizer", accelerator._wrap_optimizer),
-        )
+        reason = "steps only when gradients are complete"
+        yield Step("optimizer", reason, lambda b: b.replace("optimizer", wrappers.optimizer))
     if bundle.of("scheduler"):
-        yield Step(
-            "scheduler",
-            "advances with the optimizer",
-            lambda b: b.replace("scheduler", accelerator._wrap_scheduler),
-        )
+        reason = "advances with the optimizer"
+        yield Step("scheduler", reason, lambda b: b.replace("scheduler", wrappers.scheduler))
     if bundle.of("loader"):
-        many = accelerator.num_processes
+        many = world.size
         reason = f"each of {many} processes takes its own samples" if many > 1 else f"batches go to {device}"
-        yield Step("data", reason, lambda b: _prepare_loaders(accelerator, b))
+        yield Step("data", reason, lambda b: _wrap_loaders(b, wrappers))
 
 
 def _elsewhere(model: nn.Module, device: torch.device) -> bool:
@@ -189,43 +196,13 @@ def _move_state(optimizer: Optimizer) -> None:
         }
 
 
-def _attach(accelerator: Accelerator, bundle: Bundle) -> None:
+def _attach(bundle: Bundle, precision: Precision) -> None:
     for model in bundle.of("model"):
         if bundle.training:
-            accelerator.precision.check_trainable(model.named_parameters())
-        accelerator.precision.attach(model)
+            precision.check_trainable(model.named_parameters())
+        precision.attach(model)
 
 
-def _prepare_loaders(accelerator: Accelerator, bundle: Bundle) -> None:
+def _wrap_loaders(bundle: Bundle, wrappers: Wrappers) -> None:
     for index in bundle.positions("loader"):
-        bundle.objects[index] = accelerator._prepare_loader(bundle.objects[index], bundle.place[index])
-
-
-def wrap_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> AcceleratedOptimizer:
-    """The optimizer tied to the accelerator."""
-    if isinstance(optimizer, AcceleratedOptimizer):
-        return optimizer
-    return AcceleratedOptimizer(optimizer).bind(
-        accelerator.gradient_state, accelerator.precision, accelerator.strategy
-    )
-
-
-def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any], place: bool) -> DataLoaderShard:
-    """The loader's part of this process, tied to the accelerator."""
-    if isinstance(loader, DataLoaderShard) and loader.active is accelerator.gradient_state.loaders:
-        return loader
-    options = accelerator.dataloader_config
-    shard = prepare_data_loader(
-        loader,
-        accelerator.device,
-        split_batches=options.split_batches,
-        put_on_device=place,
-        dispatch_batches=options.dispatch_batches,
-        even_batches=options.even_batches,
-        use_seedable_sampler=options.use_seedable_sampler,
-        data_seed=options.data_seed,
-        non_blocking=options.non_blocking,
-        use_stateful_dataloader=options.use_stateful_dataloader,
-    )
-    shard.active = accelerator.gradient_state.loaders
-    return shard
+        bundle.objects[index] = wrappers.loader(bundle.objects[index], bundle.place[index])

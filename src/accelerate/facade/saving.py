@@ -87,13 +87,12 @@ class Saving(Processes):
     ) -> Path:
         """Saves models, optimizers, schedulers, scaler, loaders, random states and registered objects.
 
-        The folder is complete or absent: it is written beside, verified by a manifest, and renamed last. All
-        processes must call it.
+        The folder is complete or absent: it is written beside and renamed last. All processes must call it.
 
         Args:
             output_dir: the checkpoint's folder; not used under automatic naming.
             safe_serialization: models as safetensors, otherwise as torch files.
-            save_model_func_kwargs: options of engines that write files of their own; no strategy here has any.
+            save_model_func_kwargs: options of engines that write their own files; no strategy has any yet.
 
         Returns:
             The folder, the same on every process.
@@ -199,7 +198,10 @@ class Saving(Processes):
         state = self.get_state_dict(model)
         if self.should_save_model:
             save_weights(
-                state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+                state,
+                Path(save_directory),
+                max_shard_size=max_shard_size,
+                safe_serialization=safe_serialization,
             )
         self.wait_for_everyone()
 

@@ -1,0 +1,74 @@
+"""The constructor's arguments, checked and joined with the other sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.core.errors import NotBuiltError, SettingError
+from accelerate.core.handler import KwargsHandler
+from accelerate.core.setting import load
+from accelerate.data.configuration import DataLoaderConfiguration
+from accelerate.facade.gradient import GradientAccumulationPlugin, GradientSettings
+from accelerate.precision import PRECISIONS
+from accelerate.strategy import STRATEGIES
+from accelerate.world.world import InitProcessGroupKwargs
+
+
+def refuse_unbuilt(log_with: Any, dynamo_backend: Any, dynamo_plugin: Any, parallelism_config: Any) -> None:
+    compiled = dynamo_plugin is not None or str(dynamo_backend or "no").lower() != "no"
+    asked = {
+        "log_with": (log_with is not None, "trackers will come as one file each"),
+        "dynamo_backend": (
+            compiled,
+            "compiling prepared models in place will come; use model.compile() until then",
+        ),
+        "parallelism_config": (parallelism_config is not None, "named degrees of parallelism will come"),
+    }
+    for name, (given, planned) in asked.items():
+        if given:
+            raise NotBuiltError(f"Accelerator({name}=...) is not built yet", why=planned)
+
+
+def by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:
+    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs]
+    known += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
+    known += [c for p in PRECISIONS for c in p.handler_classes if c not in known]
+    found: dict[type, KwargsHandler] = {}
+    for handler in handlers:
+        kind = next((k for k in known if isinstance(handler, k)), None)
+        if kind is None:
+            raise SettingError(
+                f"{type(handler).__name__} is not a kwargs handler that is known here",
+                why=f"known: {', '.join(sorted({k.__name__ for k in known}))}",
+                fix="give an instance of one of them in kwargs_handlers=[...]",
+            )
+        if kind in found:
+            raise SettingError(f"two {kind.__name__} are given in kwargs_handlers", fix="keep one of them")
+        found[kind] = handler
+    return found
+
+
+def of_data(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
+    if split_batches is None:
+        return config or DataLoaderConfiguration()
+    if config is not None:
+        raise SettingError(
+            "split_batches is given twice: as an argument and in dataloader_config", fix="keep the second"
+        )
+    return DataLoaderConfiguration(split_batches=bool(split_batches))
+
+
+def of_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
+    if plugin is not None:
+        if steps != 1:
+            raise SettingError(
+                "gradient_accumulation_steps is given twice: as an argument and in the plugin",
+                fix="keep the second",
+            )
+        return plugin
+    given = {"gradient_accumulation_steps": steps if steps != 1 else None}
+    loaded = load(GradientSettings, code=given)
+    count = loaded.value.gradient_accumulation_steps
+    if count < 1:
+        raise SettingError(f"gradient_accumulation_steps is {count}", fix="use 1 or more")
+    return GradientAccumulationPlugin(num_steps=count)
