@@ -1,4 +1,7 @@
-"""A soft law: a file is read in a sitting, a function is seen on a screen. Docstrings do not count."""
+"""A soft law: a file is read in a sitting, a function is seen on a screen.
+
+Docstrings do not count, nor does a function's signature: a promised one has as many lines as it has.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def findings(source: Source) -> Iterator[str]:
     if lines > FILE_LINES and source.where not in ALLOWED:
         yield source.at(1, f"{lines} lines, more than {FILE_LINES}")
     for function in functions(source.tree):
-        lines = (function.end_lineno or function.lineno) - function.lineno + 1 - documentation(function)
+        lines = (function.end_lineno or 0) - function.body[0].lineno + 1 - documentation(function)
         if lines > FUNCTION_LINES and f"{source.where}:{function.name}" not in ALLOWED:
             yield source.at(function, f"{function.name} has {lines} lines, more than {FUNCTION_LINES}")
 
@@ -43,7 +46,7 @@ def test_every_exception_is_still_needed() -> None:
 
 
 def test_docstrings_do_not_count() -> None:
-    body = "    x = 1\n" * (FUNCTION_LINES - 1)
+    body = "    x = 1\n" * FUNCTION_LINES
     doc = '    """' + "line\n" * 30 + '    """\n'
     assert not list(findings(read(f"def f():\n{doc}{body}")))
     assert len(list(findings(read(f"def f():\n{doc}{body}    x = 2\n")))) == 1

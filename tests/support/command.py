@@ -94,7 +94,8 @@ class Running:
             Path(*script).write_text(textwrap.dedent(script_text))
         self.mark = uuid.uuid4().hex
         # With the fault handler on, a command that is aborted for being late shows where it was.
-        values = {"PYTHONFAULTHANDLER": "1", **(env or {}), MARK: self.mark}
+        own = {"PYTHONFAULTHANDLER": "1", "HF_HOME": str(self.folder / "home")}
+        values = {**own, **(env or {}), MARK: self.mark}
         self._began = time.perf_counter()
         with self._file("stdout").open("wb") as out, self._file("stderr").open("wb") as err:
             self.process = subprocess.Popen(

@@ -1,0 +1,136 @@
+"""Law 7: same loss. Every strategy trains to the numbers of the plain single-process loop.
+
+On one process bit by bit; on several within 1e-6 of one process that takes their batches as one, because a
+mean of means rounds otherwise than a mean. The data are walked in order, so that step k sees the same samples
+in every run.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate.strategy import STRATEGIES
+from tests.support.ranks import RanksError, RankServer, same_on_all
+
+GLOBAL_BATCH, STEPS, EPOCHS = 8, 6, 3
+# How a user asks for a strategy: (variables, world sizes it is for). A new one must be added here.
+ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
+    "single": ({}, (1,)),
+    "ddp": ({}, (2, 4)),
+    "fsdp": ({"ACCELERATE_USE_FSDP": "true"}, (2, 4)),
+    "deepspeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, (2, 4)),
+    "megatron": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, (2, 4)),
+}
+Numbers = tuple[list[float], list[list[float]]]
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+    """A small model with a frozen layer and a tied weight, its optimizer, and data of six global batches."""
+    torch.manual_seed(0)
+    inner = nn.Linear(8, 8)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), inner, nn.Tanh(), inner, frozen, nn.Linear(8, 1))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    x = torch.randn(STEPS * GLOBAL_BATCH, 4)
+    return model, optimizer, TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+
+def numbers(losses: list[float], model: nn.Module) -> Numbers:
+    return losses, [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def raw_loop(precision: str, window: int) -> Numbers:
+    """The plain loop: what the user would write without this package."""
+    model, optimizer, data = parts()
+    losses = []
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH)
+    for step, (x, y) in enumerate(chain.from_iterable(loader for _ in range(EPOCHS)), 1):
+        context = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+        with context:
+            output = model(x)
+        loss = nn.functional.mse_loss(output.float(), y)
+        (loss / window).backward()
+        losses.append(loss.item())
+        if step % window == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return numbers(losses, model)
+
+
+def prepared_loop(precision: str, window: int) -> tuple[Numbers, str]:
+    """The same loop with the few lines changed; the batch is split over the ranks."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=window)
+    model, optimizer, data = parts()
+    loader = DataLoader(data, batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for x, y in chain.from_iterable(loader for _ in range(EPOCHS)):
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+    return numbers(losses, accelerator.unwrap_model(model)), accelerator.strategy.name
+
+
+def close(one: Numbers, two: Numbers) -> None:
+    """Losses and weights are equal within 1e-6."""
+    torch.testing.assert_close(torch.tensor(one[0]), torch.tensor(two[0]), rtol=0, atol=1e-6)
+    for a, b in zip(one[1], two[1], strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
+
+
+def test_every_strategy_is_under_this_law() -> None:
+    missing = set(STRATEGIES.names()) - ASKED.keys()
+    assert not missing, f"say in ASKED how to ask for {sorted(missing)}"
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_one_process_trains_like_the_plain_loop(ranks: RankServer, precision: str, window: int) -> None:
+    (plain,) = ranks(1, raw_loop, precision, window)
+    (ours,) = ranks(1, prepared_loop, precision, window)
+    assert ours == (plain, "single")
+    epochs = torch.tensor(plain[0]).view(EPOCHS, STEPS).mean(1)
+    assert epochs[-1] < 0.9 * epochs[0], "the loop learns nothing, so equality would say nothing"
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("strategy", [name for name in ASKED if name != "single"])
+def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: int, window: int) -> None:
+    variables, sizes = ASKED[strategy]
+    if strategy not in STRATEGIES.names() or n not in sizes:
+        pytest.skip(f"{strategy} is not for {n} processes here")
+    planned = STRATEGIES.get(strategy).planned
+    if planned:
+        refuses(ranks, variables)
+        return
+    (plain,) = ranks(1, raw_loop, "no", window)
+    ours, chosen = same_on_all(ranks(n, prepared_loop, "no", window, env=variables))
+    assert chosen == strategy
+    close(ours, plain)
+
+
+def refuses(ranks: RankServer, variables: dict[str, str]) -> None:
+    """A strategy that is not built says so instead of training by another one."""
+    with pytest.raises(RanksError) as caught:
+        ranks(2, prepared_loop, "no", 1, env=variables)
+    # The rank that is slower may find the other gone while it still joins the group.
+    assert set(caught.value.kinds()) - {"DistNetworkError"} == {"NotBuiltError"}
+
+
+def test_a_second_run_gives_the_same_bits(ranks: RankServer) -> None:
+    assert ranks(2, prepared_loop, "no", 2) == ranks(2, prepared_loop, "no", 2)
