@@ -149,7 +149,7 @@ class Scheduler:
         if nodes is None:
             nodes = -(-size // max(1, local_size))
         if node is None:
-            node = _node_of(rank, local_rank, local_size, nodes)
+            node = _node_of(rank, local_rank, local_size, size, nodes)
         return self._need("machine", node, NODE), nodes
 
     def _need(self, what: str, value: int | None, names: tuple[str, ...]) -> int:
@@ -221,6 +221,10 @@ class OpenMpi(Scheduler):
     size_names = ("OMPI_COMM_WORLD_SIZE",)
     local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
     local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+
+    def nodes(self) -> int | None:
+        told = super().nodes()
+        return _int(self.env, "OMPI_MCA_orte_num_nodes") if told is None else told
 
 
 class Mvapich(Scheduler):
@@ -388,8 +392,9 @@ def detect(env: Env) -> Cluster | None:
 
 
 def _below(found: type[Scheduler] | None, env: Env, rank: int, size: int) -> dict[str, str]:
-    """What the scheduler under torchrun's protocol tells, if it describes the same processes."""
-    if found is None or (found(env).rank(), found(env).size()) != (rank, size):
+    """What the scheduler under torchrun's protocol adds to it, if it describes the same processes."""
+    complete = all(env.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"))
+    if found is None or complete or (found(env).rank(), found(env).size()) != (rank, size):
         return {}
     cluster = found(env).cluster()
     return {
@@ -411,7 +416,7 @@ def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
     present = ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
     missing = [name for name in ("RANK", "WORLD_SIZE") if told[name] is None]
     raise WorldError(
-        f"{present} is set, but {' and '.join(missing)} is not",
+        f"{present} is set, but {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not",
         why="a process of a group needs RANK, WORLD_SIZE and LOCAL_RANK",
         fix=f"start the script with accelerate launch or torchrun, or unset {present.split('=')[0]}",
     )
@@ -451,12 +456,17 @@ def _int(env: Env, *names: str) -> int | None:
     return None
 
 
-def _node_of(rank: int, local_rank: int, local_size: int, nodes: int) -> int | None:
-    """The machine of a rank when all machines hold ``local_size``: filled one by one, or dealt in turn."""
-    if nodes == 1:
+def _node_of(rank: int, local_rank: int, local_size: int, size: int, nodes: int) -> int | None:
+    """The machine of a rank: ranks fill the machines one by one, or are dealt to them in turn.
+
+    None where the machines hold different numbers: then a rank alone cannot tell.
+    """
+    if rank == local_rank:
         return 0
-    if (rank - local_rank) % local_size == 0:
-        return (rank - local_rank) // local_size
+    if nodes * local_size != size:
+        return None
+    if rank == (rank // local_size) * local_size + local_rank:
+        return rank // local_size
     return rank % nodes if rank // nodes == local_rank else None
 
 
