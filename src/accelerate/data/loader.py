@@ -229,13 +229,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return data.total_length
         return len(inner) if isinstance(inner, Sampler) and sampler is not None else len(data)  # type: ignore[arg-type]
 
-    def position(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loader is, as plain values that are equal on all processes."""
         return {"epoch": self.iteration}
 
-    def resume(self, position: dict[str, Any]) -> None:
-        """Goes on from a ``position``."""
-        self.set_epoch(position["epoch"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there: the next iteration is that epoch's."""
+        self.set_epoch(state_dict["epoch"])
 
     def get_sampler(self) -> Any:
         """The sampler of single indices."""

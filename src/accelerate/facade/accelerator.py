@@ -21,6 +21,7 @@ from accelerate.data.loader import skip_first_batches as skip
 from accelerate.facade import options
 from accelerate.facade import plan as plans
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
+from accelerate.facade.later import Later
 from accelerate.facade.loop import Loop
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.saving import Saving
@@ -37,7 +38,7 @@ from accelerate.world.world import InitProcessGroupKwargs, World
 _UNSET: Any = object()
 
 
-class Accelerator(Loop, Saving):
+class Accelerator(Loop, Saving, Later):
     """Runs a training loop on whatever it is launched on.
 
     Args:

@@ -163,7 +163,7 @@ class Saving(Processes):
             schedulers=list(self._schedulers),
             scaler=self.precision.scaler,
             custom=list(self._custom_objects),
-            loaders=[Part(type(item).__name__, item.position, item.resume) for item in self._dataloaders],
+            loaders=list(self._dataloaders),
             rng=rng,
             step=self.gradient_state.step,
             strategy=self.strategy.name,

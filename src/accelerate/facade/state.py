@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import device as devices
 from accelerate.core import environ
-from accelerate.core.errors import WorldError
+from accelerate.core.errors import NotBuiltError, WorldError
 from accelerate.core.setting import load
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient import GradientState as GradientState
@@ -158,7 +158,7 @@ def _plain(kind: str) -> torch.device:
     return torch.device(kind)
 
 
-class AcceleratorState:
+class AcceleratorState(Processes):
     """What one ``Accelerator`` chose; ``AcceleratorState()`` is that of the newest.
 
     Args:
@@ -224,9 +224,31 @@ class AcceleratorState:
         return f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"
 
     @property
+    def world(self) -> World:
+        """The open world."""
+        return self._partial.world
+
+    @property
     def initialized(self) -> bool:
         """Whether there is one."""
         return AcceleratorState._current is not None
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a parent owns the process group."""
+        return self._partial.fork_launched
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroys one group, or (None) the world's."""
+        self._partial.destroy_process_group(group)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The engine's plugin of that name."""
+        raise NotBuiltError("several engine plugins are not built yet", why=_ENGINES)
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Makes the engine's plugin of that name the active one."""
+        raise NotBuiltError("several engine plugins are not built yet", why=_ENGINES)
 
     @property
     def mixed_precision(self) -> str:
@@ -248,6 +270,9 @@ class AcceleratorState:
         AcceleratorState._current = None
         if reset_partial_state:
             PartialState._reset_state()
+
+
+_ENGINES = "they will come with the sharded strategies"
 
 
 class _NoStateError(WorldError, ValueError):

@@ -1,0 +1,112 @@
+"""Methods of the ``Accelerator`` whose room is not built yet. Each says what will come; none does nothing.
+
+Where the answer is known already, because nothing was asked for, it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+
+from accelerate.core.errors import NotBuiltError
+from accelerate.facade.processes import Processes
+
+_MESH = "the device mesh with named dimensions will come with the sharded strategies"
+
+
+def _refuse(name: str, planned: str) -> NoReturn:
+    raise NotBuiltError(f"Accelerator.{name} is not built yet", why=planned)
+
+
+class Later(Processes):
+    """What will come."""
+
+    trackers: list[Any]
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts the trackers of ``log_with``; there are none, since ``log_with`` is refused until they come."""
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Logs to the trackers; there are none."""
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name."""
+        _refuse("get_tracker", "trackers will come as one file each")
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Training on inputs of different lengths per process; one process needs nothing for it."""
+        if not self.use_distributed:
+            return nullcontext()
+        _refuse(
+            "join_uneven_inputs",
+            "uneven inputs will come with the complete data room; even_batches=True is exact",
+        )
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> Generator[None]:
+        """Splits sequences under context parallelism; without it, as always today, the block just runs."""
+        yield
+
+    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
+        """Profiles the block."""
+        _refuse("profile", "a trace per rank and a memory timeline will come; use torch.profiler until then")
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """The fused backward of LOMO optimizers."""
+        _refuse("lomo_backward", "fused backward passes will come with the optimizers that need them")
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Splits the sequences of a loader's batches."""
+        _refuse("deepspeed_ulysses_dl_adapter", "sequence parallelism will come with the sharded strategies")
+
+    @property
+    def fp8_backend(self) -> Any:
+        """The library that computes in 8-bit floats; none, since that precision is refused until it comes."""
+        return None
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether dimensions of parallelism are combined."""
+        return False
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Rank along the tensor parallel dimension."""
+        _refuse("tensor_parallel_rank", _MESH)
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Rank along the pipeline dimension."""
+        _refuse("pipeline_parallel_rank", _MESH)
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Rank along the context parallel dimension."""
+        _refuse("context_parallel_rank", _MESH)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Rank along the replicated dimension."""
+        _refuse("data_parallel_rank", _MESH)
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Rank along the sharded dimension."""
+        _refuse("data_parallel_shard_rank", _MESH)
