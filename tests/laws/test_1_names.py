@@ -40,8 +40,12 @@ GENERIC = {
     "bf16": "a number format, likewise",
     "torchrun": "the protocol that every launcher speaks, ours too",
 }
-# How narrow a number its units take is a fact about a device.
-FACTS = {("device", "fp8")}
+# How narrow a number is, where it is no choice of how to train: (room or file, name) -> what it says there.
+FACTS = {
+    ("device", "fp8"): "which numbers the units of a device take",
+    ("facade/modules", "fp8"): "how many bits a number of that type has",
+}
+# Files that are lists of names.
 TABLES = {
     "names": "the table of public names spells them all",
     "launch/later": "settings whose part is not built; each row moves to the file of its part",
@@ -97,7 +101,10 @@ def named_in(identifier: str, names: set[str]) -> str | None:
 
 
 def words(source: Source) -> Iterator[tuple[int, str]]:
-    """(line, identifier) of every identifier in code and in texts of the code, docstrings left out."""
+    """(line, identifier) of every identifier in code and in texts of the code, docstrings left out.
+
+    Words joined by dashes are one identifier: flags and commands are spelled so.
+    """
     outside: set[tuple[int, int]] = set()
     for node in ast.walk(source.tree):
         if id(node) in source.docstrings:
@@ -108,14 +115,15 @@ def words(source: Source) -> Iterator[tuple[int, str]]:
         line, column = token.start
         place = line, len(columns.get(line, "")[:column].encode())  # ast counts bytes
         if token.type == tokenize.NAME or (token.type in quoted and place not in outside):
-            for match in re.finditer(r"[A-Za-z0-9_]+", token.string):
+            for match in re.finditer(r"\w+(-\w+)*", token.string, re.ASCII):
                 yield line + token.string.count("\n", 0, match.start()), match.group()
 
 
 def is_free(source: Source, name: str) -> bool:
     """Whether ``name`` may stand in the file: it or its folder is called so, or it states a fact."""
     own = any(named_in(part, {name}) for part in source.inside)
-    return own or (source.room, name) in FACTS or (source.inside == CLUSTERS and name in schedulers())
+    facts = {(source.room, name), ("/".join(source.inside), name)} & FACTS.keys()
+    return own or bool(facts) or (source.inside == CLUSTERS and name in schedulers())
 
 
 def enumerations(source: Source, promised: set[str]) -> set[int]:
@@ -129,12 +137,15 @@ def findings(source: Source, names: set[str], promised: set[str]) -> Iterator[st
     """Places where a back end is named that should not be."""
     if "/".join(source.inside) in TABLES:
         return
-    free = enumerations(source, promised)
+    # A promised identifier contains the name; the bare name is never a promise.
+    free, known = enumerations(source, promised), promised - names
     for line, word in words(source):
-        name = None if line in free else named_in(word, names)
-        # A promised identifier is one that contains the name; the bare name is never a promise.
-        if name and not is_free(source, name) and (word == name or word not in promised):
-            yield source.at(line, f"{word!r} names the back end {name!r}")
+        if line in free or word.replace("-", "_") in known:
+            continue
+        for piece in word.split("-"):
+            name = named_in(piece, names)
+            if name and piece not in known and not is_free(source, name):
+                yield source.at(line, f"{piece!r} names the back end {name!r}")
 
 
 def promised() -> set[str]:
@@ -178,6 +189,7 @@ EXAMPLES = [
     ("def comet_ml_url(): ...", 1, "comet_ml"),
     ("CometML = 1", 1, "comet_ml"),
     ("is_fsdp2_like = 1", 1, "fsdp"),
+    ("x = 'an npu-like thing'", 1, "npu"),
 ]
 
 
@@ -193,6 +205,7 @@ def test_the_law_sees_names_in_code_and_texts(text: str, line: int, name: str) -
     "text",
     [
         "# npu",
+        "x = 'run --deepspeed-plugin or a-deepspeed_plugin'",
         '"""npu"""',
         "def f():\n    'about npu'",
         "input = 1",

@@ -23,7 +23,7 @@ BROAD = ANYTHING | {"RuntimeError", "OSError", "IOError", "EnvironmentError", "A
 
 # Functions that keep an error and hand it on to where it is raised: "path:function" -> where that is.
 KEPT = {
-    "src/accelerate/watch/retry.py:_attempt": "_give_up raises it once every rank has told how it fared",
+    "src/accelerate/watch/retry.py:__exit__": "give_up raises it once every rank has told how it fared",
 }
 
 
@@ -109,11 +109,8 @@ def findings(source: Source) -> Iterator[str]:
                 yield source.at(node, f"suppress({', '.join(sorted(caught))})")
     for function in functions(source.tree):
         if function.name in ("__exit__", "__aexit__"):
-            returns = (
-                node for line in function.body for node in within(line) if isinstance(node, ast.Return)
-            )
-            for node in returns:
-                if node.value is not None and ast.unparse(node.value) == "True":
+            for node in within_function(function):
+                if ast.unparse(node) == "return True" and node not in handed_on:
                     yield source.at(node, f"{function.name} answers True to every error")
 
 
