@@ -80,7 +80,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "init_empty_weights init_on_device load_checkpoint_and_dispatch",
     ),
     "accelerate.checkpointing": at(
-        "checkpoint.state",
+        "checkpoint.loose",
         "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
     )
     | logger("checkpointing"),
@@ -179,11 +179,11 @@ HOMES: dict[str, dict[str, Home]] = {
         "checkpoint.names",
         "MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME "
         "SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME "
-        "WEIGHTS_PATTERN_NAME FSDP_MODEL_NAME",
+        "WEIGHTS_PATTERN_NAME",
     )
     | at("watch.profile", "PROFILE_PATTERN_NAME")
     | at("core.versions", "STR_OPERATION_TO_FUNC=OPERATIONS")
-    | {"SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING": Made("facade.modules:layers_for_upcasting")}
+    | at("facade.modules", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=LAYERS_FOR_UPCASTING")
     | constants(
         BETA_CP_AVAILABLE_PYTORCH_VERSION="2.6.0",
         BETA_SP_AVAILABLE_DEEPSPEED_VERSION="0.18.2",
@@ -199,6 +199,7 @@ HOMES: dict[str, dict[str, Home]] = {
         SAGEMAKER_PYTORCH_VERSION="1.10.2",
         SAGEMAKER_TRANSFORMERS_VERSION="4.17.0",
         SAGEMAKER_PARALLEL_EC2_INSTANCES=["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"],
+        FSDP_MODEL_NAME="pytorch_model_fsdp",
         CUDA_DISTRIBUTED_TYPES=["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"],
         TORCH_DISTRIBUTED_OPERATION_TYPES=["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
         + [f"MULTI_{kind}" for kind in words("NPU MLU SDAA MUSA XPU CPU HPU NEURON")],
@@ -217,12 +218,13 @@ HOMES: dict[str, dict[str, Home]] = {
     ),
     "accelerate.utils.dataclasses": at(
         "facade.enums",
-        "ComputeEnvironment CustomDtype DistributedType DynamoBackend FP8BackendType "
-        " LoggerType PrecisionType RNGType SageMakerDistributedType",
+        "ComputeEnvironment CustomDtype DistributedType FP8BackendType LoggerType "
+        "PrecisionType RNGType SageMakerDistributedType",
     )
     | at("core.enums", "BaseEnum EnumWithContains")
     | at("core.handler", "KwargsHandler")
     | at("precision.autocast", "AutocastKwargs")
+    | at("precision.settings", "DynamoBackend")
     | at("precision.fp16", "GradScalerKwargs")
     | at("strategy.ddp", "DDPCommunicationHookType DistributedDataParallelKwargs")
     | at("world.world", "InitProcessGroupKwargs")
@@ -328,8 +330,11 @@ HOMES: dict[str, dict[str, Home]] = {
         "watch.retry",
         "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     ),
-    "accelerate.utils.modeling": at("core.units", "convert_file_size_to_int=parse_bytes")
-    | at("facade.modules", "dtype_byte_size get_non_persistent_buffers is_peft_model named_module_tensors")
+    "accelerate.utils.modeling": at(
+        "facade.modules",
+        "convert_file_size_to_int dtype_byte_size get_non_persistent_buffers is_peft_model "
+        "named_module_tensors",
+    )
     | at("facade.precision", "get_grad_scaler get_mixed_precision_context_manager")
     | at("checkpoint.names", "WEIGHTS_INDEX_NAME")
     | at("checkpoint.export", "load_state_dict id_tensor_storage")
@@ -350,9 +355,8 @@ HOMES: dict[str, dict[str, Home]] = {
     ),
     "accelerate.utils.operations": at(
         "world.collective",
-        "broadcast broadcast_object_list chained_operation copy_tensor_to_devices gather gather_object "
-        "gather_tensor_shape pad_across_processes reduce verify_operation "
-        "DistributedOperationException TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT",
+        "DistributedOperationException broadcast broadcast_object_list chained_operation gather "
+        "gather_object gather_tensor_shape pad_across_processes reduce verify_operation",
     )
     | at(
         "world.tensors",
@@ -362,18 +366,23 @@ HOMES: dict[str, dict[str, Home]] = {
         "pad_input_tensors recursively_apply send_to_device slice_tensors",
     )
     | at("core.tree", "is_namedtuple")
+    | at("facade.modules", "TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
+    | never(
+        "it is an inner part of 1.x's tensor transport",
+        "use accelerate.utils.broadcast",
+        "copy_tensor_to_devices",
+    )
     | {"is_torch_xpu_tensor": Made("facade.available:tensor_checker", "xpu")}
     | later(DEEPSPEED, "GatheredParameters"),
     "accelerate.utils.other": at(
         "facade.modules",
         "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "
-        "has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor recursive_getattr",
+        "has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor",
     )
     | at("facade.compile", "compile_regions")
     | at("facade.hardware", "check_os_kernel")
-    | at("core.tree", "merge_dicts")
+    | at("facade.objects", "get_pretty_name merge_dicts recursive_getattr")
     | at("core.units", "convert_bytes=show_bytes")
-    | at("facade.modules", "get_pretty_name")
     | at("world.ports", "get_free_port is_port_in_use")
     | at("world.collective", "wait_for_everyone=barrier")
     | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")

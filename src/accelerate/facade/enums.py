@@ -67,26 +67,10 @@ class CustomDtype(Enum):
     INT4 = "int4"
     INT2 = "int2"
 
-
-class DynamoBackend(BaseEnum):
-    """A compiler behind ``torch.compile``; NO does not compile."""
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"
+    @property
+    def bits(self) -> int:
+        """Size of one element."""
+        return int(self.value.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
 class LoggerType(BaseEnum):

@@ -113,6 +113,14 @@ def attach(
     module.register_forward_hook(_After(around, upcast), always_call=True)
 
 
+def detach(module: nn.Module) -> None:
+    """Takes off what ``attach`` put on; nothing where it was not called."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Before | _After)]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+
+
 class HalfPrecision(Precision):
     """The forward in a 16-bit format, the weights as they are."""
 

@@ -1,9 +1,11 @@
-"""The setting of the precision."""
+"""The settings of how a model computes: in which number format, and compiled or not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from accelerate.core.enums import BaseEnum
 from accelerate.core.setting import setting
 from accelerate.precision import PRECISIONS
 
@@ -19,4 +21,46 @@ class PrecisionSettings:
         help="number format of the forward pass; no: as the weights are",
         choices=PRECISIONS.names(),
         question="Mixed precision?",
+    )
+
+
+class DynamoBackend(BaseEnum):
+    """A compiler behind ``torch.compile``; NO does not compile."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """What ``torch.compile`` is asked to do with a prepared model."""
+
+    __topic__ = "Compilation"
+    __section__ = "dynamo_config"
+    __prefix__ = "dynamo_"
+
+    dynamo_backend: str | None = setting(
+        None, choices=DynamoBackend.list(), help="compile models with this backend of torch.compile"
+    )
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = setting(
+        None, help="what the compiler optimises for"
+    )
+    dynamo_use_fullgraph: bool = setting(False, help="fail rather than split a model into several graphs")
+    dynamo_use_dynamic: bool | None = setting(None, help="compile for shapes that vary")
+    dynamo_use_regional_compilation: bool = setting(
+        False, help="compile a model's repeated blocks once instead of the whole model"
     )

@@ -1,0 +1,166 @@
+"""The environment as 1.x offers it to scripts and tests: reading, patching and cleaning variables.
+
+Everything goes through ``core/environ.py``, the only reader and writer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from accelerate import device as devices
+from accelerate.core import environ
+from accelerate.world import clusters
+
+T = TypeVar("T", bound=Callable[..., Any])
+PREFIX = "ACCELERATE_"
+
+
+@dataclass
+class CPUInformation:
+    """The place of this process among those that a launcher started.
+
+    Attributes:
+        rank, world_size: among all.
+        local_rank, local_world_size: among those of this machine.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """The place of this process, from the variables of torchrun, MPI or a scheduler; alone without them."""
+    cluster = clusters.detect(environ.snapshot())
+    if cluster is None:
+        return CPUInformation()
+    return CPUInformation(cluster.rank, cluster.size, cluster.local_rank, cluster.local_size)
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """``y yes t true on 1`` as 1 and ``n no f false off 0`` as 0, in any case.
+
+    Args:
+        value: the word.
+        to_bool: give True or False instead of 1 or 0.
+
+    Raises:
+        SettingError: it is none of these words.
+    """
+    truth = environ.truth(value, where="the value")
+    return truth if to_bool else int(truth)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """A variable as yes or no; ``default`` when it is unset or empty.
+
+    Raises:
+        SettingError: its value is neither.
+    """
+    return environ.flag(key, default)
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The text of a variable; ``default`` when it is unset or empty."""
+    return environ.get(key, str(default)) or str(default)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first of these variables that holds a number that is not negative; else ``default``."""
+    for key in env_keys:
+        text = environ.get(key, "") or ""
+        if text.strip().isdigit():
+            return int(text)
+    return default
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the given packages that this process has imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """(device type, ``DistributedType`` of several of them) of the best device of this machine."""
+    device = devices.detect()
+    return device.type, device.distributed_type
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    """``NAME=value`` lines, as a launcher writes them to a file for other machines.
+
+    A name or value that is empty, or holds blanks, newlines, ``;`` ``<`` or ``>``, could run commands
+    there: it is left out with a warning.
+    """
+    lines: list[str] = []
+    for key, value in current_env.items():
+        if key and value and not set(f"{key}{value}") & set(" \n;<>"):
+            lines.append(f"{key}={value}\n")
+        else:
+            warnings.warn(f"{key}={value!r} is not passed on: a shell could misread it", stacklevel=2)
+    return lines
+
+
+def clear_environment() -> AbstractContextManager[None]:
+    """A ``with`` block with an empty environment; afterwards it is as before, whatever was set inside."""
+    return environ.patched({}, clear=True)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Generator[None]:
+    """A ``with`` block with more variables, named in capitals, their values as text; removed afterwards."""
+    with environ.patched({key.upper(): str(value) for key, value in kwargs.items()}):
+        yield
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """A decorator: the ``ACCELERATE_`` variables are afterwards as they were before the call.
+
+    On a class it decorates the methods whose name begins with ``test``, and those of its subclasses.
+    """
+    if not inspect.isclass(func_or_cls):
+        return _purged(func_or_cls)
+    for name, member in list(vars(func_or_cls).items()):
+        if name.startswith("test") and inspect.isfunction(member):
+            setattr(func_or_cls, name, _purged(member))
+    inherited = func_or_cls.__init_subclass__
+
+    def __init_subclass__(cls: type[Any], **kwargs: Any) -> None:  # noqa: N807
+        inherited(**kwargs)
+        for name, member in list(vars(cls).items()):
+            if name.startswith("test") and inspect.isfunction(member):
+                setattr(cls, name, _purged(member))
+
+    func_or_cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+    return func_or_cls  # type: ignore[return-value]
+
+
+def _purged(function: T) -> T:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _keeping():
+            return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        with _keeping():
+            return await function(*args, **kwargs)
+
+    return awaited if inspect.iscoroutinefunction(function) else called  # type: ignore[return-value]
+
+
+@contextmanager
+def _keeping() -> Generator[None]:
+    before = {key: value for key, value in environ.snapshot().items() if key.startswith(PREFIX)}
+    try:
+        yield
+    finally:
+        added = {key: None for key in environ.snapshot() if key.startswith(PREFIX) and key not in before}
+        environ.write({**added, **before})

@@ -1,0 +1,86 @@
+"""Facts about this machine that decide whether something would hang or fail later."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+
+from packaging.version import InvalidVersion, Version, parse
+
+from accelerate.core.errors import DeviceError
+from accelerate.watch.logging import get_logger
+
+logger = get_logger(__name__)
+
+# Consumer cards of this series whose driver says that they copy from GPU to GPU, and then hangs in it
+# (https://github.com/NVIDIA/nccl-tests/issues/117); drivers from this one on are taken to say the truth.
+NO_PEER_TO_PEER = "RTX 40"
+HONEST_DRIVER = Version("550.40.07")
+# Under older kernels processes of a group may hang (the warning of Accelerate 1.x).
+LEAST_LINUX = Version("5.5.0")
+
+
+def _query(field: str) -> list[str]:
+    """One property of every GPU, from the driver's own tool, without initialising CUDA here.
+
+    Raises:
+        DeviceError: the tool is missing or fails.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        raise DeviceError("nvidia-smi is not installed", why="it tells which GPUs and which driver are here")
+    command = [tool, f"--query-gpu={field}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise DeviceError("nvidia-smi does not answer", why=str(error)) from error
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """(product names, how many) of the GPUs that the driver lists, hidden ones too.
+
+    Raises:
+        DeviceError: the driver's tool is missing or fails.
+    """
+    names = _query("name")
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """The version of the GPU driver.
+
+    Raises:
+        DeviceError: the driver's tool is missing, fails, or lists no GPU.
+    """
+    versions = _query("driver_version")
+    if not versions:
+        raise DeviceError("the driver lists no GPU")
+    return versions[0]
+
+
+def has_p2p_and_infiniband() -> bool:
+    """Whether copies from GPU to GPU and InfiniBand work; True where nothing speaks against it."""
+    try:
+        names, count = get_gpu_info()
+        affected = count > 1 and any(NO_PEER_TO_PEER in name for name in names)
+        return not affected or parse(get_driver_version()) >= HONEST_DRIVER
+    except (DeviceError, InvalidVersion) as error:
+        logger.debug("no answer about copies between GPUs: %s", error)
+        return True
+
+
+def check_os_kernel() -> None:
+    """Warns on the main process when the Linux kernel is one under which groups of processes may hang."""
+    if platform.system() != "Linux":
+        return
+    release = platform.release()
+    try:
+        version = parse(release.partition("-")[0])
+    except InvalidVersion:
+        return
+    if version < LEAST_LINUX:
+        logger.warning(
+            f"Linux {release} is older than {LEAST_LINUX}: processes of a group may hang; update the kernel"
+        )

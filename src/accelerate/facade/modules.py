@@ -1,0 +1,211 @@
+"""Questions about modules: what is in them, what is around them, how large their tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from accelerate.core import packages
+from accelerate.core.errors import PrepareError
+from accelerate.core.units import parse_bytes
+from accelerate.facade.enums import CustomDtype
+
+# Layers that change of themselves to another number format without losing what makes them work.
+LAYERS_FOR_UPCASTING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+# torch's own classes that hold a model as ``module``; other libraries' are told by their names.
+WRAPPERS = (DataParallel, DistributedDataParallel)
+# How 1.x numbers dtypes on the wire.
+_NUMBERED = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
+TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
+    getattr(torch, name): number for number, name in enumerate(_NUMBERED, start=1)
+}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """A size in bytes, from a number of bytes or a text such as ``"5GB"`` (10^9) or ``"5GiB"`` (2^30).
+
+    Raises:
+        SettingError: it is no size.
+    """
+    return parse_bytes(size)
+
+
+def dtype_byte_size(dtype: torch.dtype | str | CustomDtype) -> int | float:
+    """Bytes of one element; less than one for formats that share a byte. A bool counts as one bit.
+
+    Raises:
+        PrepareError: there is no such dtype.
+    """
+    if isinstance(dtype, CustomDtype):
+        return dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bits / 8
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise PrepareError(
+                f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16"
+            )
+        dtype = found
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Names of the buffers that a state dict leaves out.
+
+    Args:
+        module: the module.
+        recurse: those of its submodules too.
+        fqns: give the whole path from ``module``, not the buffer's own name.
+    """
+    modules = module.named_modules() if recurse else [("", module)]
+    return {
+        f"{path}.{name}" if fqns and path else name
+        for path, part in modules
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every parameter, then of every buffer.
+
+    Args:
+        module: the module.
+        include_buffers: False gives parameters only.
+        recurse: those of its submodules too.
+        remove_non_persistent: leave out buffers that a state dict leaves out.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
+        yield from (pair for pair in module.named_buffers(recurse=recurse) if pair[0] not in left_out)
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class of that name of the module or of the first of its submodules that has it, else None."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+@overload
+def get_module_children_bottom_up(model: nn.Module, return_fqns: Literal[False] = ...) -> list[nn.Module]: ...
+@overload
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: Literal[True]
+) -> list[tuple[str, nn.Module]]: ...
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Every submodule once, children before their parents, the model last.
+
+    Args:
+        model: the model.
+        return_fqns: give (path from the model, module) pairs.
+    """
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(module)
+        for name, child in module.named_children():
+            if child not in seen:
+                yield from walk(child, f"{path}.{name}" if path else name)
+        yield path, module
+
+    pairs = list(walk(model, ""))
+    return pairs if return_fqns else [module for _, module in pairs]
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether ``torch.compile`` made this module, as a wrapper around another one."""
+    return isinstance(module, nn.Module) and isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether this is a list of modules of one class, such as the layers of a transformer."""
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(part) for part in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether the module has a list of modules of one class somewhere."""
+    return any(is_repeated_blocks(part) for part in module.modules())
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether a part of the module, and not the whole, is compiled, in place or by a wrapper."""
+    inner = (part for part in module.modules() if part is not module)
+    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in inner)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether a parameter or buffer is spread over a device mesh."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(tensor, DTensor) for _, tensor in named_module_tensors(model, recurse=True))
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Over how many processes the model's own tensor parallelism spreads it; None when it has none."""
+    size = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None)
+    return None if size is None else int(size)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether the model, without what is wrapped around it, is one of the package peft."""
+    if not packages.installed("peft"):
+        return False
+    from peft import PeftModel
+
+    return isinstance(extract_model_from_parallel(model, keep_torch_compile=False), PeftModel)
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """The user's own model, without the classes that train it in parallel.
+
+    Args:
+        model: a model, wrapped or not; it is not changed.
+        keep_fp32_wrapper: False also takes off the mixed precision that ``prepare`` attached.
+        keep_torch_compile: the result is compiled when ``model`` is; False gives the model inside.
+        recursive: also unwrap submodules, in place.
+    """
+    compiled = model if is_compiled_module(model) else None
+    inner = _unwrapped(compiled._orig_mod if compiled is not None else model)
+    if recursive:
+        _unwrap_children(inner)
+    if not keep_fp32_wrapper:
+        from accelerate.precision.autocast import detach
+
+        detach(inner)
+    if compiled is None or not keep_torch_compile:
+        return inner
+    # A compiled module of its own for the inner one: the given one goes on training with its wrapper.
+    return compiled if compiled._orig_mod is inner else type(compiled)(inner, compiled.dynamo_ctx)
+
+
+def _unwrapped(model: Any) -> Any:
+    while isinstance(model, WRAPPERS) or is_compiled_module(model):
+        model = model._orig_mod if is_compiled_module(model) else model.module
+    return model
+
+
+def _unwrap_children(model: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, WRAPPERS):
+                setattr(parent, name, _unwrapped(child))

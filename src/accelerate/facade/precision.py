@@ -1,0 +1,55 @@
+"""Mixed precision by hand, the way 1.x offers it to scripts: a context and a gradient scaler."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accelerate import device as devices
+from accelerate.core.errors import NotBuiltError
+from accelerate.facade.enums import DistributedType
+from accelerate.facade.state import AcceleratorState
+from accelerate.precision import PRECISIONS
+from accelerate.precision.autocast import AutocastKwargs
+from accelerate.world import world as worlds
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """The context of a forward pass in the newest ``Accelerator``'s precision.
+
+    Args:
+        native_amp: False gives a context that does nothing.
+        autocast_kwargs: options of ``torch.autocast``.
+
+    Raises:
+        ValueError: there is no ``Accelerator`` or ``AcceleratorState`` yet.
+    """
+    state = AcceleratorState()
+    if not native_amp:
+        return nullcontext()
+    hardware = devices.get(state.device.type)
+    return PRECISIONS.get(state.mixed_precision)(hardware).forward(autocast_kwargs)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A gradient scaler for this process's device.
+
+    Args:
+        distributed_type: how the model is trained; None for one process or data parallelism.
+        kwargs: arguments of ``torch.amp.GradScaler``.
+
+    Raises:
+        NotBuiltError: the training is one that shards gradients.
+    """
+    replicated = {DistributedType.NO, *(device.distributed_type for device in devices.DEVICES)}
+    if distributed_type is not None and distributed_type not in replicated:
+        raise NotBuiltError(
+            f"a gradient scaler for {distributed_type} is not built yet",
+            why="it has to agree on overflows over shards, and comes with the strategy",
+        )
+    world = worlds.current()
+    return torch.amp.GradScaler((world.hardware if world else devices.detect()).type, **kwargs)
