@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
+import click
 import pytest
 
 from accelerate.core.setting import Setting, declared, setting
-from tests.laws.source import Source, obey, read, sources
+from tests.laws.source import Source, contract, obey, read, sources
 from tests.laws.test_2_imports import FLOOR
 
 LAW = "law 4, a setting is declared once"
@@ -99,6 +100,51 @@ def test_every_default_is_a_value_of_its_setting() -> None:
         for row in own_settings(cls):
             if row.choices and row.default not in (None, dataclasses.MISSING):
                 assert row.default in row.choices, f"{cls.__qualname__}.{row.name}"
+
+
+def spelled(flag: str) -> tuple[str, ...]:
+    """A long flag with underscores and with dashes; a short one as it is."""
+    both = (f"--{flag[2:].replace('-', '_')}", f"--{flag[2:].replace('_', '-')}")
+    return both if flag.startswith("--") else (flag,)
+
+
+def parsed(*arguments: str) -> dict[str, Any]:
+    """What ``accelerate launch ARGUMENTS script.py`` understands, by parameter."""
+    from accelerate.cli.launch import PLUGIN
+
+    return PLUGIN.make_context("launch", [*arguments, "script.py"]).params
+
+
+def test_every_flag_is_accepted_in_both_spellings() -> None:
+    """``--a_b`` and ``--a-b`` fill the same setting."""
+    found = []
+    for row in (row for cls in classes() for row in own_settings(cls)):
+        for spelling in (spelling for flag in row.flags for spelling in spelled(flag)):
+            try:
+                value = parsed(spelling, *([] if row.switch else ["1"])).get(row.name)
+            except click.UsageError as error:
+                found.append(f"{spelling}: {error.message}")
+                continue
+            if value not in (True, "1"):
+                found.append(f"{spelling} fills {row.name} with {value!r}")
+    obey(LAW, found)
+
+
+def is_known(flag: str) -> bool:
+    """Whether the launcher knows a flag; one that wants a value is known."""
+    try:
+        parsed(flag)
+    except click.NoSuchOption:
+        return False
+    except click.UsageError:
+        return True
+    return True
+
+
+def test_every_promised_flag_of_the_launcher_is_known() -> None:
+    """A flag of the public interface does what it says or is refused in words; it is never unknown."""
+    flags = (spelling for flag in contract()["flags"]["launch"] for spelling in spelled(flag))
+    obey("the launcher knows every promised flag", (flag for flag in flags if not is_known(flag)))
 
 
 def makers(source: Source) -> Iterator[str]:
