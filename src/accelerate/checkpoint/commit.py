@@ -200,22 +200,30 @@ def refuse_unmovable(target: Path) -> None:
 
 
 def swap(store: Store, temp: str, name: str, id: str) -> None:
-    """Makes ``temp`` the folder ``name``; of one that exists, only the user's own files stay."""
-    if not store.entries(name):
-        store.rename(temp, name)
-        store.sync("")
-        return
+    """Makes ``temp`` the folder ``name``; of one that exists, only the user's own files stay.
+
+    Raises:
+        CheckpointError: a rename failed, or cannot be made durable; everything is where it was.
+    """
     aside = working(name, "old", id)
-    store.rename(name, aside)
+    steps = [(temp, name)]
+    if store.entries(name):
+        steps.insert(0, (name, aside))
+    done: list[tuple[str, str]] = []
     try:
-        store.rename(temp, name)
+        for source, target in steps:
+            store.rename(source, target)
+            done.append((source, target))
+        store.sync("")
     except CheckpointError:
-        store.rename(aside, name)
+        for source, target in reversed(done):
+            store.rename(target, source)
         raise
-    store.sync("")
+    if len(steps) == 1:
+        return
     try:
         _settle(store, name, aside)
-    except CheckpointError as error:  # the checkpoint is committed; the next save tries again
+    except CheckpointError as error:  # the checkpoint is committed; the next load or save tries again
         logger.warning("%s is committed, but what it replaced is still in %s: %s", name, aside, error)
 
 
@@ -242,7 +250,8 @@ def heal(store: Store, name: str) -> None:
             continue
         if not store.is_folder(name):
             ready = [e for e, h in working_folders if h[1:] == ("tmp", id_) and _has_manifest(store, e)]
-            logger.warning("the save of %s was interrupted; it is finished now", store.path(name))
+            result = "finished" if ready else "undone"
+            logger.warning("the save of %s was interrupted; it is %s now", store.path(name), result)
             store.rename(ready[0] if ready else aside, name)
             store.sync("")
         if store.is_folder(aside):

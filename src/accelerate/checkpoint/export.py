@@ -20,10 +20,20 @@ from accelerate.checkpoint import commit, names, pickles, tensors
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.find import working
 from accelerate.checkpoint.store import sync_file
-from accelerate.checkpoint.tensors import clean_state_dict_for_safetensors
+from accelerate.checkpoint.tensors import clean_state_dict_for_safetensors, id_tensor_storage
 from accelerate.world import world as worlds
 
-__all__ = ["clean_state_dict_for_safetensors", "load", "save", "save_weights"]
+__all__ = [
+    "TORCH_SAFE_GLOBALS",
+    "clean_state_dict_for_safetensors",
+    "id_tensor_storage",
+    "load",
+    "load_state_dict",
+    "save",
+    "save_weights",
+]
+
+TORCH_SAFE_GLOBALS = pickles.safe_globals()
 
 _SHARD = r"-\d{5}-of-\d{5}"
 
@@ -76,6 +86,36 @@ def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any)
     """
     source = Path(f).expanduser() if isinstance(f, str | PurePath) else f
     return pickles.read(source, map_location, **kwargs)
+
+
+def load_state_dict(
+    checkpoint_file: str | PurePath, device_map: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The tensors of one file of weights.
+
+    Args:
+        checkpoint_file: a safetensors or torch file.
+        device_map: module name -> device, the longest name that fits counts; ``"disk"`` leaves tensors mapped
+            from the file. None leaves all on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or would run code.
+    """
+    path = Path(checkpoint_file).expanduser()
+    if path.suffix == ".safetensors":
+        with file_errors("read", path):
+            state, _ = tensors.read(path)
+    else:
+        state = pickles.read(path, "cpu")
+    return {name: _placed(name, value, device_map or {}) for name, value in state.items()}
+
+
+def _placed(name: str, value: Any, device_map: Mapping[str, Any]) -> Any:
+    fitting = [
+        module for module in device_map if not module or name == module or name.startswith(f"{module}.")
+    ]
+    device = device_map[max(fitting, key=len)] if fitting else "cpu"
+    return value if device in ("cpu", "disk") or not isinstance(value, torch.Tensor) else value.to(device)
 
 
 def replace_file(path: Path, fill: Callable[[Path], None]) -> None:

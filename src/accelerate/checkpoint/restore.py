@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.parts import FILES, Parts, Rng, kind, label
 from accelerate.checkpoint.ranks import Ranks
@@ -131,7 +132,8 @@ class Reader:
             self._absent(safe.name, what)
             return
         if path is safe:
-            state, aliases = tensors.read(safe)
+            with file_errors("read", safe):
+                state, aliases = tensors.read(safe)
         else:
             state, aliases = pickles.read(path, "cpu", **{"mmap": True, **self.load_kwargs}), {}
         like = model.state_dict()

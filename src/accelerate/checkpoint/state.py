@@ -21,15 +21,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accelerate import __version__
 from accelerate.checkpoint import collect, commit, find, where
 from accelerate.checkpoint import manifest as manifests
-from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.manifest import Manifest, PartEntry
 from accelerate.checkpoint.parts import OwnFiles, Part, Parts, Rng, Stateful
 from accelerate.checkpoint.project import ProjectConfiguration
@@ -103,10 +103,15 @@ def save(
     ranks = ranks or Ranks.current()
     project = project or ProjectConfiguration()
     doing = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
-    target, id_ = ranks.lead(doing, lambda: (where.target(directory, project, store), commit.new_id()))
-    if project.save_on_each_node and not project.automatic_checkpoint_naming:
-        target = where.given(directory)
-    stage = commit.Stage(store(target.parent), target.name, id_, ranks, project.save_on_each_node)
+    each_node = project.save_on_each_node
+    with ranks.together(doing) as plan:
+        if each_node or ranks.rank == 0:
+            plan.value = where.target(directory, project), commit.new_id()
+        if plan.value and ranks.writes(each_node) and project.automatic_checkpoint_naming:
+            where.refuse_taken(store(plan.value[0].parent), plan.value[0].name)
+    first, id_ = plan.values[0]
+    target = plan.values[ranks.rank][0] if each_node else first
+    stage = commit.Stage(store(target.parent), target.name, id_, ranks, each_node)
     number = project.iteration if project.automatic_checkpoint_naming else None
     try:
         _staged(stage, parts, doing, safe_serialization, before, number)
@@ -173,9 +178,14 @@ def _manifest(
         iteration=iteration,
         strategy=parts.strategy,
         each_node=stage.each_node,
-        library=f"accelerate {__version__}",
+        library=f"accelerate {_version()}",
         torch=str(torch.__version__),
     )
+
+
+@cache
+def _version() -> str:
+    return version("accelerate")
 
 
 def _retain(stage: commit.Stage, project: ProjectConfiguration) -> None:
@@ -223,8 +233,9 @@ def load(
     """
     ranks = ranks or Ranks.current()
     doing = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
-    path, id_, ignored = ranks.lead(doing, lambda: _chosen(directory, project))
+    first, id_, ignored = ranks.lead(doing, lambda: _chosen(directory, project))
     with ranks.together(doing):
+        path = where.here(first, directory, project)
         manifest = _same_manifest(path, id_)
         if manifest is not None and check_digests:
             verify(path, manifest, ranks)
@@ -256,12 +267,6 @@ def _chosen(
 
 def _same_manifest(path: Path, id_: str) -> Manifest | None:
     """This rank's view of the checkpoint that rank 0 has chosen."""
-    if not path.is_dir():
-        raise CheckpointNotFoundError(
-            f"there is no folder {path} here",
-            why="rank 0 loads from it, so every machine needs it",
-            fix="use a folder that all machines share, or copy the checkpoint to each",
-        )
     manifest = manifests.read(path)
     found = manifest.id if manifest else ""
     if found != id_:

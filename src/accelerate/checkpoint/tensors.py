@@ -81,6 +81,12 @@ def separated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
     return tensors, aliases
 
 
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """(device, address, bytes) of the memory behind a tensor: equal for tensors that share it."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
 def table(tensors: Mapping[str, Any]) -> dict[str, tuple[str, list[int]]]:
     """(dtype, shape) by name, for the manifest."""
     return {

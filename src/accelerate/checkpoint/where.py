@@ -1,9 +1,9 @@
-"""Which folder a save goes to and a load comes from. Everything here runs on rank 0, for all."""
+"""Which folder a save goes to and a load comes from. Rank 0 decides for all."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import socket
 from pathlib import Path
 
 from accelerate.checkpoint import commit, find
@@ -13,7 +13,7 @@ from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER, AUTOMATIC_NAME
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.store import LocalStore, Store
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import CheckpointError, SettingError
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +46,19 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
     return given(project.project_dir) / AUTOMATIC_FOLDER
 
 
-def target(
-    directory: str | Path | None, project: ProjectConfiguration, store: Callable[[Path], Store]
-) -> Path:
-    """Where to save.
+def target(directory: str | Path | None, project: ProjectConfiguration) -> Path:
+    """Where to save."""
+    if project.automatic_checkpoint_naming:
+        return automatic_folder(project) / f"{AUTOMATIC_NAME}_{project.iteration}"
+    return given(directory)
+
+
+def refuse_taken(store: Store, name: str) -> None:
+    """Refuses to number over a checkpoint that is there; what an interrupted save left is no checkpoint.
 
     Raises:
-        CheckpointExistsError: automatic naming has come to a number that is taken.
+        CheckpointExistsError: the number is taken.
     """
-    if not project.automatic_checkpoint_naming:
-        return given(directory)
-    folder = automatic_folder(project)
-    path = folder / f"{AUTOMATIC_NAME}_{project.iteration}"
-    _refuse_taken(store(folder), path.name)
-    return path
-
-
-def _refuse_taken(store: Store, name: str) -> None:
-    """Refuses to number over a checkpoint that is there; what an interrupted save left is no checkpoint."""
     candidate = find.inspect(store, name)
     if candidate is None or candidate.problem:
         return
@@ -101,18 +96,44 @@ def chosen(
     else:
         path = given(directory)
         store = LocalStore(path.parent)
-        if not path.is_dir():
-            commit.heal(store, path.name)
+        _heal(store, path.name)
         candidate = find.explicit(store, path.name)
     if candidate.manifest is None:
         logger.warning("%s has no manifest, so another library saved it: loaded unverified", candidate.path)
     return candidate, ignored
 
 
+def here(first: Path, directory: str | Path | None, project: ProjectConfiguration | None) -> Path:
+    """Where this machine has the checkpoint that rank 0 chose: by its own arguments, else at the same path.
+
+    Raises:
+        CheckpointNotFoundError: it is not on this machine.
+    """
+    own = automatic_folder(project) / first.name if directory is None and project else given(directory)
+    for path in (own, first):
+        if path.is_dir():
+            return path
+    raise CheckpointNotFoundError(
+        f"there is no folder {first} on {socket.gethostname()}",
+        why="rank 0 loads from it, so every machine needs it",
+        fix="use a folder that all machines share, or copy the checkpoint to each",
+    )
+
+
 def _heal_all(store: Store) -> None:
     replaced = [found for entry in store.entries() if (found := find.hidden(entry)) and found[1] == "old"]
     for name, _, _ in replaced:
+        _heal(store, name)
+
+
+def _heal(store: Store, name: str) -> None:
+    """Finishes an interrupted replacement; where that is not allowed, a checkpoint that is there will do."""
+    try:
         commit.heal(store, name)
+    except CheckpointError as error:
+        if not store.is_folder(name):
+            raise
+        logger.warning("what %s replaced could not be cleared: %s", store.path(name), error)
 
 
 def next_iteration(path: Path, manifest: Manifest | None, project: ProjectConfiguration) -> int:

@@ -1,0 +1,384 @@
+"""Saving and loading on several ranks: all succeed or all fail, and a killed rank loses nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.checkpoint import state
+from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.state import Part, Parts
+from accelerate.checkpoint.store import LocalStore, Record
+from accelerate.core.errors import CheckpointError
+from accelerate.world import collective, rng
+from accelerate.world import world as worlds
+from tests.support.ranks import RankServer, same_on_all
+
+
+def open_world(seconds: float = 30) -> worlds.World:
+    return worlds.open(cpu=True, timeout=timedelta(seconds=seconds))
+
+
+def parts(value: float = 0.0, rank: int = 0) -> Parts:
+    """A model that is the same on all ranks and generators that are not."""
+    rng.set_seed(int(value) * 10 + rank)
+    torch.manual_seed(int(value))
+    model = torch.nn.Linear(2, 2)
+    torch.manual_seed(int(value) * 10 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=value + 1)
+    return Parts([model], [optimizer], rng=rng, step=int(value))
+
+
+def draws() -> tuple[float, float]:
+    return torch.rand(()).item(), random.random()
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """The text of the error that a call raises, ``"fine"`` if none."""
+    try:
+        call()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+# ---------------------------------------------------------------- round trips
+
+
+def save_here(folder: str) -> tuple[str, tuple[float, float]]:
+    world = open_world()
+    path = state.save(parts(3, world.rank), folder if world.is_main else f"{folder}-of-rank-{world.rank}")
+    return str(path), draws()
+
+
+def load_here(folder: str) -> tuple[int, torch.Tensor, float, tuple[float, float], tuple[str, ...]]:
+    world = open_world()
+    fresh = parts(8, world.rank)
+    loaded = state.load(fresh, folder)
+    lr = fresh.optimizers[0].param_groups[0]["lr"]
+    return loaded.step, fresh.models[0].weight.detach(), lr, draws(), loaded.notes
+
+
+def test_two_ranks_save_and_load_one_checkpoint(ranks: RankServer, tmp_path: Path) -> None:
+    folder = str(tmp_path / "c")
+    saved = ranks(2, save_here, folder)
+    assert [path for path, _ in saved] == [folder, folder]  # rank 0's folder counts
+    assert sorted(os.listdir(folder)) == [
+        "manifest.json", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl",
+    ]  # fmt: skip
+    assert os.listdir(tmp_path) == ["c"]
+    loaded = ranks(2, load_here, folder)
+    step, weight, lr = same_on_all([values[:3] for values in loaded])
+    assert (step, lr) == (3, 4.0)
+    assert torch.equal(weight, parts(3).models[0].weight)
+    assert [values[3] for values in loaded] == [d for _, d in saved]
+    assert loaded[0][3] != loaded[1][3]
+    assert loaded[0][4] == ()
+
+
+def test_another_number_of_ranks_keeps_what_it_can_and_says_so(ranks: RankServer, tmp_path: Path) -> None:
+    """Saved by 2, loaded by 1 and by 3: rank 2's random numbers are derived, the same on every load."""
+    folder = str(tmp_path / "c")
+    saved = ranks(2, save_here, folder)
+    (one,) = ranks(1, load_here, folder)
+    assert one[3] == saved[0][1]
+    assert "saved by 2 process(es), loaded by 1" in one[4][0]
+    three, again = ranks(3, load_here, folder), ranks(3, load_here, folder)
+    assert [v[3] for v in three] == [v[3] for v in again]
+    assert [v[3] for v in three[:2]] == [d for _, d in saved]
+    assert len({v[3] for v in three}) == 3
+    assert "rank 2 and above are derived" in three[0][4][0]
+
+
+def numbered(folder: str) -> list[str]:
+    world = open_world()
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    names = [state.save(parts(step, world.rank), project=project).name for step in range(4)]
+    again = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    loaded = state.load(parts(9, world.rank), project=again)
+    names.append(f"{loaded.path.name} {loaded.step} {again.iteration}")
+    names.append(state.save(parts(5, world.rank), project=again).name)
+    return names
+
+
+def test_two_ranks_number_and_prune_together(ranks: RankServer, tmp_path: Path) -> None:
+    """D4, D5."""
+    names = same_on_all(ranks(2, numbered, str(tmp_path)))
+    assert names == [*(f"checkpoint_{i}" for i in range(4)), "checkpoint_3 3 4", "checkpoint_4"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
+
+
+class PerRank:
+    """A loader or engine with a state of its own on each rank."""
+
+    name = "engine"
+
+    def __init__(self, value: int = -1) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+    def save(self, folder: Path) -> list[str]:
+        name = f"engine/rank{self.value}.txt"
+        (folder / "engine").mkdir(exist_ok=True)
+        (folder / name).write_text(str(self.value))
+        return [name]
+
+    def load(self, folder: Path) -> None:
+        world = worlds.current()
+        assert world is not None
+        self.value = int((folder / f"engine/rank{world.rank}.txt").read_text())
+
+
+def states_of_ranks(folder: str) -> tuple[int, int, dict[str, int]]:
+    rank = open_world().rank
+    path = state.save(Parts(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder)
+    loader, engine = PerRank(), PerRank()
+    loaded = state.load(Parts(stateful_loaders=[loader], own_files=[engine]), path)
+    assert loaded.manifest is not None
+    return loader.value, engine.value, {name: r.rank for name, r in loaded.manifest.files.items()}
+
+
+def test_states_that_differ_between_ranks_come_back_to_their_rank(ranks: RankServer, tmp_path: Path) -> None:
+    zero, one = ranks(2, states_of_ranks, str(tmp_path / "c"))
+    assert (zero[:2], one[:2]) == ((0, 0), (1, 1))
+    assert zero[2] == {
+        "dl_state_dict.bin": 0, "dl_state_dict_rank1.bin": 1, "engine/rank0.txt": 0, "engine/rank1.txt": 1,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- failing together
+
+
+class BrokenDisk(LocalStore):
+    """Fails when it is asked to write a file."""
+
+    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
+        def broken(path: Path) -> None:
+            raise OSError(5, "Input/output error")
+
+        return super().write(name, broken)
+
+
+def refuse() -> Any:
+    raise ZeroDivisionError("an object of the user")
+
+
+def fail_on(broken: int, how: str, folder: str) -> tuple[str, list[str]]:
+    rank = open_world().rank
+    mine = parts(4, rank)
+    store: Callable[[Path], LocalStore] = LocalStore
+    if rank == broken and how == "disk":
+        store = BrokenDisk
+    if rank == broken and how == "object":
+        mine.schedulers = [Part("mine", refuse, dict)]
+    if rank == broken and how == "engine":
+        mine.own_files = [Refusing()]
+    text = outcome(lambda: state.save(mine, folder, store=store))
+    collective.barrier()
+    left = sorted(os.listdir(Path(folder).parent))
+    # All is in order afterwards: the same ranks save again.
+    assert outcome(lambda: state.save(parts(5, rank), folder)) == "fine"
+    return text, left
+
+
+class Refusing(PerRank):
+    def save(self, folder: Path) -> list[str]:
+        raise ZeroDivisionError("an object of the user")
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("how", ["disk", "object", "engine"])
+def test_a_failure_on_one_rank_is_the_same_error_on_all(
+    ranks: RankServer, tmp_path: Path, how: str, broken: int
+) -> None:
+    folder = str(tmp_path / "c")
+    ranks(2, save_here, folder)
+    text, left = same_on_all(ranks(2, fail_on, broken, how, folder))
+    assert text.startswith(f"CheckpointError: rank {broken} of 2: ")
+    if how == "disk":
+        assert "random_states_1.pkl" in text or broken == 0
+        assert "Input/output error" in text
+    else:
+        assert "ZeroDivisionError: an object of the user" in text
+    assert left == ["c"]  # no folder of the failed save
+
+
+def load_damaged(folder: str) -> tuple[str, bool]:
+    rank = open_world().rank
+    fresh = parts(8, rank)
+    weight = fresh.models[0].weight.detach().clone()
+    text = outcome(lambda: state.load(fresh, folder))
+    return text, torch.equal(fresh.models[0].weight, weight)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.bin", "random_states_1.pkl", "manifest.json"]
+)
+@pytest.mark.parametrize("how", ["flip", "remove"])
+def test_damage_is_the_same_error_on_all_ranks(
+    ranks: RankServer, tmp_path: Path, name: str, how: str
+) -> None:
+    """D2: also when one rank alone would read the file."""
+    folder = tmp_path / "c"
+    ranks(2, save_here, str(folder))
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+    if how == "remove":
+        (folder / name).unlink()
+    text, unchanged = same_on_all(ranks(2, load_damaged, str(folder)))
+    if (name, how) == ("manifest.json", "remove"):
+        assert text == "fine"  # what is left is a folder of the public format
+        return
+    assert text.startswith(("CheckpointError: rank 0 of 2: ", "CheckpointError: rank 1 of 2: "))
+    assert name in text
+    assert unchanged
+
+
+def only_rank_0(folder: str) -> str:
+    world = open_world(seconds=2)
+    if world.rank == 0:
+        return outcome(lambda: state.save(parts(), folder))
+    return "not called"
+
+
+def test_a_save_on_rank_0_alone_ends_with_the_reason(ranks: RankServer, tmp_path: Path) -> None:
+    """D3: within the timeout of the group."""
+    text, _ = ranks(2, only_rank_0, str(tmp_path / "c"))
+    assert "rank 0 of 2 could not save the checkpoint" in text
+    assert "on every rank" in text
+    assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- killed
+
+
+class Deadly(LocalStore):
+    """Kills its own process at the n-th operation, for real."""
+
+    left = 0
+
+    @classmethod
+    def tick(cls) -> None:
+        cls.left -= 1
+        if cls.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
+        def half(path: Path) -> None:
+            fill(path)
+            whole = path.read_bytes()
+            path.write_bytes(whole[: len(whole) // 2])
+            self.tick()
+            path.write_bytes(whole)
+
+        self.tick()
+        return super().write(name, half)
+
+    def rename(self, source: str, target: str) -> None:
+        self.tick()
+        super().rename(source, target)
+
+    def remove(self, name: str) -> None:
+        self.tick()
+        super().remove(name)
+
+
+def save_and_die(folder: str, victim: int, at: int) -> str:
+    rank = open_world().rank
+    Deadly.left = at if rank == victim else 0
+    return outcome(lambda: state.save(parts(5, rank), folder, store=Deadly))
+
+
+def value_in(folder: Path) -> tuple[int, float]:
+    fresh = parts(8)
+    loaded = state.load(fresh, folder, ranks=Ranks())
+    return loaded.step, fresh.optimizers[0].param_groups[0]["lr"]
+
+
+def test_a_process_killed_at_any_write_loses_nothing(ranks: RankServer, tmp_path: Path) -> None:
+    """D1, with SIGKILL."""
+    folder = tmp_path / "c"
+    seen = set()
+    for at in range(1, 100):
+        state.save(parts(3), folder, ranks=Ranks())
+        (end,) = ranks.outcomes(1, save_and_die, str(folder), 0, at)
+        value = value_in(folder)
+        seen.add(value)
+        assert value in {(3, 4.0), (5, 6.0)}
+        if end.status == "returned":
+            break
+        assert "SIGKILL" in end.message
+    assert at > 10
+    assert value == (5, 6.0)
+    assert len(seen) == 2
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize(("victim", "at"), [(0, 2), (0, 7), (0, 9), (1, 1), (1, 2)])
+def test_a_killed_rank_loses_nothing_and_its_peer_is_told(
+    ranks: RankServer, tmp_path: Path, victim: int, at: int
+) -> None:
+    """D1, with SIGKILL on one rank of two; the next save succeeds and clears what was left."""
+    folder = tmp_path / "c"
+    ranks(2, save_here, str(folder))
+    ends = ranks.outcomes(2, save_and_die, str(folder), victim, at)
+    assert "SIGKILL" in ends[victim].message
+    peer = ends[1 - victim]
+    assert peer.status in ("returned", "stopped")
+    if peer.value is not None:
+        import pickle
+
+        assert "could not save the checkpoint" in pickle.loads(peer.value)
+    value = value_in(folder)
+    assert value in {(3, 4.0), (5, 6.0)}
+    ranks(2, save_here, str(folder))
+    assert value_in(folder) == (3, 4.0)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+# ---------------------------------------------------------------- a disk per machine
+
+
+def machine(rank: int) -> Ranks:
+    """Two machines of one process each."""
+    return Ranks(rank, 2, local_rank=0, local_size=1, node=rank)
+
+
+def each_node(folder: str, mixed: bool) -> tuple[list[str], str]:
+    rank = open_world().rank
+    mine = Path(folder) / f"node{rank}"
+    project = ProjectConfiguration(str(mine), save_on_each_node=True, automatic_checkpoint_naming=True)
+    path = state.save(parts(3, rank), project=project, ranks=machine(rank))
+    if mixed and rank == 1:
+        state.save(parts(4), path, ranks=Ranks())
+    if rank == 0:
+        return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 0), path, ranks=machine(0)))
+    return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 1), path, ranks=machine(1)))
+
+
+def test_each_machine_may_have_a_whole_checkpoint(ranks: RankServer, tmp_path: Path) -> None:
+    zero, one = ranks(2, each_node, str(tmp_path), False)
+    shared = ["manifest.json", "model.safetensors", "optimizer.bin"]
+    assert zero == ([*shared, "random_states_0.pkl"], "fine")
+    assert one == ([*shared, "random_states_1.pkl"], "fine")
+
+
+def test_machines_with_different_checkpoints_do_not_mix_them(ranks: RankServer, tmp_path: Path) -> None:
+    text = same_on_all([text for _, text in ranks(2, each_node, str(tmp_path), True)])
+    assert "rank 1 of 2" in text
+    assert "is another checkpoint here than on rank 0" in text

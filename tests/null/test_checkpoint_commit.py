@@ -1,0 +1,499 @@
+"""The commit protocol: a save that fails or dies anywhere leaves the old checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.checkpoint import commit, find, manifest, state
+from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.state import Part, Parts
+from accelerate.checkpoint.store import LocalStore, Record
+from accelerate.core.errors import CheckpointError, SettingError
+
+
+class Killed(BaseException):
+    """The process dies here: no clean-up runs."""
+
+
+class Faulty(LocalStore):
+    """A store in which the n-th write operation goes wrong.
+
+    A file counts three times: before it is made, half written, and written but not sealed.
+
+    Attributes:
+        at: number of the operation, from 1.
+        dies: that operation and all later ones raise Killed; otherwise it alone fails like a disk.
+        count: operations so far.
+    """
+
+    def __init__(self, root: Path, at: int, dies: bool) -> None:
+        super().__init__(root)
+        self.at, self.dies, self.count = at, dies, 0
+
+    def tick(self) -> None:
+        self.count += 1
+        if self.dies and self.count >= self.at:
+            raise Killed
+        if self.count == self.at:
+            raise OSError(28, "No space left on device")
+
+    def guarded(self, path: Path) -> None:
+        from accelerate.checkpoint.errors import file_errors
+
+        with file_errors("write", path):
+            self.tick()
+
+    def make(self, folder: str) -> None:
+        self.guarded(self.path(folder))
+        super().make(folder)
+
+    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
+        def half(path: Path) -> None:
+            self.tick()
+            fill(path)
+            whole = path.read_bytes()
+            path.write_bytes(whole[: len(whole) // 2])
+            self.tick()
+            path.write_bytes(whole)
+            self.tick()
+
+        return super().write(name, half)
+
+    def rename(self, source: str, target: str) -> None:
+        self.guarded(self.path(target))
+        super().rename(source, target)
+
+    def sync(self, folder: str) -> None:
+        self.guarded(self.path(folder))
+        super().sync(folder)
+
+    def remove(self, name: str) -> None:
+        # Removing is not one step either: half of a folder may be gone.
+        self.guarded(self.path(name))
+        path = self.path(name)
+        if path.is_dir() and (files := sorted(p for p in path.rglob("*") if p.is_file())):
+            files[0].unlink()
+            self.guarded(path)
+        super().remove(name)
+
+
+class Box:
+    """A state of one number, saved in every kind of part."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"value": torch.full((3,), self.value)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["value"][0].item()
+
+
+def box(value: float = 0.0) -> Parts:
+    return Parts([Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value))
+
+
+def value_of(loaded: Callable[[Parts], state.Loaded]) -> float:
+    """The number in a checkpoint; all parts must agree about it."""
+    parts = box(-1)
+    step = loaded(parts).step
+    values = {b.value for b in (*parts.models, *parts.optimizers, *parts.schedulers, *parts.custom)}
+    assert values == {float(step)}, f"a mixture of checkpoints: {values}, step {step}"
+    return values.pop()
+
+
+def scenarios() -> Iterator[Any]:
+    for name in ("fresh", "replaced", "numbered", "limited"):
+        for dies in (True, False):
+            yield pytest.param(name, dies, id=f"{name}-{'killed' if dies else 'failed'}")
+
+
+def project(folder: Path, limit: int | None = None, iteration: int = 0) -> ProjectConfiguration:
+    return ProjectConfiguration(
+        str(folder), automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration
+    )
+
+
+class Scenario:
+    """A folder with an older checkpoint, and a way to save the next one and to load the newest."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.name, self.root = name, root
+        self.limit = 1 if name == "limited" else None
+        if name in ("fresh", "replaced"):
+            state.save(box(1), root / "old" if name == "fresh" else root / "run")
+            if name == "replaced":
+                (root / "run" / "notes.txt").write_text("mine")
+        else:
+            state.save(box(1), project=project(root, self.limit))
+
+    def save(self, store: Callable[[Path], Any] = LocalStore) -> None:
+        if self.name in ("fresh", "replaced"):
+            state.save(box(2), self.root / "run", store=store)
+        else:
+            state.save(box(2), project=project(self.root, self.limit, iteration=1), store=store)
+
+    def load(self) -> float:
+        if self.name == "fresh":
+            try:
+                return value_of(lambda parts: state.load(parts, self.root / "run"))
+            except CheckpointNotFoundError:
+                return value_of(lambda parts: state.load(parts, self.root / "old"))
+        if self.name == "replaced":
+            return value_of(lambda parts: state.load(parts, self.root / "run"))
+        return value_of(lambda parts: state.load(parts, project=project(self.root, self.limit)))
+
+    def leftovers(self) -> list[str]:
+        folder = self.root / "checkpoints" if self.name in ("numbered", "limited") else self.root
+        return [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+@pytest.mark.parametrize(("name", "dies"), list(scenarios()))
+def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, name: str, dies: bool
+) -> None:
+    """D1: at every operation of a save; then the next save succeeds and leaves nothing behind."""
+    seen: set[float] = set()
+    for at in range(1, 1000):
+        root = tmp_path / str(at)
+        scenario = Scenario(name, root)
+        faulty = Faulty(root, at, dies)
+        stores: list[Faulty] = []
+
+        def store(folder: Path, faulty: Faulty = faulty, stores: list[Faulty] = stores) -> Faulty:
+            faulty._root = folder
+            stores.append(faulty)
+            return faulty
+
+        error = None
+        try:
+            scenario.save(store)
+        except (Killed, CheckpointError) as caught:
+            error = caught
+        stopped = error is not None
+        assert isinstance(error, Killed if dies else CheckpointError) or not stopped
+        assert dies or not stopped or "No space left on device" in str(error)
+        value = scenario.load()
+        seen.add(value)
+        if not stopped:
+            assert value == 2
+        if stopped and not dies:
+            assert value == 1, "an error means that nothing has changed"
+            assert scenario.leftovers() == []
+        if name == "replaced":
+            assert (root / "run" / "notes.txt").read_text() == "mine"
+        if faulty.count < at:
+            break
+        if value == 1:
+            scenario.save()
+            assert scenario.load() == 2
+        if name in ("fresh", "replaced"):
+            scenario.save()
+        else:
+            state.save(box(3), project=project(root, scenario.limit, iteration=2))
+        assert scenario.leftovers() == []
+    assert at >= 20
+    assert seen == {1.0, 2.0}
+
+
+def test_the_error_of_a_full_disk_says_how_much_is_free(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)cannot write .*No space left.*are free there"):
+        state.save(box(), tmp_path / "c", store=lambda root: Faulty(root, 3, dies=False))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot make the folder .*file"):
+        state.save(box(), tmp_path / "file" / "c")
+
+
+# ---------------------------------------------------------------- newest, retention, numbers
+
+
+def numbers(folder: Path) -> list[int]:
+    return sorted(int(name.rpartition("_")[2]) for name in os.listdir(folder / "checkpoints"))
+
+
+def test_the_oldest_go_by_number_and_only_after_the_new_one_is_there(tmp_path: Path) -> None:
+    """D5: 9, 10, 11 are numbers, not text."""
+    settings = project(tmp_path, limit=3)
+    for step in range(12):
+        path = state.save(box(step), project=settings)
+        assert path == tmp_path / "checkpoints" / f"checkpoint_{step}"
+        assert settings.iteration == step + 1
+        assert numbers(tmp_path) == list(range(max(0, step - 2), step + 1))
+    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 11
+
+
+def test_the_last_committed_checkpoint_outlives_a_failing_save(tmp_path: Path) -> None:
+    settings = project(tmp_path, limit=1)
+    state.save(box(1), project=settings)
+    with pytest.raises(CheckpointError):
+        state.save(box(2), project=settings, store=lambda root: Faulty(root, 12, dies=False))
+    assert settings.iteration == 1
+    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 1
+
+
+def test_what_cannot_be_removed_does_not_stop_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stubborn(LocalStore):
+        def remove(self, name: str) -> None:
+            raise CheckpointError(f"cannot remove {name}")
+
+    settings = project(tmp_path, limit=1)
+    state.save(box(1), project=settings)
+    state.save(box(2), project=settings, store=Stubborn)
+    assert "checkpoint_1 is committed, but an older one could not be removed" in caplog.text
+    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 2
+    state.save(box(3), project=settings)
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_2"]
+
+
+def test_numbering_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """D4: save, save, new process, load, save."""
+    settings = project(tmp_path)
+    state.save(box(1), project=settings)
+    state.save(box(2), project=settings)
+    again = project(tmp_path)
+    loaded = state.load(box(), project=again)
+    assert (loaded.iteration, again.iteration) == (1, 2)
+    assert state.save(box(3), project=again).name == "checkpoint_2"
+
+
+def test_resuming_from_an_older_one_numbers_after_all_that_are_there(tmp_path: Path) -> None:
+    settings = project(tmp_path)
+    for step in range(3):
+        state.save(box(step), project=settings)
+    again = project(tmp_path)
+    assert state.load(box(), tmp_path / "checkpoints" / "checkpoint_0", project=again).step == 0
+    assert again.iteration == 3
+
+
+def test_a_taken_number_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """A ValueError, as in the public package; nothing of the other run is touched."""
+    state.save(box(1), project=project(tmp_path))
+    with pytest.raises(ValueError, match=r"(?s)checkpoint_0 exists already.*load_state\(\).*iteration=1"):
+        state.save(box(2), project=project(tmp_path))
+    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 1
+
+
+def test_what_an_interrupted_save_left_does_not_take_the_number(tmp_path: Path) -> None:
+    """D1: a half folder of the public package, which writes in place."""
+    half = tmp_path / "checkpoints" / "checkpoint_0"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    state.save(box(1), project=project(tmp_path))
+    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 1
+
+
+def test_the_newest_committed_one_is_taken_and_the_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D1: a half checkpoint, a damaged one, an interrupted save and a stranger's folder lie beside it."""
+    settings = project(tmp_path)
+    for step in (9, 10, 11, 12, 13):
+        settings.iteration = step
+        state.save(box(step), project=settings)
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_13" / "manifest.json").unlink()
+    (folder / "checkpoint_13" / "random_states_0.pkl").unlink(missing_ok=True)
+    (folder / "checkpoint_12" / "optimizer.bin").write_bytes(b"")
+    (folder / "checkpoint_11" / "manifest.json").write_text("{}")
+    (folder / ".checkpoint_14.tmp-0123456789ab").mkdir()
+    (folder / "checkpoint_15").mkdir()
+    (folder / "logs").mkdir()
+    loaded = state.load(box(), project=project(tmp_path))
+    assert (loaded.step, loaded.path.name) == (10, "checkpoint_10")
+    reasons = {text.partition(" ")[0]: text for text in loaded.ignored}
+    assert set(reasons) == {
+        ".checkpoint_14.tmp-0123456789ab", "checkpoint_11", "checkpoint_12", "checkpoint_13", "checkpoint_15",
+    }  # fmt: skip
+    assert "interrupted" in reasons[".checkpoint_14.tmp-0123456789ab"]
+    assert "manifest.json is damaged" in reasons["checkpoint_11"]
+    assert "optimizer.bin has 0 bytes" in reasons["checkpoint_12"]
+    assert "no random_states_0.pkl" in reasons["checkpoint_13"]
+    assert "no part" in reasons["checkpoint_15"]
+    assert all(text in caplog.text for text in loaded.ignored)
+
+
+def test_no_complete_checkpoint_is_an_error_that_says_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no folder that looks like one"):
+        state.load(box(), project=project(tmp_path))
+    (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
+    with pytest.raises(CheckpointNotFoundError, match=r"checkpoint_0 \(it holds no part"):
+        state.load(box(), project=project(tmp_path))
+
+
+def save_at(folder: Path, name: str, value: float, day: int) -> None:
+    """A checkpoint saved on a given day."""
+    path = state.save(box(value), folder / name)
+    found = manifest.read(path)
+    assert found is not None
+    then = datetime(2030, 1, day, tzinfo=timezone.utc).isoformat()
+    (path / "manifest.json").write_bytes(manifest.encode(replace(found, saved=then)))
+
+
+def test_folders_with_other_names_are_ordered_by_the_time_of_saving(tmp_path: Path) -> None:
+    save_at(tmp_path, "epoch_9", 1, day=2)
+    save_at(tmp_path, "epoch_10", 2, day=1)
+    assert state.latest(tmp_path).candidate.name == "epoch_10"
+    save_at(tmp_path, "best", 3, day=4)
+    save_at(tmp_path, "step_500", 4, day=3)
+    assert state.latest(tmp_path).candidate.name == "best"
+    assert [c.name for c in find.candidates(LocalStore(tmp_path))] == [
+        "epoch_10",
+        "epoch_9",
+        "step_500",
+        "best",
+    ]
+
+
+@pytest.mark.parametrize("torn", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", None])
+def test_a_folder_of_the_public_package_counts_only_if_nothing_is_torn(
+    tmp_path: Path, torn: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from accelerate.world import rng
+
+    settings = project(tmp_path)
+    state.save(box(1), project=settings)
+    parts = box(2)
+    parts.rng = rng
+    path = state.save(parts, project=settings)
+    (path / "manifest.json").unlink()
+    if torn:
+        data = (path / torn).read_bytes()
+        (path / torn).write_bytes(data[: len(data) - 40])
+    found = state.latest(tmp_path / "checkpoints")
+    assert found.candidate.name == ("checkpoint_0" if torn else "checkpoint_1")
+    assert bool(found.ignored) == bool(torn)
+    if torn:
+        assert torn in found.ignored[0]
+    else:
+        assert state.load(parts, project=project(tmp_path)).step == 2
+        assert "has no manifest" in caplog.text
+
+
+def test_retention_counts_folders_of_the_public_package_and_leaves_half_ones(tmp_path: Path) -> None:
+    from accelerate.world import rng
+
+    settings = project(tmp_path, limit=2)
+    for step in range(2):
+        parts = box(step)
+        parts.rng = rng
+        (state.save(parts, project=settings) / "manifest.json").unlink()
+    half = tmp_path / "checkpoints" / "checkpoint_2"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    settings.iteration = 3
+    state.save(box(3), project=settings)
+    assert numbers(tmp_path) == [1, 2, 3]
+
+
+def test_retention_never_removes_what_was_just_committed(tmp_path: Path) -> None:
+    """A run that is numbered from the start again beside higher numbers."""
+    settings = project(tmp_path, limit=1, iteration=7)
+    state.save(box(7), project=settings)
+    settings.iteration = 3
+    state.save(box(3), project=settings)
+    assert numbers(tmp_path) == [3, 7]
+
+
+def test_a_manifest_of_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
+    path = state.save(box(1), tmp_path / "c")
+    found = manifest.read(path)
+    assert found is not None
+    (path / "manifest.json").write_bytes(manifest.encode(replace(found, format=2)))
+    with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
+        state.load(box(), path)
+
+
+# ---------------------------------------------------------------- a folder per machine
+
+
+def nodes(size: int) -> list[Ranks]:
+    return [Ranks(rank=node, size=size, local_rank=0, local_size=1, node=node) for node in range(size)]
+
+
+def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> None:
+    stages = [commit.Stage(LocalStore(tmp_path), "c", "aa", ranks, each_node=True) for ranks in nodes(2)]
+    for stage in stages:
+        stage.open()
+        stage.write("x", lambda path: path.write_text("1") and None)
+    with pytest.raises(CheckpointError, match="save_on_each_node=True, but the machines share"):
+        stages[0].close(
+            [stage.report() for stage in stages], lambda files: manifest.Manifest("aa", 0, 2, files)
+        )
+
+
+def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) -> None:
+    here, there = (commit.Stage(LocalStore(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2))
+    for stage in (here, there):
+        stage.open()
+        stage.write(f"random_states_{stage.ranks.rank}.pkl", lambda path: path.write_text("1") and None)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)rank 1 wrote random_states_1.pkl .*does not see it.*save_on_each_node"
+    ):
+        here.close([here.report(), there.report()], lambda files: manifest.Manifest("aa", 0, 2, files))
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(SettingError, match="total_limit is 0"):
+        ProjectConfiguration(total_limit=0)
+
+
+def test_the_project_configuration_is_the_public_one() -> None:
+    plain = ProjectConfiguration()
+    assert (plain.project_dir, plain.logging_dir, plain.automatic_checkpoint_naming) == (None, None, False)
+    assert (plain.total_limit, plain.iteration, plain.save_on_each_node) == (None, 0, False)
+    plain.set_directories("a")
+    plain.set_directories("b")
+    assert (plain.project_dir, plain.logging_dir) == ("b", "a")
+    assert ProjectConfiguration("a", "b").logging_dir == "b"
+
+
+def test_automatic_naming_needs_a_project_folder() -> None:
+    with pytest.raises(SettingError, match="needs a project_dir"):
+        state.save(box(), project=ProjectConfiguration(automatic_checkpoint_naming=True))
+
+
+def test_a_replacement_that_died_between_its_renames_is_finished_by_a_load(tmp_path: Path) -> None:
+    """D1: forward if the new one is whole, back if it is not."""
+    for whole in (True, False):
+        root = tmp_path / str(whole)
+        old, new = state.save(box(1), root / "run"), state.save(box(2), root / "new")
+        (old / "notes.txt").write_text("mine")
+        if not whole:
+            (new / "manifest.json").unlink()
+        old.rename(root / ".run.old-ab")
+        new.rename(root / ".run.tmp-ab")
+        assert value_of(lambda parts, run=root / "run": state.load(parts, run)) == (2 if whole else 1)
+        assert (root / "run" / "notes.txt").read_text() == "mine"
+        shutil.rmtree(root)
+
+
+def test_a_part_failing_to_give_its_state_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    def fail() -> Any:
+        raise KeyError("moment")
+
+    with pytest.raises(CheckpointError, match=r"(?s)could not save the checkpoint .*KeyError: 'moment'"):
+        state.save(Parts(optimizers=[Part("odd", fail, dict)]), tmp_path / "c")
+    assert os.listdir(tmp_path) == []

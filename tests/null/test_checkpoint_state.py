@@ -1,0 +1,694 @@
+"""Round trips, file names and the refusals of ``checkpoint.state``, in one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from accelerate.checkpoint import pickles, state
+from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.state import Part, Parts
+from accelerate.core.errors import CheckpointError
+from accelerate.world import rng
+
+
+class Counter:
+    """An object of the user without tensors."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "best": (0.5, "epoch 3")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Loader(Counter):
+    """A loader whose position is a plain number."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 1, "samples": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["samples"]
+
+
+class Tied(nn.Module):
+    """Input and output embedding are one parameter."""
+
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+
+def training(seed: int = 0, steps: int = 0) -> Parts:
+    """Everything a training has, after some steps from a seed."""
+    rng.set_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3], gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
+    parts = Parts([model], [optimizer], [scheduler], scaler, [Counter(seed)], [Loader(seed)], rng=rng)
+    train(parts, steps)
+    return parts
+
+
+def train(parts: Parts, steps: int) -> list[float]:
+    """Steps whose losses depend on every part: data from three generators, dropout, scaler, schedule."""
+    model, optimizer, scheduler = parts.models[0], parts.optimizers[0], parts.schedulers[0]
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(8, 3) + random.random() + np.random.rand()
+        loss = model(inputs).square().mean() + parts.custom[0].count
+        parts.scaler.scale(loss).backward()
+        parts.scaler.step(optimizer)
+        parts.scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        parts.custom[0].count += 1
+        parts.loaders[0].count += 8
+        parts.step += 1
+        losses.append(loss.item())
+    return losses
+
+
+def everything(parts: Parts) -> dict[str, Any]:
+    """The state of all parts, to compare."""
+    return {
+        "model": parts.models[0].state_dict(),
+        "optimizer": parts.optimizers[0].state_dict(),
+        "scheduler": parts.schedulers[0].state_dict(),
+        "scaler": parts.scaler.state_dict(),
+        "custom": parts.custom[0].count,
+        "position": parts.loaders[0].count,
+    }
+
+
+def assert_same(one: Any, two: Any) -> None:
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, safe: bool) -> None:
+    """D7, D8, D11: model, optimizer, schedule, scaler, random draws, positions and own objects, bit-equal."""
+    straight = training(steps=3)
+    expected = train(straight, 3)
+
+    first = training(steps=3)
+    path = state.save(first, tmp_path / "c", safe_serialization=safe)
+    resumed = training(seed=7, steps=1)
+    loaded = state.load(resumed, path)
+    resumed.step = loaded.step
+    assert train(resumed, 3) == expected
+    assert resumed.step == 6
+    assert_same(everything(resumed), everything(straight))
+
+
+def test_the_files_are_those_of_the_public_format(tmp_path: Path) -> None:
+    parts = training(steps=2)
+    second, third = nn.Linear(2, 2), nn.Linear(1, 1)
+    parts.models += [second, third]
+    parts.optimizers += [torch.optim.SGD(second.parameters(), lr=1.0)]
+    parts.custom += [Counter(5)]
+    path = state.save(parts, tmp_path / "c")
+    assert path == tmp_path / "c"
+    assert sorted(os.listdir(path)) == [
+        "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl", "manifest.json", "model.safetensors",
+        "model_1.safetensors", "model_2.safetensors", "optimizer.bin", "optimizer_1.bin",
+        "random_states_0.pkl", "scaler.pt", "scheduler.bin",
+    ]  # fmt: skip
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert_same(load_file(path / "model_1.safetensors"), dict(second.state_dict()))
+    plain = torch.load(path / "optimizer.bin", weights_only=True)
+    assert_same(plain, parts.optimizers[0].state_dict())
+    assert torch.load(path / "custom_checkpoint_1.pkl")["count"] == 5
+    random_states = pickles.read(path / "random_states_0.pkl")
+    assert {"step", "random_state", "numpy_random_seed", "torch_manual_seed"} <= random_states.keys()
+    assert random_states["step"] == 2
+
+    path = state.save(parts, tmp_path / "c", safe_serialization=False)
+    assert {"pytorch_model.bin", "pytorch_model_1.bin"} < set(os.listdir(path))
+    assert not list(path.glob("*.safetensors"))
+    weights = torch.load(path / "pytorch_model.bin", weights_only=True)
+    assert type(weights) is OrderedDict
+    assert_same(dict(weights), dict(parts.models[0].state_dict()))
+
+
+def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
+    parts = training(steps=2)
+    parts.metadata = {"epoch": 3, "best": float("inf"), "shape": (1, 2)}
+    path = state.save(parts, tmp_path / "c")
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["format"] == 1
+    assert manifest["step"] == 2
+    assert manifest["world_size"] == 1
+    assert manifest["strategy"] == "single"
+    assert manifest["loaders"] == [{"epoch": 1, "samples": 16}]
+    assert manifest["library"].startswith("accelerate ")
+    assert set(manifest["files"]) == set(os.listdir(path)) - {"manifest.json"}
+    for name, record in manifest["files"].items():
+        assert record["size"] == (path / name).stat().st_size
+        assert len(record["digest"]) == 64
+    model = manifest["parts"]["models"][0]
+    assert model["kind"] == "Sequential"
+    assert model["tensors"]["0.weight"] == ["float32", [4, 3]]
+    loaded = state.load(training(), path)
+    assert loaded.metadata == {"epoch": 3, "best": float("inf"), "shape": [1, 2]}
+    assert (loaded.step, loaded.world_size, loaded.iteration, loaded.notes) == (2, 1, None, ())
+
+
+def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
+    parts = training(steps=2)
+    path = state.save(parts, tmp_path / "c")
+    fresh = training(seed=1)
+    model_only = Parts(models=fresh.models, custom=[Counter()])
+    state.load(model_only, path)
+    assert_same(fresh.models[0].state_dict(), parts.models[0].state_dict())
+    assert fresh.optimizers[0].state_dict()["state"] == {}
+
+
+def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) -> None:
+    path = state.save(Parts(metadata={"epoch": 1}), tmp_path / "c")
+    assert state.load(Parts(), path).metadata == {"epoch": 1}
+
+
+# ---------------------------------------------------------------- tied and wrapped models
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
+    """D6: one tensor in the file, an alias in the manifest, one parameter after loading."""
+    model = Tied()
+    path = state.save(Parts([model]), tmp_path / "c", safe_serialization=safe)
+    if safe:
+        assert sorted(load_file(path / "model.safetensors")) == ["body.bias", "body.weight", "embed.weight"]
+        with safe_open(path / "model.safetensors", framework="pt") as file:
+            assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert manifest["parts"]["models"][0]["aliases"] == {"head.weight": "embed.weight"}
+    fresh = Tied()
+    loaded = state.load(Parts([fresh]), path)
+    assert loaded.notes == ()
+    assert fresh.head.weight is fresh.embed.weight
+    assert_same(fresh.state_dict(), model.state_dict())
+
+
+def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D6."""
+    model = Tied()
+    path = state.save(Parts([model]), tmp_path / "c")
+    apart = Tied(tie=False)
+    loaded = state.load(Parts([apart]), path)
+    assert_same(apart.head.weight, model.embed.weight)
+    assert "head.weight tied to embed.weight" in loaded.notes[0]
+    assert "head.weight tied to embed.weight" in caplog.text
+
+
+def test_tied_weights_without_an_alias_table_follow_the_model(tmp_path: Path) -> None:
+    """D6: a file of the public package drops the tied name and says nothing."""
+    model, fresh = Tied(), Tied()
+    path = state.save(Parts([model]), tmp_path / "c")
+    (path / "manifest.json").unlink()
+    from safetensors.torch import save_file
+
+    weights = {n: t for n, t in model.state_dict().items() if n != "embed.weight"}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    state.load(Parts([fresh]), path)
+    assert fresh.head.weight is fresh.embed.weight
+    assert_same(fresh.state_dict(), model.state_dict())
+
+
+def test_views_that_overlap_are_saved_each(tmp_path: Path) -> None:
+    big = torch.arange(12.0).reshape(3, 4)
+    views = {"all": big, "row": big[1], "column": big[:, 2], "again": big, "turned": big.t()}
+    saved: dict[str, torch.Tensor] = {}
+    part = Part("views", lambda: views, saved.update)
+    path = state.save(Parts([part]), tmp_path / "c")
+    assert sorted(load_file(path / "model.safetensors")) == ["all", "column", "row", "turned"]
+    state.load(Parts([part]), path)
+    assert_same({k: v.clone() for k, v in saved.items()}, {k: v.clone() for k, v in views.items()})
+
+
+def test_a_compiled_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
+    """D9: no ``_orig_mod`` in the file, whole or regional; loads compiled and uncompiled."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    names = set(model.state_dict())
+    regional = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 1))
+    regional.load_state_dict({n.replace("0.", "0._orig_mod.", 1): t for n, t in model.state_dict().items()})
+    whole = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    assert all("_orig_mod" in n for n in whole.state_dict())
+    path = state.save(Parts([regional]), tmp_path / "c")
+    assert set(load_file(path / "model.safetensors")) == names
+    for target in (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), whole):
+        state.load(Parts([target]), path)
+        assert_same(list(target.parameters()), list(model.parameters()))
+
+
+def test_names_under_a_wrapper_fit_the_bare_model_and_back(tmp_path: Path) -> None:
+    model, bare = nn.Linear(2, 2), nn.Linear(2, 2)
+    wrapped = nn.Module()
+    wrapped.add_module("module", model)
+    state.load(Parts([bare]), state.save(Parts([wrapped]), tmp_path / "wrapped"))
+    assert_same(bare.state_dict(), model.state_dict())
+    other = nn.Module()
+    other.add_module("module", nn.Linear(2, 2))
+    state.load(Parts([other]), state.save(Parts([bare]), tmp_path / "bare"))
+    assert_same(other.get_submodule("module").state_dict(), model.state_dict())
+
+
+def test_a_model_with_a_part_called_module_keeps_its_names(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
+    fresh = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
+    path = state.save(Parts([model]), tmp_path / "c")
+    assert "module.weight" in load_file(path / "model.safetensors")
+    state.load(Parts([fresh]), path)
+    assert_same(fresh.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
+)
+def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = {
+        "x": torch.ones(2, 3).to(dtype),
+        "scalar": torch.ones(()).to(dtype),
+        "empty": torch.empty(0, 3).to(dtype),
+    }
+    back: dict[str, torch.Tensor] = {}
+    part = Part("x", lambda: saved, back.update)
+    state.load(Parts([part]), state.save(Parts([part]), tmp_path / "c"))
+    assert {n: (t.dtype, t.shape) for n, t in back.items()} == {
+        n: (t.dtype, t.shape) for n, t in saved.items()
+    }
+    assert all(torch.equal(back[n].float(), saved[n].float()) for n in saved)
+
+
+# ---------------------------------------------------------------- hooks, own files, folders
+
+
+def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
+    first, second = nn.Linear(1, 1), nn.Linear(2, 2)
+
+    def hook(weights: list[dict[str, Any]], folder: Path) -> None:
+        (folder / "unet").mkdir()
+        (folder / "unet" / "config.json").write_text("{}")
+        assert len(weights) == 2
+        weights.pop(0)
+
+    path = state.save(Parts([first, second]), tmp_path / "c", before=hook)
+    assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors", "unet"]
+    assert load_file(path / "model.safetensors")["weight"].shape == (2, 2)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert "unet/config.json" in manifest["files"]
+
+    parts = Parts([nn.Linear(1, 1), nn.Linear(2, 2)])
+    seen: list[Path] = []
+
+    def load_hook(folder: Path) -> None:
+        seen.append(folder)
+        parts.models.pop(0)
+
+    state.load(parts, path, before=load_hook)
+    assert seen == [path]
+    assert_same(parts.models[0].state_dict(), second.state_dict())
+
+    (path / "unet" / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"unet/config.json is damaged"):
+        state.load(Parts([second]), path)
+
+
+class Engine:
+    """A part that writes a folder of its own."""
+
+    name = "engine"
+
+    def __init__(self, value: str = "") -> None:
+        self.value = value
+
+    def save(self, folder: Path) -> list[str]:
+        (folder / "pytorch_model" / "deep").mkdir(parents=True)
+        (folder / "pytorch_model" / "deep" / "rank0.pt").write_text(self.value)
+        return ["pytorch_model/deep/rank0.pt"]
+
+    def load(self, folder: Path) -> None:
+        self.value = (folder / "pytorch_model" / "deep" / "rank0.pt").read_text()
+
+
+def test_a_part_may_write_files_of_its_own(tmp_path: Path) -> None:
+    path = state.save(Parts(own_files=[Engine("weights")]), tmp_path / "c")
+    fresh = Engine()
+    state.load(Parts(own_files=[fresh]), path)
+    assert fresh.value == "weights"
+    (path / "pytorch_model" / "deep" / "rank0.pt").write_text("Weights")
+    with pytest.raises(CheckpointError, match=r"rank0.pt is damaged"):
+        state.load(Parts(own_files=[fresh]), path)
+
+
+def test_saving_over_a_checkpoint_replaces_it_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    first = training(steps=1)
+    state.save(first, target, safe_serialization=False)
+    (target / "notes.txt").write_text("mine")
+    (target / "logs").mkdir()
+    (target / "logs" / "events").write_text("mine too")
+    second = training(steps=2)
+    second.custom = []
+    state.save(second, target)
+    assert (target / "notes.txt").read_text() == "mine"
+    assert (target / "logs" / "events").read_text() == "mine too"
+    assert not (target / "pytorch_model.bin").exists()
+    assert not (target / "custom_checkpoint_0.pkl").exists()
+    assert os.listdir(tmp_path) == ["out"]
+    fresh = training(seed=4)
+    fresh.custom = []
+    assert state.load(fresh, target).step == 2
+
+
+def test_an_existing_empty_folder_a_link_and_a_tilde_are_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    assert state.save(training(), "~/empty") == tmp_path / "empty"
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert state.save(training(steps=1), tmp_path / "link") == tmp_path / "empty"
+    assert (tmp_path / "link").is_symlink()
+    assert state.load(training(), "~/link").step == 1
+
+
+def test_folders_that_cannot_be_replaced_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)current directory.*checkpoint"):
+        state.save(training(), ".")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="it is a file"):
+        state.save(training(), tmp_path / "file")
+    with pytest.raises(CheckpointError, match="root of a file system"):
+        state.save(training(), "/proc")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_no_folder_is_a_value_error_as_in_the_public_package(tmp_path: Path) -> None:
+    for call in (state.save, state.load):
+        with pytest.raises(ValueError, match="no folder is given"):
+            call(training())
+    (tmp_path / "neighbour").mkdir()
+    with pytest.raises(ValueError, match=r"(?s)there is no folder .*gone.*neighbour"):
+        state.load(training(), tmp_path / "gone")
+    state.save(training(), tmp_path / "run" / "epoch_3")
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"(?s)not a checkpoint.*newest checkpoint is .*epoch_3"
+    ):
+        state.load(training(), tmp_path / "run")
+
+
+# ---------------------------------------------------------------- damage and absence
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "flipped"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "optimizer.bin", "scheduler.bin", "scaler.pt", "random_states_0.pkl",
+     "custom_checkpoint_0.pkl", "manifest.json"],
+)  # fmt: skip
+def test_any_damage_is_an_error_that_names_the_file_and_changes_nothing(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    """D2."""
+    path = state.save(training(steps=2), tmp_path / "c")
+    damage(path / name, how)
+    fresh = training(seed=3)
+    before = everything(fresh)
+    draws = torch.get_rng_state()
+    if (name, how) == ("manifest.json", "missing"):
+        fresh.loaders = []  # positions are in the manifest: what is left is a folder of the public format
+        assert state.load(fresh, path).manifest is None
+        return
+    with pytest.raises(CheckpointError, match=name):
+        state.load(fresh, path)
+    assert_same(everything(fresh), before)
+    assert torch.equal(torch.get_rng_state(), draws)
+
+
+def test_sizes_are_compared_even_without_digests(tmp_path: Path) -> None:
+    path = state.save(training(steps=2), tmp_path / "c")
+    damage(path / "optimizer.bin", "truncated")
+    with pytest.raises(CheckpointError, match=r"optimizer.bin has \d+ bytes, expected \d+"):
+        state.load(training(), path, check_digests=False)
+
+
+def test_every_byte_of_the_manifest_is_guarded(tmp_path: Path) -> None:
+    path = state.save(Parts(metadata={"epoch": 3}), tmp_path / "c")
+    file = path / "manifest.json"
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 7):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        if json_or_none(file) == json.loads(whole):
+            continue  # white space
+        with pytest.raises(CheckpointError, match=r"manifest.json"):
+            state.load(Parts(), path)
+
+
+def json_or_none(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError:
+        return None
+
+
+def test_a_part_that_was_not_saved_is_an_error_or_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = training(steps=2)
+    saved.schedulers, saved.loaders, saved.rng, saved.scaler = [], [], None, None
+    path = state.save(saved, tmp_path / "c")
+    fresh = training(seed=2)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)scheduler.bin is missing.*scheduler 0 \(MultiStepLR\).*strict=False"
+    ):
+        state.load(fresh, path)
+    scheduler = fresh.schedulers[0].state_dict()
+    loaded = state.load(fresh, path, strict=False)
+    assert [entry.partition(" ")[0] for entry in loaded.missing] == [
+        "scheduler.bin", "scaler.pt", "manifest.json", "random_states_0.pkl",
+    ]  # fmt: skip
+    assert "scheduler.bin (scheduler 0 (MultiStepLR))" in caplog.text
+    assert fresh.schedulers[0].state_dict() == scheduler
+    assert_same(fresh.models[0].state_dict(), saved.models[0].state_dict())
+
+
+def test_the_number_of_registered_objects_must_match(tmp_path: Path) -> None:
+    """A RuntimeError, as in the public package."""
+    path = state.save(training(), tmp_path / "c")
+    fresh = training()
+    fresh.custom.append(Counter())
+    with pytest.raises(RuntimeError, match=r"holds 1 registered object\(s\), but 2 are registered"):
+        state.load(fresh, path)
+    assert state.load(fresh, path, strict=False).missing == (
+        "custom_checkpoint_1.pkl (registered object 1 (Counter))",
+    )
+
+
+def test_a_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    path = state.save(Parts([nn.Linear(2, 2)]), tmp_path / "c")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)could not load model 0 \(Linear\).*size mismatch for weight"
+    ):
+        state.load(Parts([nn.Linear(3, 2)]), path)
+    with pytest.raises(CheckpointError, match=r"(?s)model 0 \(Sequential\).*Missing key"):
+        state.load(Parts([nn.Sequential(nn.Linear(2, 2))]), path)
+    wider = nn.Linear(2, 2)
+    wider.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(CheckpointError, match="extra"):
+        state.load(Parts([wider]), path)
+    state.load(Parts([wider]), path, model_kwargs={"strict": False})
+
+
+def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """D8."""
+    with pytest.raises(CheckpointError, match=r"registered object 1 cannot be saved: it is a object"):
+        state.save(Parts(custom=[Counter(), object()]), tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [({"a": {"b": [1, torch.ones(1)]}}, r"metadata\['a'\]\['b'\]\[1\] is a Tensor"),
+     ({"loss": np.float64(0.5)}, r"metadata\['loss'\] is a float64"),
+     ({"table": {1: 2}}, r"metadata\['table'\] is a dict with keys that are not text")],
+)  # fmt: skip
+def test_metadata_that_would_change_on_the_way_is_refused(
+    tmp_path: Path, metadata: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        state.save(Parts(metadata=metadata), tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_state_that_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
+    odd = Part("odd", lambda: {"x": torch.ones(1), "extra": [1, 2]}, dict)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)extra in a model's state is a list.*safe_serialization=False"
+    ):
+        state.save(Parts([odd]), tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"weight has no data to save"):
+        state.save(Parts([nn.Linear(1, 1, device="meta")]), tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.putenv, ("ACCELERATE_TRAP", "sprung")
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    path = state.save(training(steps=1), tmp_path / "c")
+    (path / "manifest.json").unlink()
+    torch.save({"state": Trap()}, path / "optimizer.bin")
+    fresh = training()
+    fresh.loaders = []
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer.bin.*could run code.*putenv.*weights_only"):
+        state.load(fresh, path)
+
+
+def test_load_kwargs_override(tmp_path: Path) -> None:
+    class Plain:
+        got: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"set": SimpleNamespace(a=1)}
+
+        def load_state_dict(self, value: Any) -> None:
+            self.got = value
+
+    plain = Plain()
+    path = state.save(Parts(schedulers=[plain]), tmp_path / "c")
+    with pytest.raises(CheckpointError, match="SimpleNamespace"):
+        state.load(Parts(schedulers=[plain]), path)
+    state.load(Parts(schedulers=[plain]), path, load_kwargs={"weights_only": False})
+    assert plain.got == {"set": SimpleNamespace(a=1)}
+
+
+def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
+    holder: dict[str, torch.Tensor] = {}
+    part = Part("x", lambda: {"t": torch.ones(2)}, holder.update)
+    path = state.save(Parts(optimizers=[part]), tmp_path / "c")
+    state.load(Parts(optimizers=[part]), path, map_location="meta")
+    assert holder["t"].device.type == "meta"
+    state.load(Parts(optimizers=[part]), path, map_location="on_device")
+    assert holder["t"].device.type == "cpu"
+
+
+# ---------------------------------------------------------------- other writers, other worlds
+
+
+def public_checkpoint(folder: Path, parts: Parts, ranks: int = 1) -> Path:
+    """A folder as the public package writes it: the same files, no manifest."""
+    path = state.save(parts, folder)
+    (path / "manifest.json").unlink()
+    for rank in range(1, ranks):
+        (path / f"random_states_{rank}.pkl").write_bytes((path / "random_states_0.pkl").read_bytes())
+    return path
+
+
+def test_a_checkpoint_of_the_public_package_loads_by_name_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = training(steps=3)
+    path = public_checkpoint(tmp_path / "c", saved)
+    fresh = training(seed=5)
+    loaded = state.load(fresh, path)
+    assert loaded.step == 3
+    assert loaded.manifest is None
+    assert "has no manifest" in caplog.text
+    assert "position of loader 0" in loaded.notes[0]
+    fresh.loaders[0].count = saved.loaders[0].count
+    assert_same(everything(fresh), everything(saved))
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_rank_without_random_states_gets_derived_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, manifest: bool
+) -> None:
+    """More processes than saved: the same numbers on every load, others on every rank; said in one line."""
+    path = state.save(training(steps=1), tmp_path / "c")
+    if not manifest:
+        (path / "manifest.json").unlink()
+
+    def draws(rank: int, size: int) -> tuple[float, float, float]:
+        torch.manual_seed(99)
+        reader_ranks = Ranks(rank, size)
+        from accelerate.checkpoint import manifest as manifests
+        from accelerate.checkpoint.restore import Reader
+
+        parts = Parts(rng=rng)
+        reader = Reader(path, manifests.read(path), reader_ranks)
+        reader.read(parts)
+        reader.finish(parts)
+        assert len(reader.notes) == (1 if size > 1 else 0)
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    every = [draws(rank, 3) for rank in range(3)]
+    assert every == [draws(rank, 3) for rank in range(3)]
+    assert len(set(every)) == 3
+    assert every[0] == draws(0, 1)  # rank 0 has its own
+
+
+def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
+    """D2: a rank's file that should be there and is not."""
+    from accelerate.checkpoint.restore import Reader
+
+    path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)
+    (path / "random_states_1.pkl").unlink()
+    with pytest.raises(CheckpointError, match=r"random_states_1.pkl is missing"):
+        Reader(path, None, Ranks(1, 3)).read(Parts(rng=rng))
+
+
+def test_no_hook_is_left_in_the_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save and a load of the same objects in the same world have nothing to say."""
+    caplog.set_level(logging.DEBUG)
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    for _ in range(2):
+        state.save(training(), project=project)
+    state.load(training(), project=project)
+    assert [r for r in caplog.records if r.name.startswith("accelerate")] == []
