@@ -33,6 +33,7 @@ def test_it_is_detected_with_its_facts() -> None:
 
 def test_memory_is_counted_as_tensors_come_and_go() -> None:
     device = devices.get("sim")
+    device.empty_cache()
     device.reset_peak(0)
     before = device.allocated(0)
     free, total = device.memory(0)

@@ -459,7 +459,8 @@ def _int(env: Env, *names: str) -> int | None:
 def _node_of(rank: int, local_rank: int, local_size: int, size: int, nodes: int) -> int | None:
     """The machine of a rank: ranks fill the machines one by one, or are dealt to them in turn.
 
-    None where the machines hold different numbers: then a rank alone cannot tell.
+    Filling wins where both would explain the numbers, since it is every launcher's default. None where
+    the machines hold different numbers: then a rank alone cannot tell.
     """
     if rank == local_rank:
         return 0

@@ -149,11 +149,11 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     elif name == "torch":
         cpu = devices.get("cpu")
         cpu.set_rng(_from_rank_0(cpu.rng()))
-    elif name not in devices.DEVICES:
-        raise UnknownNameError("random generator", name, ("torch", "generator", *devices.DEVICES.names()))
     elif name == _device().type:
         device = devices.get(name)
         device.set_rng(_from_rank_0(device.rng()))
+    elif name not in devices.DEVICES:
+        raise UnknownNameError("random generator", name, ("torch", "generator", *devices.DEVICES.names()))
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
