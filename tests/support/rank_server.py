@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -37,6 +38,11 @@ PRELOAD = (
     "click",
     "rich",
     "safetensors.torch",
+    "huggingface_hub.serialization",
+    "packaging.version",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.profiler",
+    "accelerate.facade.accelerator",
 )
 POLL = 0.003  # seconds between looks at the ranks
 GRACE = 3.0  # seconds the others may go on after a rank has failed
@@ -88,7 +94,9 @@ def serve(descriptor: int) -> NoReturn:
     """Answers jobs until the client closes its end; does not return."""
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in PRELOAD:
-        importlib.import_module(name)
+        _preload(name)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to all objects, and so copy the memory it shares with us
     sys.modules["torch"].set_num_threads(1)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # A fork copies only the thread that forks; a lock held by another one would stay locked in every rank.
@@ -99,6 +107,13 @@ def serve(descriptor: int) -> NoReturn:
             client.send(_run(client.recv(), client))
     except EOFError:
         os._exit(0)  # nothing is left to do, and taking torch down takes seconds
+
+
+def _preload(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception:  # noqa: BLE001 - it only saves time: the test that needs the module shows why it fails
+        traceback.print_exc()
 
 
 def _run(job: Job, client: Connection) -> list[Ended]:
