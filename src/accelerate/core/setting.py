@@ -341,7 +341,8 @@ def _chosen(row: Setting, value: Any, where: str) -> Any:
     word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
     if word.lower() in folded:
         return folded[word.lower()]
-    raise UnknownNameError(f"value of {row.name} ({where})", str(value), [str(c) for c in row.choices])
+    choices = [str(choice) for choice in row.choices]
+    raise UnknownNameError("value", str(value), choices, where=f"of {row.name} ({where})")
 
 
 def _convert(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:

@@ -1,0 +1,78 @@
+"""``accelerate launch``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accelerate.cli.options import HANDED, TopicCommand, options
+from accelerate.launch.job import read
+
+if TYPE_CHECKING:
+    import argparse
+
+_HELP = """Start a script with one process per device, or as many as you say.
+
+\b
+accelerate launch train.py --epochs 3             one process per device
+accelerate launch -n 4 --cpu train.py             four processes on the CPU
+accelerate launch -m package.train                a module
+Everything after the script is its own, untouched. Every --a_b is also --a-b.
+Brackets name the environment variable and the key of a configuration file; what is given wins in the order:
+the script's own code, flag, environment, file.
+"""
+
+
+def _run(**given: Any) -> None:
+    from accelerate.launch.base import launch
+
+    program = given.pop("program")
+    launch(read(given, program, HANDED), replace=True)
+
+
+PLUGIN = TopicCommand(
+    "launch",
+    callback=_run,
+    params=[
+        click.Argument(
+            ["program"], nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS OF SCRIPT]..."
+        ),
+        *options(),
+    ],
+    # What follows the script is not ours, whatever it looks like.
+    context_settings={"allow_interspersed_args": False, "max_content_width": 110},
+    help=_HELP,
+    short_help="Start a script with one process per device, or as many as you say.",
+)
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of the flags of ``accelerate launch`` for programs that are launchers themselves.
+
+    Args:
+        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``launch`` to it.
+    """
+    from accelerate.cli import parser
+
+    return parser.launch_command_parser(PLUGIN, subparsers)
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Runs what ``launch_command_parser().parse_args(...)`` describes, and returns when it has ended.
+
+    Raises:
+        AccelerateError: it cannot be started as asked.
+        RankError: a rank failed; its traceback has been printed.
+    """
+    from accelerate.cli import parser
+
+    parser.launch_command(PLUGIN, args)
+
+
+def main() -> None:
+    """``accelerate-launch``."""
+    from accelerate.cli.main import launch as command
+
+    sys.exit(command())

@@ -1,0 +1,109 @@
+"""The ``accelerate`` command. Its sub-commands are the files of this folder that define ``PLUGIN``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from accelerate.cli.show import USAGE, in_our_words, show
+from accelerate.core.errors import AccelerateError, NotBuiltError, UnknownNameError
+from accelerate.core.registry import Registry
+from accelerate.launch.errors import RankError
+
+COMMANDS: Registry[click.Command] = Registry(
+    "command", "accelerate.cli", "accelerate.commands", exclude=("main", "options", "parser", "show")
+)
+
+# Commands that are promised and not built yet, with what will come. Whoever adds the file removes the line.
+PLANNED = {
+    "config": "a wizard that writes the configuration file; until then write the file by hand: "
+    "`accelerate launch --help` names every key",
+    "estimate-memory": "a table of how much memory a model takes, from its configuration",
+    "merge-weights": "joining the shards of a sharded checkpoint into one file of weights",
+    "test": "a quick check of the configured set-up: ranks, collectives, loaders, precision, checkpoints",
+    "to-fsdp2": "turning a configuration of the first sharded engine into one of the second",
+    "tpu-config": "running a command on every machine of a TPU pod",
+}
+
+
+class Commands(click.Group):
+    """The commands that exist; each is imported when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names as typed: a file's underscores are dashes."""
+        return sorted(name.replace("_", "-") for name in COMMANDS.names())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, or None."""
+        name = cmd_name.replace("-", "_")
+        return COMMANDS.get(name) if name in COMMANDS else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command, or says which one was probably meant."""
+        name = args[0].replace("_", "-")
+        if name in PLANNED and self.get_command(ctx, name) is None:
+            raise NotBuiltError(f"accelerate {name} is not built yet", why=PLANNED[name])
+        if self.get_command(ctx, name) is None:
+            raise UnknownNameError("command", args[0], [*self.list_commands(ctx), *PLANNED])
+        return super().resolve_command(ctx, args)
+
+
+@click.group("accelerate", cls=Commands, invoke_without_command=True)
+@click.version_option(package_name="accelerate", prog_name="accelerate")
+@click.pass_context
+def accelerate(ctx: click.Context) -> None:
+    """Launch, train and run PyTorch models on any hardware."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(1)
+
+
+def run(args: Sequence[str], name: str = "accelerate") -> int:
+    """Runs the command line ``args`` and returns the exit code."""
+    try:
+        result = accelerate.main(args=list(args), prog_name=name, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except RankError as error:
+        click.echo(error.shown(), file=sys.stderr)
+        return error.code
+    except click.UsageError as error:
+        show(in_our_words(error, _typed(args, name)), _typed(args, name))
+    except AccelerateError as error:
+        show(error, _typed(args, name))
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    return USAGE
+
+
+def _typed(args: Sequence[str], name: str) -> str:
+    """``accelerate launch``, the command as the user typed it."""
+    return f"{name} {args[0]}" if args and not args[0].startswith("-") else name
+
+
+def main() -> int:
+    """``accelerate``."""
+    return run(sys.argv[1:])
+
+
+def launch() -> int:
+    """``accelerate-launch``."""
+    return run(["launch", *sys.argv[1:]])
+
+
+def config() -> int:
+    """``accelerate-config``."""
+    return run(["config", *sys.argv[1:]])
+
+
+def estimate_memory() -> int:
+    """``accelerate-estimate-memory``."""
+    return run(["estimate-memory", *sys.argv[1:]])
+
+
+def merge_weights() -> int:
+    """``accelerate-merge-weights``."""
+    return run(["merge-weights", *sys.argv[1:]])

@@ -1,0 +1,91 @@
+"""A kind of launch: one file of this folder that takes some requests and runs them."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from accelerate.core.errors import NotBuiltError
+from accelerate.core.registry import Registry
+from accelerate.launch.check import check
+from accelerate.launch.job import Request
+
+
+class Kind(ABC):
+    """One way to start the processes of a job.
+
+    Attributes:
+        name: how it is called in plans.
+        priority: of those that take a request, the highest runs it.
+    """
+
+    name: ClassVar[str]
+    priority: ClassVar[int] = 0
+
+    @abstractmethod
+    def takes(self, request: Request) -> bool:
+        """Whether this kind is what the request asks for."""
+
+    @abstractmethod
+    def run(self, request: Request, *, replace: bool) -> None:
+        """Starts the job and returns when it has ended well.
+
+        Args:
+            request: what was asked.
+            replace: this process may be replaced by the script; then this call does not return.
+
+        Raises:
+            LaunchError: the job cannot be started, or a rank failed; it holds the exit code.
+        """
+
+
+KINDS: Registry[Kind] = Registry(
+    "launch kind",
+    "accelerate.launch",
+    "accelerate.launchers",
+    exclude=(
+        *("base", "check", "child", "config", "errors", "files", "guard", "job", "later", "logs", "port"),
+        *("ranks", "report"),
+    ),
+)
+
+
+def choose(request: Request) -> Kind:
+    """The kind of launch for a request.
+
+    Raises:
+        NotBuiltError: none takes it.
+    """
+    takers = sorted((kind for kind in KINDS if kind.takes(request)), key=lambda kind: -kind.priority)
+    if not takers:
+        where = request.origin("num_machines").where
+        raise NotBuiltError(
+            f"a job on {request.settings.num_machines} machines ({where}) is not built yet",
+            why="launching on several machines comes with the elastic launcher",
+            fix="until then start one torchrun per machine; the script needs no change",
+        )
+    return takers[0]
+
+
+def launch(request: Request, *, replace: bool = False) -> None:
+    """Runs a request: checks it, chooses the kind of launch, starts it, and returns when it has ended well.
+
+    Args:
+        request: what was asked.
+        replace: this process may be replaced by the script.
+
+    Raises:
+        AccelerateError: it cannot be started as asked, or a rank failed (``RankError`` holds the exit code).
+    """
+    check(request)
+    kind = choose(request)
+    if request.file is not None and not request.file.named:
+        say(request, f"settings from {request.file.path} (--config_file names another)")
+    kind.run(request, replace=replace)
+
+
+def say(request: Request, line: str, *, only_debug: bool = False) -> None:
+    """Prints one line about the launch on stderr, unless asked to be quiet."""
+    if not request.settings.quiet and (request.get("debug") or not only_debug):
+        print(f"accelerate launch: {line}", file=sys.stderr, flush=True)

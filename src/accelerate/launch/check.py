@@ -1,0 +1,253 @@
+"""What a request means on this machine: how many processes, on which devices. Contradictions are refused.
+
+Every error names the two places that do not go together.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import device as devices
+from accelerate.core.errors import LaunchError, SettingError, UnknownNameError, nearest
+from accelerate.core.setting import Origin
+from accelerate.device import Device
+from accelerate.device.machine import Machine
+from accelerate.launch import later
+from accelerate.launch.job import Request
+
+ALONE, CPU_GROUP = "NO", "MULTI_CPU"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the processes of a job run.
+
+    Attributes:
+        device: the type of their devices.
+        count: how many of them there are to use; 0 on a CPU, and where no accelerator was found.
+        visible: the value of the device's visible variable, None to leave it alone.
+        processes: how many processes to start on this machine.
+    """
+
+    device: Device
+    count: int
+    visible: str | None
+    processes: int
+
+
+def check(request: Request) -> None:
+    """Refuses what contradicts itself, whatever the machine.
+
+    Raises:
+        SettingError: two settings do not go together, or a number is out of its range.
+        LaunchError: there is no script.
+    """
+    job = request.settings
+    _at_least(request, "num_processes", 1)
+    _at_least(request, "num_machines", 1)
+    _at_least(request, "machine_rank", 0)
+    _at_least(request, "num_cpu_threads_per_process", 1)
+    _at_least(request, "stop_timeout", 0)
+    if job.machine_rank >= job.num_machines:
+        raise SettingError(
+            f"{_said(request.origin('machine_rank'), 'machine_rank')}, "
+            f"but {_said(request.origin('num_machines'), 'num_machines')}",
+            why=f"machines are counted from 0: the last of {job.num_machines} is {job.num_machines - 1}",
+        )
+    port = job.main_process_port
+    if port is not None and not 0 <= port <= 65535:
+        raise SettingError(
+            f"{_said(request.origin('main_process_port'), 'main_process_port')}, which is no port",
+            why="ports are numbers from 0 to 65535; 0 takes a free one",
+        )
+    if job.module and job.no_python:
+        raise SettingError(
+            "--module and --no_python do not go together",
+            why="a module is started by Python, a program by itself",
+            fix="keep one of them",
+        )
+    _check_device_flags(request)
+    check_program(request)
+
+
+def _check_device_flags(request: Request) -> None:
+    cpu, kind = request.origin("use_cpu"), request.origin("distributed_type")
+    if cpu.value and request.settings.multi_gpu:
+        raise SettingError(
+            f"{cpu.where} and --multi_gpu do not go together",
+            why="one asks for the CPU, the other insists on accelerators",
+            fix="keep one of them",
+        )
+    ids = request.origin("gpu_ids")
+    if cpu.source == ids.source == "flag":
+        raise SettingError(
+            f"{cpu.where} and {ids.where} do not go together", why="a CPU has no device numbers"
+        )
+    processes = request.origin("num_processes")
+    if kind.value == ALONE and processes.source == "file" and processes.value not in (None, 1):
+        raise SettingError(
+            f"{processes.where} is {processes.value}, but {kind.where} is {ALONE}",
+            why=f"{ALONE} means one process",
+            fix="leave distributed_type out: it follows from the devices and the number of processes",
+        )
+
+
+def _at_least(request: Request, name: str, least: int) -> None:
+    origin = request.origin(name)
+    if isinstance(origin.value, int | float) and origin.value < least:
+        raise SettingError(f"{_said(origin, name)}, but it is at least {least}")
+
+
+def _said(origin: Origin, name: str) -> str:
+    """``"--num_machines is 2"``, ``"num_machines is 1 (the default)"``."""
+    if origin.source == "default":
+        return f"{name} is {origin.value} (the default)"
+    return f"{origin.where} is {origin.value}"
+
+
+def check_program(request: Request) -> None:
+    """Refuses a script that is not there; modules are looked for by the Python that runs them.
+
+    Raises:
+        LaunchError: no script, or no such file; a similar name in its folder is suggested.
+    """
+    if not request.program:
+        raise LaunchError(
+            "there is nothing to launch",
+            why="no script was given",
+            fix="accelerate launch [flags] train.py [arguments of train.py]",
+        )
+    if request.settings.module or request.settings.no_python:
+        return
+    script = Path(request.program[0])
+    if script.is_file() or (script / "__main__.py").is_file():
+        return
+    if script.is_dir():
+        raise LaunchError(f"{script} is a folder without a __main__.py", fix="name the script inside it")
+    folder = script.parent
+    if not folder.is_dir():
+        raise LaunchError(f"there is no script {script}", why=f"there is no folder {folder}")
+    near = nearest(script.name, (file.name for file in folder.iterdir()))
+    raise LaunchError(
+        f"there is no script {script}",
+        why=f"looked for it in {folder.resolve()}",
+        fix=f"did you mean {folder / near}?" if near else "",
+    )
+
+
+def place(request: Request, machine: Machine) -> Place:
+    """Chooses the devices and the number of processes.
+
+    Raises:
+        SettingError: what was asked does not fit the machine; the error names both.
+    """
+    device, count = _device(request, machine)
+    ids = _ids(request, device, device.present(machine)) if count else None
+    if ids is not None:
+        count = len(ids)
+    processes = _processes(request, machine, count)
+    if count and processes > count:
+        raise SettingError(
+            f"{processes} processes are asked for ({request.origin('num_processes').where}), "
+            f"but there are {count} {device.type} devices ({_limit(request, device, machine, ids)})",
+            why="each process needs a device of its own",
+            fix=f"start {count}, or use the CPU: accelerate launch --cpu ...",
+        )
+    return Place(device, count, ",".join(map(str, ids)) if ids is not None else None, processes)
+
+
+def _device(request: Request, machine: Machine) -> tuple[Device, int]:
+    kind = request.origin("distributed_type")
+    cpu = devices.get("cpu")
+    if request.get("use_cpu") or (_typed(kind, CPU_GROUP) and not request.settings.multi_gpu):
+        return cpu, 0
+    found = _of_type(request, machine) if kind.value else None
+    device, count = found or devices.probe(machine)
+    if request.settings.multi_gpu and not count:
+        raise SettingError(
+            "--multi_gpu insists on accelerators, but none was found on this machine",
+            fix="leave it out, or use the CPU: accelerate launch --cpu --num_processes 2 ...",
+        )
+    return device, count
+
+
+def _typed(kind: Origin, word: str) -> bool:
+    return str(kind.value).upper() == word
+
+
+def _of_type(request: Request, machine: Machine) -> tuple[Device, int] | None:
+    """The device that ``distributed_type`` stands for; None where it stands for none in particular."""
+    kind = request.origin("distributed_type")
+    known: dict[str, list[Device]] = {}
+    for device in devices.accelerators():
+        known.setdefault(device.distributed_type, []).append(device)
+    if _typed(kind, ALONE):
+        return None
+    if str(kind.value).upper() not in known:
+        values = (ALONE, CPU_GROUP, *known, *later.values("distributed_type"))
+        raise UnknownNameError("distributed_type", str(kind.value), values, where=f"in {kind.where}")
+    counts = ((device, device.probe(machine)) for device in known[str(kind.value).upper()])
+    for device, count in counts:
+        if count:
+            return device, count
+    raise SettingError(
+        f"{kind.where} is {kind.value}, but this machine has no such device",
+        fix="use the CPU: accelerate launch --cpu ...; or leave distributed_type out",
+    )
+
+
+def _ids(request: Request, device: Device, present: int) -> list[int] | None:
+    """The device numbers asked for; None for all that are visible."""
+    origin = request.origin("gpu_ids")
+    if origin.value is None or str(origin.value).strip().lower() == "all":
+        return None
+    try:
+        ids = [int(part) for part in str(origin.value).split(",")]
+    except ValueError as error:
+        raise SettingError(
+            f"{origin.where} is {origin.value!r}, which is not a list of device numbers",
+            fix="write 'all', or numbers like 0,2",
+        ) from error
+    if device.visible_variable is None:
+        raise SettingError(
+            f"{origin.where} cannot be applied: {device.type} devices have no numbers to choose"
+        )
+    wrong = [number for number in ids if not 0 <= number < present]
+    if wrong or len(set(ids)) < len(ids):
+        raise SettingError(
+            f"{origin.where} is {origin.value!r}, but this machine has {present} {device.type} devices",
+            why=f"they are numbered 0 to {present - 1}, and each is named once",
+        )
+    return ids
+
+
+def _processes(request: Request, machine: Machine, count: int) -> int:
+    wanted = request.settings.num_processes
+    if isinstance(wanted, int):
+        return wanted
+    if wanted is None and _typed(request.origin("distributed_type"), ALONE):
+        return 1
+    if wanted == "cpu":
+        return cores(machine)
+    return max(1, count)
+
+
+def _limit(request: Request, device: Device, machine: Machine, ids: list[int] | None) -> str:
+    if ids is not None:
+        return request.origin("gpu_ids").where
+    value = device.visible(machine)
+    return "on this machine" if value is None else f"{device.visible_variable}={value}"
+
+
+def cores(machine: Machine) -> int:
+    """How many cores this process may use: those it is bound to, and no more than its container's share.
+
+    The share is ``quota / period`` of cgroup v2's ``cpu.max``. Source: kernel.org, admin-guide/cgroup-v2.
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = machine.read("sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        return max(1, min(bound, -(-int(quota) // int(period))))
+    return bound

@@ -1,0 +1,52 @@
+"""Outlives the launcher by a moment: when it dies, whatever the reason, its processes end too.
+
+Started by path as ``guard.py SECONDS``, with the launcher's end of a pipe as stdin. A line ``+PID`` is a
+process that was started as the leader of its own session, ``-PID`` one that has ended. ``done`` is the
+launcher's farewell; an end of the pipe without it means that the launcher is dead: every process is asked to
+stop, and after SECONDS killed with all it started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+
+def main(seconds: float) -> None:
+    """Waits for the launcher's end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line == "done\n":
+            return
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    end(groups, seconds)
+
+
+def end(groups: set[int], seconds: float) -> None:
+    """Asks the leaders of process groups to stop, and kills what is left of the groups after ``seconds``."""
+    _signal(os.kill, groups, signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and _signal(os.killpg, groups, 0):
+        time.sleep(0.05)
+    _signal(os.killpg, groups, signal.SIGKILL)
+
+
+def _signal(send: Callable[[int, int], None], targets: set[int], number: int) -> int:
+    """Sends a signal to all, and says how many were there to get it."""
+    reached = 0
+    for target in targets:
+        try:
+            send(target, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+        reached += 1
+    return reached
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

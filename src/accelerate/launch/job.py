@@ -1,0 +1,192 @@
+"""What is asked of a launch: the settings of the job, and those that are handed on to the script.
+
+``Job`` says how to start processes and stays with the launcher. Handed settings are declared next to the code
+that uses them; whoever calls the launcher says which they are. It reads them from flags and files, and hands
+those that were given to the script by their environment variables, which is where a script looks when its
+code says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accelerate.core import environ
+from accelerate.core.errors import UnknownNameError
+from accelerate.core.setting import Loaded, Origin, Setting, declared, load, setting
+from accelerate.launch import files, later
+from accelerate.launch.files import ConfigFile
+
+
+@dataclass(frozen=True)
+class Job:
+    """How to start the processes of one script."""
+
+    __topic__ = "Processes"
+
+    num_processes: int | Literal["auto", "gpu", "cpu"] | None = setting(
+        None,
+        flags=("-n", "--nproc_per_node"),
+        help="how many processes to start; by default one per device, one on a CPU",
+        question="How many processes in all?",
+    )
+    num_machines: int = setting(1, flags=("--nnodes",), help="how many machines take part")
+    machine_rank: int = setting(0, flags=("--node_rank",), help="the number of this machine, from 0")
+    main_process_ip: str | None = setting(None, flags=("--master_addr",), help="the address of rank 0")
+    main_process_port: int | None = setting(
+        None, flags=("--master_port",), help="the port of rank 0; by default, and with 0, a free one"
+    )
+    num_cpu_threads_per_process: int | None = setting(
+        None, help="threads of each process's CPU kernels; by default the cores are shared out"
+    )
+    stop_timeout: float = setting(
+        3.0, help="seconds that processes which are asked to stop have before they are killed"
+    )
+    multi_gpu: bool = setting(
+        False, variable=None, in_file=False, topic="Hardware", help="insist on accelerators: fail without"
+    )
+    gpu_ids: str | int | None = setting(
+        None, topic="Hardware", help="which devices to use: 'all', or their numbers like 0,2"
+    )
+    distributed_type: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        topic="Hardware",
+        help="which devices to use, by the type of the group",
+    )
+    compute_environment: Literal["LOCAL_MACHINE", "AMAZON_SAGEMAKER"] = setting(
+        "LOCAL_MACHINE", flag=None, variable=None, help="where the job runs"
+    )
+    module: bool = setting(
+        False,
+        flags=("-m",),
+        variable=None,
+        in_file=False,
+        topic="Script",
+        help="the script is a module, started like python -m",
+    )
+    no_python: bool = setting(
+        False, variable=None, in_file=False, topic="Script", help="the script is a program, started as it is"
+    )
+    config_file: str | None = setting(
+        None, in_file=False, topic="Script", help="a YAML or JSON file with any of these settings"
+    )
+    log_dir: str | None = setting(
+        None, topic="Output", help="a folder for the output of each rank: rank_0.log, ... (--tee says which)"
+    )
+    tee: str | None = setting(
+        None,
+        flags=("-t",),
+        topic="Output",
+        help="which output to mark with its rank and to log: 0 none, 1 stdout, 2 stderr, 3 both; "
+        "or by rank: 0:3,1:2",
+    )
+    role: str = setting("default", variable=None, topic="Output", help="a name that the processes are told")
+    quiet: bool = setting(
+        False, flags=("-q",), variable=None, in_file=False, topic="Output", help="say nothing but errors"
+    )
+
+
+def declarations(handed: Sequence[type[Any]]) -> tuple[Setting, ...]:
+    """Every setting that a launch with these handed settings knows."""
+    return tuple(row for cls in (Job, *handed) for row in declared(cls))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that was asked, with where it came from.
+
+    Attributes:
+        settings: the job.
+        loaded: every class of settings with its values and origins.
+        program: the script, module or program, and its arguments, untouched.
+        file: the configuration file in use.
+    """
+
+    settings: Job
+    loaded: Mapping[type[Any], Loaded[Any]]
+    program: tuple[str, ...]
+    file: ConfigFile | None = None
+
+    def origins(self, name: str) -> tuple[Origin, ...]:
+        """Every source that gave a value for a setting, the winner first."""
+        for loaded in self.loaded.values():
+            if name in loaded.origins:
+                return loaded.origins[name]
+        raise KeyError(name)
+
+    def origin(self, name: str) -> Origin:
+        """Where a setting's value came from."""
+        return self.origins(name)[0]
+
+    def get(self, name: str) -> Any:
+        """The value of any setting, the job's or a handed one."""
+        return self.origin(name).value
+
+    def handed(self) -> dict[str, str]:
+        """The environment variables by which the script learns what was given."""
+        told: dict[str, str] = {}
+        for cls, loaded in self.loaded.items():
+            for row in declared(cls):
+                if cls is not Job and row.variable and loaded.given(row.name):
+                    told[row.variable] = as_text(loaded.origin(row.name).value)
+        return told
+
+
+def as_text(value: Any) -> str:
+    """A value as the environment holds it: yes and no as ``true`` and ``false``, lists with commas."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def read(flags: Mapping[str, Any], program: Sequence[str], handed: Sequence[type[Any]]) -> Request:
+    """Reads all sources of all settings.
+
+    Args:
+        flags: what was typed, by name; None for "not given".
+        program: the script and its arguments.
+        handed: the classes of settings that are handed on to the script.
+
+    Raises:
+        SettingError: a value is wrong; the error names its place.
+        UnknownNameError: a key of the configuration file is unknown at any depth.
+        NotBuiltError: something is asked for that is not built yet.
+    """
+    named = flags.get("config_file") or environ.get("ACCELERATE_CONFIG_FILE")
+    # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
+    file = files.find(named, use_default=not flags.get("use_cpu"))
+    later.refuse_flags(flags)
+    if file is not None:
+        _check_keys(file, handed)
+        later.refuse_keys(file)
+    loaded = {cls: _load(cls, flags, file) for cls in (Job, *handed)}
+    request = Request(loaded[Job].value, loaded, tuple(program), file)
+    later.refuse_values(_winners(request))
+    return request
+
+
+def _winners(request: Request) -> Iterator[tuple[str, str, Any]]:
+    for loaded in request.loaded.values():
+        for name, found in loaded.origins.items():
+            yield name, found[0].where, found[0].value
+
+
+def _load(cls: type[Any], flags: Mapping[str, Any], file: ConfigFile | None) -> Loaded[Any]:
+    if file is None:
+        return load(cls, flags=flags)
+    section: str = getattr(cls, "__section__", "")
+    names = {row.name for row in declared(cls) if row.in_file}
+    part = file.section(section) if section else {k: v for k, v in file.values.items() if k in names}
+    return load(cls, flags=flags, file=part, file_name=str(file.path), lines=file.section_lines(section))
+
+
+def _check_keys(file: ConfigFile, handed: Sequence[type[Any]]) -> None:
+    """Refuses unknown keys at the top level; each section checks its own."""
+    rows = [row for row in declarations(handed) if row.in_file]
+    known = {row.section or row.name for row in rows} | later.top_keys().keys()
+    for key in file.values:
+        if key not in known:
+            raise UnknownNameError("key", key, known, where=f"in {file.at(key)}")

@@ -1,0 +1,240 @@
+"""Flags, keys and values that are promised and not built yet: asked for, they are refused in words.
+
+One table. Whoever builds a part declares its settings next to its own code and takes its row out of here; a
+test holds the table against the promised flags, so that none is ever silently ignored. The names are those of
+the public command line and of the configuration files, which is why they may stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.core.errors import NotBuiltError, UnknownNameError
+from accelerate.launch.files import ConfigFile
+
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part that will come.
+
+    Attributes:
+        plan: what will come.
+        switches: flags that stand alone, blank-separated.
+        flags: flags that take a value.
+        section: its table in configuration files; every key of it is also a flag, with ``prefix``.
+        prefix: what a key inside the section may or may not carry.
+        keys: the keys of the section, without the prefix.
+        old_keys: keys that only files have.
+        top_keys: its keys at the top level of a file.
+        values: setting -> its values that ask for this part.
+        neutral: flag or key -> values that ask for nothing here, blank-separated; ``*`` for any.
+    """
+
+    plan: str
+    switches: str = ""
+    flags: str = ""
+    section: str = ""
+    prefix: str = ""
+    keys: str = ""
+    old_keys: str = ""
+    top_keys: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, str] = field(default_factory=dict)
+
+
+_WITH_STRATEGY = "the strategy that reads it will bring it; until then training is data parallel"
+
+PARTS = (
+    Part(
+        "launching on several machines comes with the elastic launcher",
+        switches="same_network standalone",
+        flags="rdzv_backend rdzv_conf rdzv_id rdzv_endpoint max_restarts monitor_interval",
+        top_keys="same_network rdzv_backend",
+        # On one machine nobody has to meet: these ask for what is so anyway.
+        neutral={
+            "same_network": ANY,
+            "standalone": ANY,
+            "rdzv_backend": "static c10d",
+            "max_restarts": "0",
+            "monitor_interval": ANY,
+        },
+    ),
+    Part(
+        "binding each process to the cores next to its device comes with the launcher's plan",
+        switches="enable_cpu_affinity",
+        top_keys="enable_cpu_affinity",
+    ),
+    Part(
+        "starting the ranks with mpirun comes with its own kind of launch",
+        section="mpirun_config",
+        keys="mpirun_hostfile",
+        old_keys="mpirun_ccl",
+        neutral={"mpirun_ccl": ANY},
+    ),
+    Part(
+        _WITH_STRATEGY,
+        switches="use_fsdp",
+        section="fsdp_config",
+        prefix="fsdp_",
+        keys="version offload_params min_num_params sharding_strategy reshard_after_forward auto_wrap_policy "
+        "transformer_layer_cls_to_wrap backward_prefetch state_dict_type forward_prefetch use_orig_params "
+        "cpu_ram_efficient_loading sync_module_states activation_checkpointing "
+        "activation_checkpointing_offload",
+        old_keys="ignored_modules",
+        values={"distributed_type": "FSDP"},
+    ),
+    Part(
+        _WITH_STRATEGY,
+        switches="use_deepspeed",
+        section="deepspeed_config",
+        keys="deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
+        "offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag "
+        "zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
+        "deepspeed_multinode_launcher deepspeed_moe_layer_cls_names",
+        old_keys="gradient_accumulation_steps",
+        values={"distributed_type": "DEEPSPEED"},
+    ),
+    Part(
+        _WITH_STRATEGY,
+        switches="use_megatron_lm",
+        section="megatron_lm_config",
+        prefix="megatron_lm_",
+        keys="tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d "
+        "no_save_optim optimizer_cpu_offload use_precision_aware_optimizer "
+        "decoder_last_pipeline_num_layers pp_degree "
+        "num_micro_batches sequence_parallelism recompute_activations use_distributed_optimizer "
+        "gradient_clipping recompute_granularity recompute_method recompute_num_layers attention_backend "
+        "expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout "
+        "attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss "
+        "use_rotary_position_embeddings",
+        values={"distributed_type": "MEGATRON_LM"},
+    ),
+    Part(
+        "tensor, context and sequence parallelism come with their strategies",
+        switches="use_parallelism_config",
+        section="parallelism_config",
+        prefix="parallelism_config_",
+        keys="dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend "
+        "sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
+    ),
+    Part(
+        "matrix products in 8-bit floats come with their precision",
+        switches="fp8_use_autocast_during_eval",
+        section="fp8_config",
+        prefix="fp8_",
+        keys="backend use_autocast_during_eval margin interval format amax_history_len amax_compute_algo "
+        "override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim",
+        old_keys="amax_history_length amax_compute_algorithm optimization_level use_mxfp8_block_scaling",
+        values={"mixed_precision": "fp8"},
+    ),
+    Part(
+        "starting processes on TPU comes with its own kind of launch",
+        switches="tpu tpu_cluster no_tpu_cluster tpu_use_cluster tpu_use_sudo downcast_bf16",
+        flags="vm env main_training_function",
+        top_keys="tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands "
+        "downcast_bf16 main_training_function",
+        values={"distributed_type": "XLA TPU"},
+        neutral={"no_tpu_cluster": ANY, "main_training_function": "main"},
+    ),
+    Part(
+        "jobs on Amazon SageMaker come with their own kind of launch",
+        flags="aws_access_key_id aws_secret_access_key",
+        top_keys="ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version "
+        "transformers_version py_version sagemaker_inputs_file sagemaker_metrics_file additional_args",
+        values={
+            "compute_environment": "AMAZON_SAGEMAKER",
+            "distributed_type": "DATA_PARALLEL MODEL_PARALLEL",
+        },
+    ),
+)
+
+_NOTHING = ("", "no", "none", "false", "[]", "{}")
+
+
+def switches() -> dict[str, Part]:
+    """Flags that stand alone, by name."""
+    return {name: part for part in PARTS for name in part.switches.split()}
+
+
+def flags() -> dict[str, Part]:
+    """Flags that take a value, by name."""
+    named = {name: part for part in PARTS for name in part.flags.split()}
+    keyed = {part.prefix + key: part for part in PARTS for key in part.keys.split()}
+    return {name: part for name, part in (named | keyed).items() if name not in switches()}
+
+
+def top_keys() -> dict[str, Part]:
+    """Keys of the top level of a configuration file; the sections are among them."""
+    found = {key: part for part in PARTS for key in part.top_keys.split()}
+    return found | {part.section: part for part in PARTS if part.section}
+
+
+def refuse_flags(given: Mapping[str, Any]) -> None:
+    """Refuses the flags that ask for something not built yet; ``given``: name -> value, None for "not given".
+
+    Raises:
+        NotBuiltError: there is one.
+    """
+    known = flags() | switches()
+    for name, value in given.items():
+        # A switch that was typed asks, whatever it is called; a value may say "nothing".
+        if name in known and value is not None and not _is_neutral(known[name], name, value, typed=True):
+            raise _refusal(f"--{name}", known[name])
+
+
+def refuse_keys(file: ConfigFile) -> None:
+    """Refuses the keys of a file that ask for something not built yet; checks their spelling first.
+
+    Raises:
+        UnknownNameError: a section has a key that it will never have.
+        NotBuiltError: a key asks for something.
+    """
+    for key, part in top_keys().items():
+        if key == part.section:
+            _check_section(file, part)
+        elif key in file.values and not _is_neutral(part, key, file.values[key]):
+            raise _refusal(f"{file.at(key)}: {key}", part)
+
+
+def refuse_values(given: Iterator[tuple[str, str, Any]]) -> None:
+    """Refuses values that ask for something not built yet; ``given``: (setting, where it stands, value).
+
+    Raises:
+        NotBuiltError: there is one.
+    """
+    for name, where, value in given:
+        for part in PARTS:
+            if str(value).lower() in part.values.get(name, "").lower().split():
+                raise _refusal(f"{value} ({where})", part)
+
+
+def values(name: str) -> tuple[str, ...]:
+    """The values of a setting that will come, in order."""
+    return tuple(value for part in PARTS for value in part.values.get(name, "").split())
+
+
+def _check_section(file: ConfigFile, part: Part) -> None:
+    table = file.section(part.section)
+    known = {part.prefix + key for key in f"{part.keys} {part.old_keys}".split()}
+    for key in table:
+        if str(key) not in known and part.prefix + str(key) not in known:
+            where = f"in {file.at(part.section, str(key))}"
+            raise UnknownNameError(f"key of {part.section}", str(key), known, where=where)
+    for key, value in table.items():
+        if not _is_neutral(part, str(key), value):
+            raise _refusal(f"{file.at(part.section, str(key))}: {part.section}.{key}", part)
+
+
+def _is_neutral(part: Part, name: str, value: Any, *, typed: bool = False) -> bool:
+    allowed = part.neutral.get(name, "").split()
+    if allowed == [ANY] or str(value).lower() in allowed:
+        return True
+    return not typed and str(value).lower() in _NOTHING
+
+
+def _refusal(what: str, part: Part) -> NotBuiltError:
+    return NotBuiltError(f"{what} is not built yet", why=part.plan, fix="leave it out")

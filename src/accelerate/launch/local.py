@@ -1,0 +1,190 @@
+"""Launching on this machine: one process becomes the script, several are started side by side."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from accelerate.core import environ
+from accelerate.core.errors import LaunchError
+from accelerate.device.machine import Machine
+from accelerate.launch import report
+from accelerate.launch.base import Kind, say
+from accelerate.launch.check import Place, cores, place
+from accelerate.launch.job import Request
+from accelerate.launch.logs import Logs
+from accelerate.launch.port import Port, PortInUseError
+from accelerate.launch.ranks import Command, Ranks
+
+HOST = "127.0.0.1"
+
+Variables = dict[str, object | None]
+
+
+class Local(Kind):
+    """Processes on this machine, on any device, the CPU included."""
+
+    name: ClassVar[str] = "this machine"
+
+    def takes(self, request: Request) -> bool:
+        """Every job on one machine."""
+        return request.settings.num_machines == 1
+
+    def run(self, request: Request, *, replace: bool) -> None:
+        """Starts the job; see ``Kind.run``."""
+        machine = Machine()
+        where = place(request, machine)
+        logs = Logs(request.settings.tee, request.settings.log_dir)
+        variables = shared_variables(request, where, machine)
+        say(request, f"{where.processes} process(es) on {where.device.type}", only_debug=True)
+        if where.processes == 1 and replace and not logs.active:
+            _become(request, environ.child(variables | _alone(request)))
+        else:
+            _supervise(request, where.processes, variables, logs)
+
+
+def shared_variables(request: Request, where: Place, machine: Machine) -> Variables:
+    """What every process of the job is told; None removes a variable that it must not inherit."""
+    told: Variables = dict(request.handed())
+    if where.device.type == "cpu" and request.get("distributed_type") == "MULTI_CPU":
+        told["ACCELERATE_USE_CPU"] = "true"
+    if where.visible is not None and where.device.visible_variable is not None:
+        told[where.device.visible_variable] = where.visible
+    threads = request.settings.num_cpu_threads_per_process
+    if threads is None and where.processes > 1 and environ.get("OMP_NUM_THREADS") is None:
+        threads = max(1, cores(machine) // where.processes)
+    if threads is not None:
+        told["OMP_NUM_THREADS"] = threads
+    return told
+
+
+def rank_variables(rank: int, size: int) -> Variables:
+    """torchrun's protocol for one process of a job on one machine, address and port left out.
+
+    Source: PyTorch documentation, "torchrun (Elastic Launch)", section "Environment Variables".
+    """
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+    }
+
+
+def _alone(request: Request) -> Variables:
+    """A lone process opens no group; where it would, if it did, is told only if somebody said so."""
+    port = request.settings.main_process_port
+    return {
+        name: value
+        for name, value in (("MASTER_ADDR", request.settings.main_process_ip), ("MASTER_PORT", port or None))
+        if value is not None
+    }
+
+
+def _program(request: Request) -> tuple[str, ...]:
+    """The command of a process that nobody watches."""
+    if request.settings.no_python:
+        return request.program
+    return (sys.executable, *(("-m",) if request.settings.module else ()), *request.program)
+
+
+def _watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
+    """The command of a process that leaves its traceback in ``folder``."""
+    if request.settings.no_python:
+        return request.program
+    child = str(Path(__file__).with_name("child.py"))
+    kind = "module" if request.settings.module else "script"
+    files = (str(report.fault_file(folder, rank)), str(report.error_file(folder, rank)))
+    return (sys.executable, child, *files, kind, *request.program)
+
+
+def _become(request: Request, env: dict[str, str]) -> None:
+    program = _program(request)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with _startable(program[0]):
+        os.execvpe(program[0], program, env)
+
+
+def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
+    with tempfile.TemporaryDirectory(prefix="accelerate-") as name, _port(request, size) as port:
+        folder = Path(name)
+        commands = [
+            Command(_watched(request, folder, rank), environ.child(variables | own), *logs.pipes(rank))
+            for rank, own in enumerate(_own_variables(request, size, port))
+        ]
+        ranks = Ranks(
+            commands,
+            stop_timeout=request.settings.stop_timeout,
+            raised=lambda rank: report.error_file(folder, rank).exists(),
+            started=logs.read,
+        )
+        with _startable(commands[0].program[0]):
+            outcome = ranks.run()
+        logs.finish()
+        error = report.failure(outcome, folder)
+    if error is not None:
+        raise error
+
+
+def _own_variables(request: Request, size: int, port: Port | None) -> Iterator[Variables]:
+    if port is None:
+        yield _alone(request)
+        return
+    job: Variables = {
+        "MASTER_ADDR": request.settings.main_process_ip or HOST,
+        "MASTER_PORT": port.number,
+        "ROLE_NAME": request.settings.role,
+        # Libraries ask by this name whether torchrun's protocol is spoken, and name their folders by it.
+        "TORCHELASTIC_RUN_ID": os.urandom(4).hex(),
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        # Of a surrounding torchrun: its store and its error file are not this job's.
+        "TORCHELASTIC_USE_AGENT_STORE": None,
+        "TORCHELASTIC_ERROR_FILE": None,
+    }
+    for rank in range(size):
+        yield job | rank_variables(rank, size)
+
+
+@contextmanager
+def _port(request: Request, size: int) -> Iterator[Port | None]:
+    """The port of rank 0 while the job runs; none is needed for a lone process."""
+    wanted = request.settings.main_process_port or 0
+    if size == 1:
+        yield None
+        return
+    try:
+        port = Port(wanted)
+    except PortInUseError as error:
+        port = Port()
+        say(request, f"port {wanted} is in use ({error.why}); rank 0 listens on {port.number} instead")
+    with port:
+        yield port
+
+
+@contextmanager
+def _startable(program: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
+            raise
+        raise LaunchError(
+            f"the program {program} cannot be started",
+            why=error.strerror or str(error),
+            fix="with --no_python, name an executable file or a program on the PATH",
+        ) from error
+
+
+PLUGIN = Local()

@@ -1,0 +1,105 @@
+"""The output of each rank: marked with its rank, and kept in a file per rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, TextIO
+
+from accelerate.core.errors import LaunchError, SettingError
+
+STDOUT, STDERR = 1, 2
+
+
+class Logs:
+    """Which output of which rank is marked and logged.
+
+    Args:
+        tee: torchrun's notation: 0 none, 1 stdout, 2 stderr, 3 both; or by rank, ``"0:3,1:2"``. None means
+            both if there is a folder, else none.
+        folder: where the logs go, ``rank_0.log``...; None marks without logging.
+
+    Raises:
+        SettingError: ``tee`` is not written so.
+        LaunchError: the folder cannot be made.
+    """
+
+    def __init__(self, tee: str | None, folder: str | None) -> None:
+        self.everywhere, self.by_rank = _parse(tee if tee is not None else "3" if folder else "0")
+        self.folder = None if folder is None else Path(folder).expanduser()
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(
+                    f"the folder {folder} (--log_dir) cannot be made", why=error.strerror or str(error)
+                ) from error
+        self.pumps: list[threading.Thread] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether any output has to pass through the launcher."""
+        return bool(self.everywhere) or any(self.by_rank.values())
+
+    def pipes(self, rank: int) -> tuple[int | None, int | None]:
+        """(stdout, stderr) to start a rank with."""
+        which = self.by_rank.get(rank, self.everywhere)
+        return (
+            subprocess.PIPE if which & STDOUT else None,
+            subprocess.PIPE if which & STDERR else None,
+        )
+
+    def read(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Begins to read a process's output."""
+        if process.stdout is None and process.stderr is None:
+            return
+        log = None if self.folder is None else (self.folder / f"rank_{rank}.log").open("wb", buffering=0)
+        for pipe, console in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if pipe is not None:
+                pump = threading.Thread(target=_pump, args=(pipe, console, log, rank), daemon=True)
+                pump.start()
+                self.pumps.append(pump)
+
+    def finish(self) -> None:
+        """Waits for the last lines; a process that a rank left behind may hold a pipe open for ever."""
+        for pump in self.pumps:
+            pump.join(timeout=1.0)
+
+
+def _parse(tee: str) -> tuple[int, dict[int, int]]:
+    try:
+        if ":" not in tee:
+            return _streams(tee), {}
+        pairs = (part.split(":") for part in tee.split(","))
+        return 0, {int(rank): _streams(which) for rank, which in pairs}
+    except ValueError as error:
+        raise SettingError(
+            f"--tee is {tee!r}, which says nothing about output",
+            fix="write 0 (none), 1 (stdout), 2 (stderr), 3 (both), or by rank: 0:3,1:2",
+        ) from error
+
+
+def _streams(which: str) -> int:
+    if which.strip() not in ("0", "1", "2", "3"):
+        raise ValueError(which)
+    return int(which)
+
+
+def _pump(pipe: IO[bytes], console: TextIO, log: IO[bytes] | None, rank: int) -> None:
+    """Passes whole lines on; a carriage return ends a line too, for progress bars."""
+    mark, rest = f"[rank {rank}] ".encode(), b""
+    while chunk := pipe.read1(65536):  # type: ignore[attr-defined]
+        lines = (rest + chunk).replace(b"\r\n", b"\n").splitlines(keepends=True)
+        rest = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
+        _write(console, mark, lines, log)
+    if rest:
+        _write(console, mark, [rest + b"\n"], log)
+
+
+def _write(console: TextIO, mark: bytes, lines: list[bytes], log: IO[bytes] | None) -> None:
+    if log is not None:
+        log.write(b"".join(lines))
+    console.buffer.write(b"".join(mark + line for line in lines))
+    console.flush()
