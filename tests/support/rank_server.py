@@ -153,6 +153,9 @@ def _watch(job: Job, pids: list[int], opener: int, client: Connection) -> list[E
             raise EOFError
         if alive and time.monotonic() > deadline:
             _dump_stacks(job, alive)
+            # All stand still before the first one dies: the others would see its connections close and fail.
+            for pid in alive.values():
+                _signal_group(pid, signal.SIGSTOP)
             for rank, pid in alive.items():
                 ended[rank] = Ended(_reap(pid), stopped=reason)
             alive.clear()
@@ -167,10 +170,14 @@ def _has_ended(pid: int) -> bool:
 
 def _reap(pid: int) -> int:
     """Kills the whole process group of a rank and returns the rank's exit status."""
+    _signal_group(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _signal_group(pid: int, number: int) -> None:
     # The leader is not reaped yet, so its number cannot have been given to another process.
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, all are zombies
-        os.killpg(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.killpg(pid, number)
 
 
 def _dump_stacks(job: Job, alive: dict[int, int]) -> None:
