@@ -143,7 +143,8 @@ def _watch(job: Job, pids: list[int], opener: int, client: Connection) -> list[E
         for rank in list(alive):
             if _has_ended(alive[rank]):
                 ended[rank].code = _reap(alive.pop(rank))
-                if ended[rank].code and reason == "timeout":
+                failed = ended[rank].code or not file_of(job.folder, rank, "report").exists()
+                if failed and reason == "timeout":
                     deadline, reason = min(deadline, time.monotonic() + GRACE), "peer"
         waiting = all(file_of(job.folder, rank, "report").exists() for rank in alive)
         if not gate_open and (waiting or reason == "peer"):
@@ -175,9 +176,11 @@ def _reap(pid: int) -> int:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    # The leader is not reaped yet, so its number cannot have been given to another process.
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, all are zombies
-        os.killpg(pid, number)
+    # The leader is not reaped yet, so its number cannot have been given to another process; it may not
+    # have made its group yet. macOS refuses when all of the group are zombies.
+    for send in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, number)
 
 
 def _dump_stacks(job: Job, alive: dict[int, int]) -> None:
