@@ -34,10 +34,14 @@ class DataLoaderStateMixin:
         end_of_dataloader: the batch in hand is the last one.
         remainder: how many samples of the last step are real when it was filled, all ranks together;
             -1 when unknown or when nothing is filled.
+        micro_steps: accumulation steps since the batch in hand was given.
+        micro_steps_before: the same of the batch before, 0 before there was one.
     """
 
     end_of_dataloader: bool = False
     remainder: int = -1
+    micro_steps: int = 0
+    micro_steps_before: int = 0
     active: ActiveLoaders = UNOWNED
 
     def reset(self) -> None:
@@ -186,7 +190,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self) -> Iterator[Any]:
         """Each batch on the device; one is read ahead, so that the last one is known as such."""
-        device, non_blocking, active = self.device, self._non_blocking, self.active
+        device, non_blocking = self.device, self._non_blocking
         iterator = iter(self.base_dataloader)
         for _ in range(self.skip_batches):
             if next(iterator, _END) is _END:
@@ -198,7 +202,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             batch = upcoming if device is None else send_to_device(upcoming, device, non_blocking)
             upcoming = next(iterator, _END)
             self.end_of_dataloader = upcoming is _END
-            active.new_batch()
+            self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
             yield batch
 
     def _warn_if_empty(self) -> None:

@@ -65,7 +65,7 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
-        if self.split_batches:
+        if self.split_batches or self.num_processes == 1:
             return batches
         whole, rest = divmod(batches, self.num_processes)
         if rest == 0 or self.drop_last:
@@ -73,6 +73,8 @@ class BatchSamplerShard(BatchSampler):
         return whole + 1 if self.even_batches else whole + (self.process_index < rest)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if self.num_processes == 1:
+            return iter(self.batch_sampler)
         return self._split() if self.split_batches else self._in_turn()
 
     def _in_turn(self) -> Iterator[list[Any]]:

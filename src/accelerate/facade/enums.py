@@ -7,6 +7,7 @@ adds is a member as soon as that package is installed.
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from accelerate import device as devices
 from accelerate.core.enums import BaseEnum
@@ -27,6 +28,17 @@ class DistributedType(BaseEnum):
     FSDP = "FSDP"
     DEEPSPEED = "DEEPSPEED"
     MEGATRON_LM = "MEGATRON_LM"
+    if TYPE_CHECKING:  # type checkers do not run the loop
+        MULTI_CPU = "MULTI_CPU"
+        MULTI_GPU = "MULTI_GPU"
+        MULTI_HPU = "MULTI_HPU"
+        MULTI_MLU = "MULTI_MLU"
+        MULTI_MUSA = "MULTI_MUSA"
+        MULTI_NEURON = "MULTI_NEURON"
+        MULTI_NPU = "MULTI_NPU"
+        MULTI_SDAA = "MULTI_SDAA"
+        MULTI_XPU = "MULTI_XPU"
+        XLA = "XLA"
     for each in sorted({device.distributed_type for device in devices.DEVICES} - {NO}):
         vars()[each] = each
 
@@ -37,6 +49,16 @@ class RNGType(BaseEnum):
     _ignore_ = ["each"]  # noqa: RUF012 - the enumeration's own protocol
     TORCH = "torch"
     GENERATOR = "generator"
+    if TYPE_CHECKING:
+        CUDA = "cuda"
+        HPU = "hpu"
+        MLU = "mlu"
+        MUSA = "musa"
+        NEURON = "neuron"
+        NPU = "npu"
+        SDAA = "sdaa"
+        XLA = "xla"
+        XPU = "xpu"
     for each in sorted({device.type for device in devices.accelerators()}):
         vars()[each.upper()] = each
 

@@ -145,16 +145,13 @@ class GradientState:
         A window closes after ``num_steps``. The last batch of the loader closes it early, but only in the
         last of its micro-batches: their number is taken from the batch before.
         """
-        loaders = self.loaders
-        loaders.micro_steps += 1
         self.step += 1
-        loader = loaders.innermost
-        closes = (
-            loader is not None
-            and loader.end_of_dataloader
-            and self.sync_with_dataloader
-            and loaders.micro_steps >= loaders.micro_steps_before
-        )
+        loader = self.loaders.innermost
+        closes = False
+        if loader is not None:
+            loader.micro_steps += 1
+            last = loader.end_of_dataloader and loader.micro_steps >= loader.micro_steps_before
+            closes = last and self.sync_with_dataloader
         self.sync_gradients = closes or self.step % self.num_steps == 0
         if closes:
             self.step = 0

@@ -32,12 +32,12 @@ class Later(Processes):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Starts the trackers of ``log_with``; there are none, since ``log_with`` is refused until they come."""
+        """Starts the trackers of ``log_with``; there are none: it is refused until they come."""
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Logs to the trackers; there are none."""
+        """Logs to them; there are none."""
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of that name."""

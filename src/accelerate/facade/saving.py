@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,9 @@ class Saving(Processes):
 
     def _start_saving(self) -> None:
         self._custom_objects: list[Any] = []
-        self._save_model_state_pre_hook: dict[int, Any] = {}
-        self._load_model_state_pre_hook: dict[int, Any] = {}
+        # OrderedDicts: torch's handles hold them weakly, which a plain dict does not allow.
+        self._save_model_state_pre_hook: dict[int, Any] = OrderedDict()
+        self._load_model_state_pre_hook: dict[int, Any] = OrderedDict()
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def is_initialized() -> bool:
     """Whether an ``Accelerator`` or ``AcceleratorState`` exists."""
-    return AcceleratorState._current is not None
+    return AcceleratorState._alive() is not None
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -196,8 +196,9 @@ class AcceleratorState(Processes):
     ) -> AcceleratorState:
         """The newest one, or (when something is given) a new one."""
         given = mixed_precision is not None or cpu or _from_accelerator
-        if not given and cls._current is not None:
-            return cls._current
+        alive = cls._alive()
+        if not given and alive is not None:
+            return alive
         if not given:
             raise _NoStateError(
                 "there is no Accelerator yet",
@@ -231,7 +232,7 @@ class AcceleratorState(Processes):
     @property
     def initialized(self) -> bool:
         """Whether there is one."""
-        return AcceleratorState._current is not None
+        return AcceleratorState._alive() is not None
 
     @property
     def fork_launched(self) -> bool:
@@ -264,6 +265,11 @@ class AcceleratorState(Processes):
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by ``fully_shard``."""
         return False
+
+    @classmethod
+    def _alive(cls) -> AcceleratorState | None:
+        """The newest one, as long as its world is open."""
+        return cls._current if worlds.current() is not None else None
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

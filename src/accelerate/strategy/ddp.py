@@ -105,7 +105,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return state, halves[wrapper][1](hook)
 
 
-def _bf16_compress(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+# Torch reads the annotations of hooks as objects and refuses text, which they are in this file: none here.
+def _bf16_compress(group, bucket):
     """bfloat16 on the way; torch's own hook of this kind refuses every back end but NCCL and XCCL."""
     group = group if group is not None else torch.distributed.group.WORLD
     whole = bucket.buffer()
@@ -116,7 +117,7 @@ def _bf16_compress(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor
 
 
 def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def wrapped(state, bucket):
         whole = bucket.buffer()
         bucket.set_buffer(whole.to(torch.bfloat16))
         return hook(state, bucket).then(lambda done: whole.copy_(done.value()))

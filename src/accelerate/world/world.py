@@ -287,19 +287,19 @@ def _open_group(
 
 def _device(settings: WorldSettings, *, local_rank: int, local_size: int) -> torch.device:
     """Where this process computes, bound as the current device."""
-    import torch
-
     fixed = environ.get("ACCELERATE_TORCH_DEVICE")
     if fixed:
-        if settings.use_cpu and torch.device(fixed).type != "cpu":
+        kind, _, index = fixed.partition(":")
+        if settings.use_cpu and kind != "cpu":
             raise WorldError(
                 f"two devices are asked for: the CPU (--cpu, cpu=True or ACCELERATE_USE_CPU) "
                 f"and {fixed} (ACCELERATE_TORCH_DEVICE)",
                 fix="keep one of them",
             )
-        chosen = torch.device(fixed)
-        devices.get(chosen.type).bind(chosen.index or 0)
-        return chosen
+        chosen = devices.get(kind)
+        number = int(index) if index.isdecimal() else 0
+        chosen.bind(number)
+        return chosen.torch_device(number)
     hardware = devices.get("cpu") if settings.use_cpu else devices.detect()
     if hardware.type == "cpu":
         return hardware.torch_device(0)

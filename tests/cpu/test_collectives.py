@@ -1,0 +1,228 @@
+"""Collectives over trees on gloo: contents, shapes, disagreements, timeouts."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+
+from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from tests.support.ranks import RankServer, same_on_all
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+def gathered() -> dict[str, object]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    strided = torch.arange(6.0).reshape(2, 3).t() + rank  # not contiguous: gloo must not see it
+    tree = {
+        "scalar": torch.tensor(float(rank)),
+        "strided": strided,
+        "ragged": torch.full((1 + rank, 2), rank),
+        "bool": torch.tensor([rank == 0]),
+        "half": torch.ones(2, dtype=torch.bfloat16) * rank,
+        "pair": Pair([torch.tensor([rank])], None),
+        "output": Output(torch.tensor(float(rank)), torch.ones(1, 2) * rank),
+        "ordered": OrderedDict(a=torch.tensor([rank])),
+    }
+    found = accelerator.gather(tree)
+    assert type(found["pair"]) is Pair
+    assert type(found["output"]) is Output
+    assert type(found["ordered"]) is OrderedDict
+    return {
+        "scalar": found["scalar"].tolist(),
+        "strided": found["strided"].tolist(),
+        "ragged": found["ragged"].tolist(),
+        "bool": found["bool"].tolist(),
+        "half": (found["half"].dtype, found["half"].tolist()),
+        "pair": (found["pair"].left[0].tolist(), found["pair"].right),
+        "output": (found["output"].loss.tolist(), found["output"].logits.tolist()),
+        "ordered": found["ordered"]["a"].tolist(),
+    }
+
+
+def test_gather_joins_every_leaf_in_rank_order(ranks: RankServer) -> None:
+    found = same_on_all(ranks(2, gathered))
+    plain = torch.arange(6.0).reshape(2, 3).t()
+    assert found == {
+        "scalar": [0.0, 1.0],
+        "strided": torch.cat([plain, plain + 1]).tolist(),
+        "ragged": [[0, 0], [1, 1], [1, 1]],
+        "bool": [True, False],
+        "half": (torch.bfloat16, [0.0, 0.0, 1.0, 1.0]),
+        "pair": ([0, 1], None),
+        "output": ([0.0, 1.0], [[0.0, 0.0], [1.0, 1.0]]),
+        "ordered": [0, 1],
+    }
+
+
+def test_gather_on_one_process_has_the_types_and_shapes_of_two(ranks: RankServer) -> None:
+    """C6."""
+    (alone,) = ranks(1, gathered)
+    assert alone["scalar"] == [0.0]
+    assert alone["output"] == ([0.0], [[0.0, 0.0]])
+    assert alone["pair"] == ([0], None)
+
+
+def disagree(shape: str) -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    tensor = {
+        "dim 1": torch.ones(2, 2 + rank),
+        "dtype": torch.ones(2, dtype=torch.float64 if rank else torch.float32),
+        "dims": torch.ones((2, 1) if rank else (2,)),
+    }[shape]
+    with pytest.raises(CollectiveError) as error:
+        accelerator.gather(tensor)
+    accelerator.wait_for_everyone()  # the group still works
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shape", ["dim 1", "dtype", "dims"])
+def test_a_gather_the_ranks_disagree_about_is_the_same_error_on_all(ranks: RankServer, shape: str) -> None:
+    """C2."""
+    text = same_on_all(ranks(2, disagree, shape))
+    assert "rank 0: torch.float32 (2" in text
+    assert "rank 1: torch.float" in text
+
+
+def reduced() -> tuple[object, ...]:
+    from accelerate import Accelerator
+    from accelerate.utils import reduce
+
+    accelerator = Accelerator()
+    mine = torch.tensor([1.0, 2.0]) * (accelerator.process_index + 1)
+    kept = mine.clone()
+    total = accelerator.reduce({"a": mine})["a"].tolist()
+    mean = reduce(mine).tolist()
+    scaled = accelerator.reduce(mine, "sum", scale=0.5).tolist()
+    whole = accelerator.reduce(torch.tensor([accelerator.process_index]), "mean").tolist()
+    assert torch.equal(mine, kept), "reduce must not change its argument"
+    with pytest.raises(SettingError, match="reduction 'max'"):
+        accelerator.reduce(mine, "max")
+    return total, mean, scaled, whole
+
+
+def test_reduce_sums_and_averages_without_touching_its_argument(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, reduced)) == ([3.0, 6.0], [1.5, 3.0], [1.5, 3.0], [0.5])
+
+
+def padded() -> list[object]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    mine = torch.full((2 - rank, 1 + rank), rank + 1)
+    return [
+        accelerator.pad_across_processes(mine, dim=1, pad_index=-100).tolist(),
+        accelerator.pad_across_processes(mine, dim=0, pad_first=True).tolist(),
+        accelerator.pad_across_processes(torch.tensor(rank), dim=1).tolist(),
+        accelerator.pad_across_processes(mine, dim=-1).shape[-1],
+    ]
+
+
+def test_padding_reaches_the_longest_rank_on_the_asked_side(ranks: RankServer) -> None:
+    assert ranks(2, padded) == [
+        [[[1, -100], [1, -100]], [[1], [1]], 0, 2],
+        [[[2, 2]], [[0, 0], [2, 2]], 1, 2],
+    ]
+
+
+def objects() -> tuple[object, ...]:
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast, broadcast_object_list, gather_object
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    sent = ["x", {"rank": rank}]
+    broadcast_object_list(sent, from_process=1)
+    tensor = torch.full((2, 2), float(rank)).t()
+    broadcast(tensor, from_process=1)
+    with pytest.raises(PrepareError, match="str cannot go through"):
+        accelerator.gather(["text"])
+    return gather_object([f"rank {rank}"] * (rank + 1)), sent, tensor.tolist()
+
+
+def test_objects_travel_as_lists(ranks: RankServer) -> None:
+    found = same_on_all(ranks(2, objects))
+    assert found == (["rank 0", "rank 1", "rank 1"], ["x", {"rank": 1}], [[1.0, 1.0], [1.0, 1.0]])
+
+
+def parts(lengths: list[int]) -> list[object]:
+    from accelerate import PartialState
+
+    state = PartialState()
+    found: list[object] = []
+    for length in lengths:
+        with state.split_between_processes(list(range(length))) as part:
+            found.append(part)
+        with state.split_between_processes(torch.arange(length)) as part:
+            assert part.tolist() == found[-1]
+        with state.split_between_processes({"a": list(range(length))}) as part:
+            assert part == {"a": found[-1]}
+        with state.split_between_processes(list(range(length)), apply_padding=True) as part:
+            found.append(len(part))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_splitting_is_disjoint_complete_in_order_and_even(ranks: RankServer, size: int) -> None:
+    """C7."""
+    lengths = [0, 1, 3, 17]
+    results = ranks(size, parts, lengths)
+    for place, length in enumerate(lengths):
+        shares = [result[2 * place] for result in results]
+        assert [item for share in shares for item in share] == list(range(length))
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert len({result[2 * place + 1] for result in results}) == 1, "padded parts have one length"
+
+
+def test_splitting_over_eight_processes_needs_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C7."""
+    from accelerate.world import collective, world
+
+    for length in (0, 1, 3, 17):
+        shares = []
+        for rank in range(8):
+            monkeypatch.setattr(world, "_current", world.World.fake(8, rank))
+            shares.append(collective.split(list(range(length))))
+        monkeypatch.setattr(world, "_current", None)
+        assert [item for share in shares for item in share] == list(range(length))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def late(seconds: float) -> tuple[float, str]:
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
+    accelerator.wait_for_everyone()
+    started = time.perf_counter()
+    if accelerator.process_index == 1:
+        time.sleep(seconds)
+        return 0.0, ""
+    with pytest.raises(RuntimeError) as error:
+        accelerator.wait_for_everyone()
+    return time.perf_counter() - started, str(error.value)
+
+
+def test_a_barrier_gives_up_after_the_asked_timeout(ranks: RankServer) -> None:
+    """C9."""
+    waited, text = ranks(2, late, 5.0)[0]
+    assert 1.5 < waited < 4.0
+    assert text

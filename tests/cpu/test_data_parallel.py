@@ -1,0 +1,317 @@
+"""Data parallel training through prepare: gradients, data, user's methods, accumulation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from accelerate.core.errors import PrepareError
+from tests.support.ranks import RankServer, same_on_all
+
+
+class Net(nn.Module):
+    """A user's model with a method and an attribute of its own."""
+
+    note = "mine"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden = nn.Linear(3, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.hidden(x)))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+
+def attributes() -> tuple[object, ...]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(Net())
+    model.note = "set"
+    gradient_of_method = None
+    accelerator.backward(model.loss(torch.full((4, 3), float(accelerator.process_index + 1))))
+    gradient_of_method = model.out.bias.grad.tolist()
+    twin = copy.deepcopy(accelerator.unwrap_model(model))
+    thawed = pickle.loads(pickle.dumps(model))
+    twin(torch.ones(2, 3)).sum().backward()  # a copy is a plain model: no rank waits for it
+    return (
+        isinstance(model, Net),
+        type(model) is Net,
+        model.note,
+        sorted(model.state_dict()) == sorted(Net().state_dict()),
+        type(thawed) is Net,
+        gradient_of_method,
+    )
+
+
+def test_the_prepared_model_is_the_users_own(ranks: RankServer) -> None:
+    """F13: methods, attributes, class and names stay, and a method that calls forward synchronises."""
+    found = same_on_all(ranks(2, attributes))
+    assert found[:5] == (True, True, "set", True, True)
+
+
+def world_of_two() -> tuple[object, ...]:
+    from accelerate import Accelerator, PartialState
+
+    state = PartialState()
+    accelerator = Accelerator()
+    return (
+        state.num_processes,
+        accelerator.num_processes,
+        str(state.distributed_type),
+        state.device.type,
+        state.backend,
+    )
+
+
+def test_torchrun_on_a_machine_without_accelerator_is_a_world_of_two(ranks: RankServer) -> None:
+    """F2: no variable of ours is set, only torchrun's."""
+    assert same_on_all(ranks(2, world_of_two)) == (2, 2, "MULTI_CPU", "cpu", "gloo")
+
+
+def walked(count: int, batch: int, shuffle: bool, split: bool, even: bool, drop: bool) -> list[object]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(split_batches=split, even_batches=even)
+    )
+    torch.manual_seed(100 + accelerator.process_index)  # the ranks' seeds differ on purpose
+    data = TensorDataset(torch.arange(count))
+    loader = accelerator.prepare(DataLoader(data, batch_size=batch, shuffle=shuffle, drop_last=drop))
+    own: list[int] = []
+    metric: list[int] = []
+    steps = 0
+    for (x,) in loader:
+        steps += 1
+        own += x.tolist()
+        if even:
+            metric += accelerator.gather_for_metrics(x).tolist()
+    return [own, metric, steps, len(loader)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("count", "batch"), [(1, 4), (3, 1), (5, 4), (9, 5), (16, 4), (16, 5)])
+def test_every_sample_counts_once_in_metrics(
+    ranks: RankServer, count: int, batch: int, shuffle: bool
+) -> None:
+    """C1 for tensors, and one order for all ranks whatever their seeds."""
+    results = ranks(2, walked, count, batch, shuffle, False, True, False)
+    metric = same_on_all([result[1] for result in results])
+    assert sorted(metric) == list(range(count))
+    assert shuffle or metric == list(range(count))
+    assert {result[2] for result in results} == {results[0][3]}, "len() is the number of steps"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_without_even_batches_nothing_is_repeated(ranks: RankServer, split: bool) -> None:
+    results = ranks(2, walked, 11, 4, True, split, False, False)
+    assert sorted(results[0][0] + results[1][0]) == list(range(11))
+    assert [r[2] for r in results] == [r[3] for r in results]
+
+
+def test_split_batches_gives_each_rank_its_part_of_every_batch(ranks: RankServer) -> None:
+    first, second = ranks(2, walked, 10, 4, False, True, True, False)
+    assert first[0] == [0, 1, 4, 5, 8, 9]
+    assert second[0] == [2, 3, 6, 7, 0, 1]
+    assert first[1] == list(range(10))
+
+
+def test_dropping_the_last_step_keeps_whole_steps_only(ranks: RankServer) -> None:
+    first, second = ranks(2, walked, 11, 2, False, False, True, True)
+    assert first[0] == [0, 1, 4, 5]
+    assert second[0] == [2, 3, 6, 7]
+
+
+def emptied() -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(9)), batch_size=5, drop_last=True))
+    with pytest.warns(UserWarning, match="0 batches") as found:
+        assert list(loader) == []
+    return str(found[0].message)
+
+
+def test_an_epoch_without_batches_is_said(ranks: RankServer) -> None:
+    """A11."""
+    assert "9 samples do not fill one" in same_on_all(ranks(2, emptied))
+
+
+class Words(Dataset[str]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> str:
+        return "abcde"[index]
+
+
+def words() -> list[str]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Words(), batch_size=2))
+    return [word for batch in loader for word in accelerator.gather_for_metrics(batch)]
+
+
+def test_strings_count_once_in_metrics(ranks: RankServer) -> None:
+    """C1 for objects."""
+    assert same_on_all(ranks(2, words)) == list("abcde")
+
+
+def as_alone(shuffle_seed: int) -> list[int]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    torch.manual_seed(shuffle_seed + 7 * accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True))
+    return [i for (x,) in loader for i in accelerator.gather_for_metrics(x).tolist()]
+
+
+def test_the_order_on_two_ranks_is_that_of_rank_zero_alone(ranks: RankServer) -> None:
+    """B3 of the mission: 2 x 3 samples a step are those of the loop on one process."""
+    assert same_on_all(ranks(2, as_alone, 5)) == ranks(1, as_alone, 5)[0]
+
+
+class TwoTypes(nn.Module):
+    """Trained parameters of two dtypes and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1).double()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(self.first(x)).double())
+
+
+def clip_in_window() -> list[tuple[bool, bool, float]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = TwoTypes()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.0))
+    data = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    share = 4 // accelerator.num_processes
+    start = accelerator.process_index * share
+    found = []
+    for half in data.split(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(half[start : start + share]).square().mean())
+            before = [p.grad.clone() for p in trained]
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e-3))
+            changed = any(not torch.equal(a, p.grad) for a, p in zip(before, trained, strict=True))
+            found.append((accelerator.sync_gradients, changed, norm))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_clipping_waits_for_the_end_of_the_window_and_takes_the_true_norm(ranks: RankServer) -> None:
+    """B7: frozen parameters, two dtypes, accumulation; the norm is that of one process."""
+    (alone,) = ranks(1, clip_in_window)
+    pair = ranks(2, clip_in_window)
+    for found in (alone, *pair):
+        assert [row[:2] for row in found] == [(False, False), (True, True)]
+    assert pair[0][1][2] == pytest.approx(alone[1][2], rel=1e-6)
+    assert pair[0][1][2] == pair[1][1][2]
+
+
+def two_at_once() -> tuple[object, ...]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    plain = Accelerator()
+    half = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
+    a, b = plain.prepare(nn.Linear(2, 2)), half.prepare(nn.Sequential(nn.Linear(2, 2)))
+    inside: list[torch.dtype] = []
+    b[0].register_forward_hook(lambda m, i, o: inside.append(o.dtype))
+    x = torch.ones(1, 2)
+    return (
+        a(x).dtype,
+        b(x).dtype,
+        inside,
+        plain.mixed_precision,
+        half.mixed_precision,
+        plain.gradient_accumulation_steps,
+        half.gradient_accumulation_steps,
+        AcceleratorState().mixed_precision,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_accelerators_of_other_precision_live_together(ranks: RankServer, size: int) -> None:
+    """F11."""
+    expected = (torch.float32, torch.float32, [torch.bfloat16], "no", "bf16", 1, 3, "bf16")
+    assert same_on_all(ranks(size, two_at_once)) == expected
+
+
+def windows(batches: int, micro: int, steps: int) -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    loader, evaluation = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(batches * accelerator.num_processes)), batch_size=1),
+        DataLoader(TensorDataset(torch.arange(6)), batch_size=1),
+    )
+    pattern = ""
+    for _ in loader:
+        for _ in range(micro):
+            with accelerator.accumulate():
+                for _ in evaluation:  # a loop inside the window, broken off
+                    break
+                pattern += "T" if accelerator.sync_gradients else "F"
+    return pattern
+
+
+@pytest.mark.parametrize(
+    ("batches", "micro", "steps", "pattern"),
+    [(5, 1, 2, "FTFTT"), (2, 4, 4, "FFFTFFFT"), (3, 1, 1, "TTT"), (3, 2, 4, "FFFTFT")],
+)
+def test_windows_close_where_they_should(
+    ranks: RankServer, batches: int, micro: int, steps: int, pattern: str
+) -> None:
+    """B3, and B4 for a nested evaluation loop that is broken off."""
+    assert same_on_all(ranks(2, windows, batches, micro, steps)) == pattern
+
+
+def mismatched() -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = nn.Linear(2, 2)
+    model.hf_device_map = {"": "cpu", "head": "disk"}  # type: ignore[assignment]
+    with pytest.raises(PrepareError) as error:
+        accelerator.prepare(model)
+    return error.value.what
+
+
+def test_a_model_on_two_devices_is_refused_in_a_world_of_two(ranks: RankServer) -> None:
+    assert "spread over several devices" in same_on_all(ranks(2, mismatched))
+
+
+def hooked(kind: str) -> list[float]:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=kind)])  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    accelerator.backward(model(torch.ones(2, 4) * (accelerator.process_index + 1)).sum())
+    return model.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_gradients_may_travel_in_half_precision(ranks: RankServer, kind: str) -> None:
+    assert same_on_all(ranks(2, hooked, kind)) == pytest.approx([3.0] * 4, rel=1e-2)

@@ -1,0 +1,361 @@
+"""The Accelerator on one process: prepare, precision, accumulation, errors, views."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.core.errors import AccelerateError, NotBuiltError, PrepareError, SettingError, WorldError
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    KwargsHandler,
+)
+
+
+def parts(rate: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def test_prepare_gives_back_the_same_objects_in_order() -> None:
+    accelerator = Accelerator()
+    model, optimizer, schedule = parts()
+    loader = DataLoader(TensorDataset(torch.ones(4, 3)))
+    prepared = accelerator.prepare(loader, schedule, None, model, optimizer)
+    assert prepared[3] is model
+    assert prepared[2] is None
+    assert prepared[4].optimizer is optimizer
+    assert prepared[1].scheduler is schedule
+    assert prepared[1].optimizers == [prepared[4]]
+    assert isinstance(prepared[0], DataLoader)
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(optimizer) is prepared[4], "prepared once, whoever asks again"
+    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+
+
+@pytest.mark.parametrize("thing", [3, "text", object(), nn.Linear, [1]])
+def test_an_unknown_object_is_named_and_nothing_is_changed(thing: object) -> None:
+    accelerator = Accelerator()
+    model, *_ = parts()
+    with pytest.raises(PrepareError, match=f"a {type(thing).__name__} cannot be prepared"):
+        accelerator.prepare(model, thing)
+    assert accelerator._models == []
+
+
+def test_preparing_nothing_is_an_error() -> None:
+    with pytest.raises(PrepareError, match="given nothing"):
+        Accelerator().prepare()
+    with pytest.raises(PrepareError, match="1 entries for 2 objects"):
+        Accelerator().prepare(*parts()[:2], device_placement=[True])
+
+
+def test_a_plan_says_what_prepare_would_do_and_does_nothing() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer, schedule = parts()
+    plan = str(accelerator.plan(model, optimizer, schedule))
+    assert "precision: " in plan
+    assert "torch.bfloat16" in plan
+    assert not model._forward_hooks
+    assert accelerator._models == []
+
+
+def test_half_precision_computes_inside_and_gives_float32() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    forward = model.forward
+    model = accelerator.prepare(model)
+    assert model.forward == forward, "the user's forward is not replaced"
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(nn.Sequential(nn.Linear(2, 2))))):
+        twin(torch.ones(1, 2))
+    assert seen[0] == torch.bfloat16
+    with accelerator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert not torch.is_autocast_enabled("cpu")
+    assert accelerator.native_amp
+
+
+def test_autocast_is_left_when_the_forward_raises() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    model = Accelerator(mixed_precision="bf16").prepare(Broken())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            model(torch.ones(1, 1))
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_copy_of_a_prepared_model_keeps_its_precision() -> None:
+    model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(2, 2))
+    assert len(copy.deepcopy(model)._forward_hooks) == 1
+    thawed = pickle.loads(pickle.dumps(model))
+    assert thawed(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_a_skipped_step_is_seen_and_the_schedule_waits() -> None:
+    """B6."""
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model, optimizer, schedule = accelerator.prepare(*parts())
+    for step, factor in enumerate([1.0, float("inf"), 1.0]):
+        before = model.weight.detach().clone()
+        accelerator.backward(model(torch.ones(2, 3)).square().mean() * factor)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert accelerator.optimizer_step_was_skipped == (step == 1)
+        assert torch.equal(before, model.weight) == (step == 1)
+    assert schedule.get_last_lr() == [0.1 / 3]
+    assert accelerator.scaler.get_scale() == 512.0
+
+
+def test_two_optimizers_share_one_scaler() -> None:
+    """Gradients of the second must not be unscaled twice, whatever the order of clips and steps."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    start = [m.weight.detach().clone() for m in models]
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    a, b, first, second = accelerator.prepare(*models, *optimizers)
+    for model in (a, b):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+    for model in (a, b):
+        accelerator.clip_grad_norm_(model.parameters(), 100.0)
+    first.step()
+    second.step()
+    for model, before in zip((a, b), start, strict=True):
+        assert torch.allclose(before - model.weight, torch.ones(1, 3), atol=1e-3)
+
+
+def test_float16_weights_are_refused_with_their_names() -> None:
+    with pytest.raises(PrepareError, match="float16 already: weight, bias"):
+        Accelerator(mixed_precision="fp16").prepare(nn.Linear(2, 2).half())
+
+
+def test_steps_wait_for_the_end_of_the_window() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, schedule = accelerator.prepare(*parts())
+    moved = []
+    for _ in range(4):
+        before = model.weight.detach().clone()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 3)).sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        moved.append(not torch.equal(before, model.weight))
+    assert moved == [False, True, False, True]
+    assert schedule.get_last_lr() == [pytest.approx(0.1 / 3)]
+
+
+def test_the_launchers_accumulation_counts_unless_the_script_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert Accelerator().gradient_accumulation_steps == 4
+    assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    plugin = GradientAccumulationPlugin(num_steps=3)
+    assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 3
+
+
+class Unknown(KwargsHandler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mixed_precision": "fp61"}, "fp16"),
+        ({"mixed_precision": 16}, "mixed_precision"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"kwargs_handlers": [Unknown()]}, "Unknown is not a kwargs handler"),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)},
+            "given twice",
+        ),
+        ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, "given twice"),
+    ],
+)
+def test_wrong_arguments_are_said_in_the_users_words(arguments: dict[str, object], text: str) -> None:
+    with pytest.raises(SettingError) as error:
+        Accelerator(**arguments)  # type: ignore[arg-type]
+    assert text in str(error.value)
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf61")
+    with pytest.raises(SettingError) as error:
+        Accelerator()
+    assert "ACCELERATE_MIXED_PRECISION" in str(error.value)
+    assert "'bf16'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"log_with": "all"}, {"dynamo_backend": "inductor"}, {"mixed_precision": "fp8"}]
+)
+def test_what_is_not_built_is_refused_not_ignored(arguments: dict[str, object]) -> None:
+    with pytest.raises(NotBuiltError):
+        Accelerator(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_an_engine_that_is_not_built_never_trains_in_another_way(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(NotBuiltError, match="is not built yet"):
+        Accelerator()
+
+
+def test_two_devices_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    with pytest.raises(AccelerateError) as error:
+        PartialState(cpu=True)
+    assert "ACCELERATE_TORCH_DEVICE" in str(error.value)
+    assert "fix:" in str(error.value)
+
+
+def test_an_unknown_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cdua")
+    with pytest.raises(AccelerateError) as error:
+        PartialState()
+    assert "cdua" in str(error.value)
+    assert "cuda" in str(error.value)
+
+
+def test_the_state_is_empty_until_something_opens_the_world() -> None:
+    assert PartialState._shared_state == {}
+    with pytest.raises(ValueError, match="no Accelerator yet"):
+        AcceleratorState()
+    accelerator = Accelerator(mixed_precision="bf16")
+    assert PartialState._shared_state != {}
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert AcceleratorState().distributed_type == "NO"
+    assert AcceleratorState().num_processes == accelerator.num_processes == 1
+    assert getattr(AcceleratorState(), "fsdp_plugin", None) is None
+    assert GradientState() is accelerator.gradient_state
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == {}
+    with pytest.raises(WorldError, match="no open world"):
+        _ = accelerator.state.device
+
+
+def test_a_state_takes_the_arguments_clients_always_give() -> None:
+    from datetime import timedelta
+
+    state = PartialState(cpu=True, backend=None, timeout=timedelta(seconds=9), _use_sagemaker_dp=True)
+    assert (state.num_processes, state.device.type, state.use_distributed) == (1, "cpu", False)
+    state.distributed_type = "MULTI_GPU"
+    assert PartialState().distributed_type == "MULTI_GPU"
+
+
+def test_decorators_and_blocks_run_once_on_one_process() -> None:
+    accelerator = Accelerator()
+    calls: list[str] = []
+
+    @accelerator.on_main_process
+    def main() -> int:
+        """kept"""
+        calls.append("main")
+        return 1
+
+    @accelerator.on_process(process_index=1)
+    def other() -> None:
+        calls.append("other")
+
+    assert (main(), other(), main.__doc__) == (1, None, "kept")
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        calls.append("first")
+    assert calls == ["main", "first"]
+    accelerator.set_trigger()
+    assert (accelerator.check_trigger(), accelerator.check_trigger()) == (True, False)
+
+
+def test_a_checkpoint_brings_everything_back(tmp_path: object) -> None:
+    def run(
+        accelerator: Accelerator, model: nn.Module, optimizer: object, schedule: object, steps: int
+    ) -> None:
+        for _ in range(steps):
+            accelerator.backward(model(torch.randn(2, 3)).square().mean())
+            optimizer.step()  # type: ignore[attr-defined]
+            schedule.step()  # type: ignore[attr-defined]
+            optimizer.zero_grad()  # type: ignore[attr-defined]
+
+    def fresh() -> tuple[Accelerator, tuple[object, ...]]:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        accelerator = Accelerator()
+        return accelerator, accelerator.prepare(model, optimizer, schedule)
+
+    accelerator, (model, optimizer, schedule) = fresh()
+    run(accelerator, model, optimizer, schedule, 3)
+    accelerator.save_state(f"{tmp_path}/here")
+    run(accelerator, model, optimizer, schedule, 3)
+    expected = [p.detach().clone() for p in model.parameters()], schedule.get_last_lr()
+
+    accelerator, (model, optimizer, schedule) = fresh()
+    accelerator.load_state(f"{tmp_path}/here")
+    run(accelerator, model, optimizer, schedule, 3)
+    assert all(torch.equal(a, b) for a, b in zip(expected[0], model.parameters(), strict=True))
+    assert schedule.get_last_lr() == expected[1]
+
+
+def test_save_hooks_may_keep_models_out(tmp_path: object) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    seen: list[object] = []
+
+    def save(models: list[nn.Module], weights: list[object], folder: str) -> None:
+        seen.append((models[0] is model, len(weights)))
+        weights.pop()
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        seen.append(models.pop() is model)
+
+    accelerator.register_save_state_pre_hook(save)
+    handle = accelerator.register_load_state_pre_hook(load)
+    path = accelerator.save_state(f"{tmp_path}/a")
+    assert not list(path.glob("model*"))
+    accelerator.load_state(path)
+    handle.remove()
+    assert seen == [(True, 1), True]
+
+
+def test_objects_without_a_state_cannot_be_registered() -> None:
+    with pytest.raises(PrepareError, match="cannot be checkpointed: int"):
+        Accelerator().register_for_checkpointing(3)
+
+
+def test_memory_is_freed_of_everything_prepared() -> None:
+    accelerator = Accelerator()
+    model, optimizer, _ = accelerator.prepare(*parts())
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    assert (model, optimizer, accelerator._models, accelerator._schedulers) == (None, None, [], [])
+
+
+def test_a_lone_process_may_train_with_handlers_of_other_worlds() -> None:
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    assert accelerator.prepare(nn.Linear(1, 1))(torch.ones(1, 1)).shape == (1, 1)

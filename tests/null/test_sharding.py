@@ -1,0 +1,256 @@
+"""Which samples each rank sees, without any process: every rank's view is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from accelerate.core.errors import NotBuiltError, PrepareError
+from accelerate.data.loader import DataLoaderShard, prepare_data_loader, skip_first_batches
+from accelerate.data.shard import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+
+
+def views(sampler: Any, size: int, split: bool = False, even: bool = True) -> list[list[list[int]]]:
+    return [list(BatchSamplerShard(sampler, size, rank, split, even)) for rank in range(size)]
+
+
+def batches(count: int, batch: int, drop: bool = False) -> BatchSampler:
+    return BatchSampler(SequentialSampler(range(count)), batch, drop)
+
+
+@given(
+    count=st.integers(0, 40),
+    batch=st.integers(1, 7),
+    size=st.integers(1, 5),
+    drop=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_even_shards_are_the_samples_in_order_with_a_tail_of_first_ones(
+    count: int, batch: int, size: int, drop: bool
+) -> None:
+    sampler = batches(count, batch, drop)
+    seen = views(sampler, size)
+    steps = {len(view) for view in seen}
+    assert len(steps) == 1, "every rank has as many batches"
+    assert steps == {len(BatchSamplerShard(sampler, size, rank)) for rank in range(size)}
+    # one process keeps the sampler's own batches, several fill the last step
+    assert size == 1 or all(len(b) == batch for view in seen for b in view)
+    flat = [i for step in zip(*seen, strict=True) for b in step for i in b]
+    whole = count // (batch * size) * batch * size
+    if size == 1:
+        assert flat == list(range(count if not drop else count // batch * batch))
+    elif drop:
+        assert flat == list(range(whole))
+    else:
+        assert flat[:count] == list(range(count))
+        assert flat[count:] == [i % count for i in range(len(flat) - count)]
+        assert len(flat) - count < batch * size
+
+
+@given(count=st.integers(0, 40), batch=st.integers(1, 7), size=st.integers(1, 5), split=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_uneven_shards_hold_every_sample_once(count: int, batch: int, size: int, split: bool) -> None:
+    sampler = batches(count, batch * size if split else batch)
+    seen = views(sampler, size, split=split, even=False)
+    assert sorted(i for view in seen for b in view for i in b) == list(range(count))
+    if not split:
+        lengths = [len(BatchSamplerShard(sampler, size, rank, even_batches=False)) for rank in range(size)]
+        assert lengths == [len(view) for view in seen]
+
+
+class Changing(BatchSampler):
+    """A user's batch sampler whose batches differ in size."""
+
+    def __init__(self) -> None:
+        self.note = "mine"
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3], [4, 5], [6]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_batches_of_changing_size_stay_whole() -> None:
+    """A12."""
+    seen = views(Changing(), 3)
+    assert seen == [[[0, 1, 2], [6]], [[3], [0, 1, 2]], [[4, 5], [3]]]
+    assert BatchSamplerShard(Changing(), 3, 0).note == "mine"
+
+
+def test_a_short_batch_in_the_middle_loses_nothing() -> None:
+    class Ragged(BatchSampler):
+        batch_size, drop_last = 2, False
+
+        def __init__(self) -> None: ...
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2], [3, 4], [5, 6]])
+
+        def __len__(self) -> int:
+            return 4
+
+    assert views(Ragged(), 2) == [[[0, 1], [3, 4]], [[2], [5, 6]]]
+
+
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(PrepareError, match="batch of 3 samples cannot be split over 2"):
+        BatchSamplerShard(batches(6, 3), 2, 0, split_batches=True)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@given(count=st.integers(0, 30), batch=st.integers(1, 4), size=st.integers(1, 4), drop=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_stream_is_cut_into_steps_in_order(count: int, batch: int, size: int, drop: bool) -> None:
+    shards = [IterableDatasetShard(Stream(count), batch, drop, size, rank) for rank in range(size)]
+    seen = [list(shard) for shard in shards]
+    assert [len(view) for view in seen] == [len(shard) for shard in shards]
+    steps = [[view[i : i + batch] for view in seen] for i in range(0, len(seen[0]), batch)]
+    flat = [item for step in steps for part in step for item in part]
+    assert flat[:count] == list(range(count))[: len(flat)]
+    assert set(flat) <= set(range(count))
+    assert drop or len(flat) >= count
+
+
+def test_a_loader_is_wrapped_and_keeps_its_class_and_attributes() -> None:
+    """A12."""
+
+    class Mine(DataLoader[Any]):
+        colour = "red"
+
+    data = TensorDataset(torch.arange(10))
+    mine = Mine(data, batch_size=2, num_workers=0)
+    mine.extra = 7  # type: ignore[attr-defined]
+    for size in (1, 2):
+        prepared = prepare_data_loader(mine, num_processes=size, process_index=0)
+        assert isinstance(prepared, DataLoader)
+        assert type(prepared.base_dataloader) is Mine
+        assert (prepared.colour, prepared.extra, prepared.dataset) == ("red", 7, data)
+        assert prepared.batch_sampler is (mine.batch_sampler if size == 1 else prepared.batch_sampler)
+    assert prepared.batch_sampler.batch_sampler is mine.batch_sampler
+    assert len(mine) == 5, "the user's loader is as it was"
+
+
+def test_a_client_may_switch_the_sharding_off_afterwards() -> None:
+    prepared = prepare_data_loader(
+        DataLoader(TensorDataset(torch.arange(6))), num_processes=2, process_index=1
+    )
+    prepared.batch_sampler.num_processes, prepared.batch_sampler.process_index = 1, 0
+    assert [x.item() for (x,) in prepared] == list(range(6))
+
+
+def test_a_loader_that_does_not_collate_is_sharded_by_sample() -> None:
+    loader = DataLoader(range(5), batch_size=None)  # type: ignore[arg-type]
+    seen = [list(prepare_data_loader(loader, num_processes=2, process_index=rank)) for rank in range(2)]
+    assert seen == [[0, 2, 4], [1, 3, 0]]
+
+
+def test_a_loader_that_is_sharded_already_is_kept() -> None:
+    """A6 for torch's own sampler."""
+    from torch.utils.data.distributed import DistributedSampler
+
+    data = TensorDataset(torch.arange(8))
+    own = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=False))
+    prepared = prepare_data_loader(own, num_processes=2, process_index=1)
+    assert [x.tolist() for (x,) in prepared] == [[1, 3], [5, 7]]
+
+
+def test_the_loader_knows_its_last_batch() -> None:
+    loader = DataLoaderShard(TensorDataset(torch.arange(5)), batch_size=2)
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    assert loader.iteration == 2
+
+
+def test_epochs_reach_samplers_and_datasets() -> None:
+    class Told(TensorDataset):
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    data = Told(torch.arange(4))
+    loader = prepare_data_loader(
+        DataLoader(data, shuffle=True),
+        num_processes=2,
+        process_index=0,
+        use_seedable_sampler=True,
+        data_seed=3,
+    )
+    loader.set_epoch(5)
+    assert data.epoch == 5
+    assert loader.get_sampler().epoch == 5
+
+
+def test_a_seedable_order_is_a_function_of_seed_and_epoch() -> None:
+    def orders(epochs: int, start: int = 0) -> list[list[int]]:
+        sampler = SeedableRandomSampler(range(20), data_seed=11)
+        sampler.set_epoch(start)
+        return [list(sampler) for _ in range(epochs)]
+
+    first = orders(4)
+    assert first[2:] == orders(2, start=2)
+    assert len({tuple(order) for order in first}) == 4
+    assert first[0] == list(RandomSampler(range(20), generator=torch.Generator().manual_seed(11)))
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3, 5, 9])
+def test_skipping_leaves_out_first_batches_without_reading_them(skip: int) -> None:
+    read: list[int] = []
+
+    class Reading(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    plain = DataLoader(Reading(torch.arange(10)), batch_size=2)
+    prepared = prepare_data_loader(plain, num_processes=1, process_index=0)
+    for loader in (skip_first_batches(plain, skip), skip_first_batches(prepared, skip)):
+        read.clear()
+        assert [i for (x,) in loader for i in x.tolist()] == list(range(2 * skip, 10))
+        assert read == list(range(2 * skip, 10))
+        assert len(loader) == max(0, 5 - skip)
+    assert [i for (x,) in prepared for i in x.tolist()] == list(range(10)), "the loader itself begins anew"
+
+
+def test_skipping_in_a_stream_reads_on() -> None:
+    loader = skip_first_batches(DataLoader(Stream(5), batch_size=2), 1)
+    assert [x.tolist() for x in loader] == [[2, 3], [4]]
+    sampler = SkipBatchSampler(batches(7, 2), 2)
+    assert (list(sampler), len(sampler), sampler.total_length) == ([[4, 5], [6]], 2, 4)
+
+
+def test_options_that_are_not_built_are_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    with pytest.raises(NotBuiltError, match="dispatch_batches"):
+        prepare_data_loader(loader, num_processes=2, process_index=0, dispatch_batches=True)
+    with pytest.raises(NotBuiltError, match="use_stateful_dataloader"):
+        prepare_data_loader(loader, use_stateful_dataloader=True)
+    with pytest.raises(PrepareError, match="a list is not a"):
+        prepare_data_loader([1, 2])  # type: ignore[arg-type]
