@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -21,16 +22,28 @@ def ranks() -> Generator[RankServer]:
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Generator[None]:
-    """Every test leaves the process as it found it: environment as before, no world open."""
+    """Every test leaves the process as it found it: no world or state, no command, the same environment."""
     before = dict(os.environ)
     yield
-    # Only what a test has imported can have left something behind; importing it here would cost seconds.
-    world = sys.modules.get("accelerate.world.world")
-    if world is not None and world.current() is not None:
-        world.close()
-    command = sys.modules.get("tests.support.command")
-    if command is not None:
-        command.sweep()
+    _reset()
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _reset() -> None:
+    """Takes back what the package keeps for the whole process."""
+
+    # Only what a test has imported can have left something behind; importing it here would cost seconds.
+    def loaded(module: str) -> Any:
+        return sys.modules.get(module)
+
+    if command := loaded("tests.support.command"):
+        command.sweep()
+    if gradient := loaded("accelerate.facade.gradient"):
+        gradient.GradientState._reset_state()
+    if state := loaded("accelerate.facade.state"):
+        state.AcceleratorState._reset_state()
+    world = loaded("accelerate.world.world")
+    if world is not None and world.current() is not None:
+        world.close()
