@@ -13,7 +13,10 @@ from accelerate.core.registry import Registry
 from accelerate.launch.errors import RankError
 
 COMMANDS: Registry[click.Command] = Registry(
-    "command", "accelerate.cli", "accelerate.commands", exclude=("main", "options", "parser", "show")
+    "command",
+    "accelerate.cli",
+    "accelerate.commands",
+    exclude=("config_classes", "main", "options", "parser", "show"),
 )
 
 # Commands that are promised and not built yet, with what will come. Whoever adds the file removes the line.

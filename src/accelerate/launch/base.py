@@ -45,7 +45,7 @@ KINDS: Registry[Kind] = Registry(
     "accelerate.launch",
     "accelerate.launchers",
     exclude=(
-        *("base", "check", "child", "config", "errors", "files", "guard", "job", "later", "logs", "port"),
+        *("base", "check", "child", "errors", "files", "guard", "job", "later", "logs", "port"),
         *("ranks", "report"),
     ),
 )

@@ -110,10 +110,14 @@ def read(path: Path, *, named: bool = True) -> ConfigFile:
     return ConfigFile(path, modern(values), lines, named)
 
 
-def _missing(path: Path) -> SettingError:
+class MissingFileError(SettingError, FileNotFoundError):
+    """There is no such configuration file."""
+
+
+def _missing(path: Path) -> MissingFileError:
     folder = path.parent
     near = nearest(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else None
-    return SettingError(
+    return MissingFileError(
         f"there is no configuration file {path}",
         why="" if folder.is_dir() else f"there is no folder {folder}",
         fix=f"did you mean {folder / near}?" if near else "",

@@ -130,8 +130,9 @@ class Request:
         told: dict[str, str] = {}
         for cls, loaded in self.loaded.items():
             for row in declared(cls):
-                if cls is not Job and row.variable and loaded.given(row.name):
-                    told[row.variable] = as_text(loaded.origin(row.name).value)
+                value = loaded.origin(row.name).value
+                if cls is not Job and row.variable and value != row.default:
+                    told[row.variable] = as_text(value)
         return told
 
 

@@ -1,0 +1,234 @@
+"""A configuration file as an object, as programs of 1.x read and write it.
+
+The launcher itself reads files by their declared settings (``launch/files.py``, ``launch/job.py``); these
+classes are for programs that show, copy or write a configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import device as devices
+from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.facade.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate.launch import files
+from accelerate.precision import PRECISIONS
+
+C = TypeVar("C", bound="BaseConfig")
+
+cache_dir = str(files.cache_folder())
+hf_cache_home = str(files.cache_folder().parent)
+default_config_file = default_yaml_config_file = default_json_config_file = str(files.default_file())
+
+
+@dataclass
+class BaseConfig:
+    """What every configuration says.
+
+    Attributes:
+        compute_environment: where the job runs.
+        distributed_type: how its processes work together.
+        mixed_precision: number format of the forward pass.
+        use_cpu: use the CPU even if there is an accelerator.
+        debug: check the shapes of every collective.
+    """
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType | SageMakerDistributedType
+    mixed_precision: str | None
+    use_cpu: bool
+    debug: bool
+
+    def __post_init__(self) -> None:
+        kinds: type[Enum] = DistributedType if self._is_local() else SageMakerDistributedType
+        self.compute_environment = _member(
+            ComputeEnvironment, "compute_environment", self.compute_environment
+        )
+        self.distributed_type = _member(kinds, "distributed_type", self.distributed_type)
+
+    def _is_local(self) -> bool:
+        return str(self.compute_environment).upper() != ComputeEnvironment.AMAZON_SAGEMAKER
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field that says something: enumerations as text, None and empty tables left out."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        plain = {name: value.value if isinstance(value, Enum) else value for name, value in fields.items()}
+        return {name: value for name, value in plain.items() if value is not None and value != {}}
+
+    @staticmethod
+    def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a file with old formats made new and what every configuration says filled in."""
+        usual = {
+            "compute_environment": "LOCAL_MACHINE",
+            "mixed_precision": None,
+            "use_cpu": False,
+            "debug": False,
+        }
+        return usual | files.modern(config_dict)
+
+    @classmethod
+    def from_json_file(cls: type[C], json_file: str | None = None) -> C:
+        """Reads a JSON file; the default file when None."""
+        return cls._of(files.read(Path(json_file or default_json_config_file)))
+
+    @classmethod
+    def from_yaml_file(cls: type[C], yaml_file: str | None = None) -> C:
+        """Reads a YAML file; the default file when None."""
+        return cls._of(files.read(Path(yaml_file or default_yaml_config_file)))
+
+    @classmethod
+    def _of(cls: type[C], file: files.ConfigFile) -> C:
+        """A configuration from a file's values.
+
+        Raises:
+            SettingError: ``distributed_type`` or another key without a default is missing.
+            UnknownNameError: a key is unknown.
+        """
+        values = cls.process_config(file.values)
+        fields = {item.name: item for item in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                raise UnknownNameError("key", key, fields, where=f"in {file.at(key)}")
+        for name, item in fields.items():
+            if name not in values and item.default is dataclasses.MISSING:
+                raise SettingError(f"{file.path} has no key {name}", fix=f"add a line like '{name}: NO'")
+        return cls(**values)
+
+    def to_json_file(self, json_file: str | Path) -> None:
+        """Writes a JSON file."""
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
+        Path(json_file).write_text(f"{text}\n", encoding="utf-8")
+
+    def to_yaml_file(self, yaml_file: str | Path) -> None:
+        """Writes a YAML file."""
+        import yaml
+
+        Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+
+
+def _member(kind: type[Enum], name: str, value: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    try:
+        return kind(str(value).upper())
+    except ValueError as error:
+        raise UnknownNameError(f"value of {name}", str(value), [m.value for m in kind]) from error
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """The configuration of a job on machines of one's own; ``accelerate launch --help`` explains the keys."""
+
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] | None = None
+    tpu_vm: list[str] | None = None
+    tpu_env: list[str] | None = None
+    dynamo_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_processes == -1 and self.distributed_type == DistributedType.NO:
+            self.num_processes = 1
+        for item in dataclasses.fields(self):
+            if item.name.endswith("_config") and getattr(self, item.name) is None:
+                setattr(self, item.name, {})
+
+
+@dataclass
+class SageMakerConfig(BaseConfig):
+    """The configuration of a job on Amazon SageMaker, read and written; launching it is not built yet."""
+
+    ec2_instance_type: str
+    iam_role_name: str
+    image_uri: str | None = None
+    profile: str | None = None
+    region: str = "us-east-1"
+    num_machines: int = 1
+    gpu_ids: str = "all"
+    base_job_name: str = "accelerate-sagemaker-1"
+    pytorch_version: str = "1.10.2"
+    transformers_version: str = "4.17.0"
+    py_version: str = "py38"
+    sagemaker_inputs_file: str | None = None
+    sagemaker_metrics_file: str | None = None
+    additional_args: dict[str, Any] | None = None
+    dynamo_config: dict[str, Any] | None = None
+    enable_cpu_affinity: bool = False
+
+
+def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerConfig:
+    """The configuration that a file holds, of the class that its ``compute_environment`` asks for.
+
+    Args:
+        config_file: a YAML or JSON file; the default file when None.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SettingError: it cannot be read, lacks a key, or has a wrong value.
+        UnknownNameError: a key is unknown.
+    """
+    file = files.read(Path(config_file or default_config_file).expanduser())
+    local = file.values.get("compute_environment", "LOCAL_MACHINE") == ComputeEnvironment.LOCAL_MACHINE
+    return (ClusterConfig if local else SageMakerConfig)._of(file)
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | Path = default_json_config_file
+) -> Path | bool:
+    """Writes a configuration for all devices of this machine.
+
+    Args:
+        mixed_precision: number format of the forward pass.
+        save_location: the file; one that exists is left as it is.
+
+    Returns:
+        The file, or False when it existed.
+
+    Raises:
+        UnknownNameError: there is no such precision.
+    """
+    path = Path(save_location)
+    if path.exists():
+        print(f"{path} exists already and stays as it is; delete it to write a new one, or name another file")
+        return False
+    if mixed_precision.lower() not in PRECISIONS:
+        raise UnknownNameError("precision", mixed_precision, PRECISIONS.names())
+    device, count = devices.probe()
+    config = ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=DistributedType(device.distributed_type if count > 1 else "NO"),
+        mixed_precision=mixed_precision.lower(),
+        use_cpu=count == 0,
+        debug=False,
+        num_processes=max(1, count),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config.to_json_file(path)
+    return path
