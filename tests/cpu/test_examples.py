@@ -1,0 +1,121 @@
+"""The examples as a newcomer runs them: by the launcher, by python and by torchrun, to the same accuracy."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from tests.support.command import Finished, Running, launch, start
+from tests.support.environment import ROOT
+
+DIGITS = ROOT / "examples" / "digits.py"
+EPOCHS = 5  # enough for 0.96 and more; the default 15 reach 0.98
+ENOUGH = 0.95
+EPOCH = re.compile(r"epoch (\d+)/\d+: loss ([\d.]+), test accuracy ([\d.]+) \((\d+) of (\d+)\)")
+
+Launched: TypeAlias = tuple[Finished, Path]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line that the script prints per epoch."""
+
+    number: int
+    loss: float
+    accuracy: float
+    correct: int
+    counted: int
+
+
+def options(project: Path, epochs: int = EPOCHS) -> list[str]:
+    return ["--epochs", str(epochs), "--project-dir", str(project)]
+
+
+def read(done: Finished) -> list[Epoch]:
+    """The epochs of a run that ended well."""
+    assert done.returncode == 0, done.output
+    return [Epoch(int(a), float(b), float(c), int(d), int(e)) for a, b, c, d, e in EPOCH.findall(done.stdout)]
+
+
+def check(epochs: list[Epoch], count: int = EPOCHS) -> None:
+    """Every epoch was reported once, counted every test image once, and the model has learned."""
+    assert [epoch.number for epoch in epochs] == list(range(1, count + 1))
+    for epoch in epochs:
+        assert epoch.counted == 360
+        assert epoch.accuracy == pytest.approx(epoch.correct / 360, abs=1e-4)
+    assert epochs[-1].accuracy >= ENOUGH
+    assert epochs[-1].loss < epochs[0].loss / 5
+
+
+def checkpoints(project: Path) -> list[str]:
+    return sorted(path.name for path in (project / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """A whole run on two processes by ``accelerate launch``, and its project folder."""
+    project = tmp_path_factory.mktemp("launched")
+    done = launch("--cpu", "--num_processes", "2", path=DIGITS, script_args=options(project))
+    return done, project
+
+
+def test_launched_on_two_processes_it_learns_and_keeps_three_checkpoints(launched: Launched) -> None:
+    done, project = launched
+    check(read(done))
+    assert checkpoints(project) == ["checkpoint_2", "checkpoint_3", "checkpoint_4"]
+    assert done.stderr.count(f"epoch {EPOCHS}/{EPOCHS}: 100%") == 1, "one progress bar, of the main process"
+    assert re.search(r"samples/s, loss=\d", done.stderr)
+
+
+def test_the_last_line_names_a_picture_of_the_curves(launched: Launched) -> None:
+    done, project = launched
+    last = done.stdout.splitlines()[-1]
+    assert last == f"curves: {project / 'curves.png'}"
+    from matplotlib.image import imread
+
+    height, width, _ = (pixels := imread(project / "curves.png")).shape
+    assert width >= 800
+    assert height >= 400
+    halves = pixels[:, : width // 2], pixels[:, width // 2 :]
+    for half in halves:  # a curve in colour in each half, on white
+        colourful = half[..., :3].max(axis=2) - half[..., :3].min(axis=2) > 0.3
+        assert 0.001 < colourful.mean() < 0.2
+
+
+def test_python_alone_reaches_the_same_accuracy(tmp_path: Path) -> None:
+    check(read(Running([sys.executable, str(DIGITS), *options(tmp_path)]).wait()))
+
+
+def test_three_processes_count_every_test_image_once(tmp_path: Path) -> None:
+    done = launch("--cpu", "--num_processes", "3", path=DIGITS, script_args=options(tmp_path, epochs=1))
+    assert [(epoch.number, epoch.counted) for epoch in read(done)] == [(1, 360)]
+
+
+def test_torchrun_resumes_a_killed_run_to_the_same_numbers(launched: Launched, tmp_path: Path) -> None:
+    """Killed in epoch 3, it goes on from the newest whole checkpoint, to the losses of a run left alone.
+
+    F2: the world that torchrun describes is the world, also on a machine without accelerators.
+    """
+    expected = read(launched[0])
+    killed = start("--cpu", "--num_processes", "2", path=DIGITS, script_args=options(tmp_path))
+    killed.wait_for(f"epoch 3/{EPOCHS}:", timeout=60, name="stderr")
+    killed.kill()
+
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2"]
+    done = Running([*torchrun, str(DIGITS), *options(tmp_path), "--resume"]).wait()
+    epochs = read(done)
+    resumed = re.search(r"resumed after epoch (\d+)", done.stdout)
+    assert resumed is not None, done.output
+    assert 2 <= int(resumed[1]) < EPOCHS, "at least; an epoch may have ended before the kill arrived"
+    assert epochs == expected[int(resumed[1]) :]
+
+
+def test_resuming_what_never_ran_says_so(tmp_path: Path) -> None:
+    done = Running([sys.executable, str(DIGITS), *options(tmp_path), "--resume"]).wait()
+    assert done.returncode != 0
+    assert str(tmp_path) in done.stderr, done.output
