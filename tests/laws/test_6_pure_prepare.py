@@ -77,9 +77,10 @@ def random_states() -> list[Any]:
     return [random.getstate(), repr(numpy.random.get_state(legacy=False)), torch.get_rng_state().tolist()]
 
 
-def processes_and_threads() -> tuple[set[int], set[str]]:
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    return children, {thread.name for thread in threading.enumerate()}
+def processes_and_threads() -> tuple[list[int], list[str], int]:
+    """Children, Python's threads by name, and the number of all threads."""
+    children = sorted(child.pid for child in psutil.Process().children(recursive=True))
+    return children, sorted(t.name for t in threading.enumerate()), psutil.Process().num_threads()
 
 
 def prepare_everything(precision: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def prepare_everything(precision: str, options: dict[str, Any]) -> dict[str, Any
         "random states": before[0] == after[0],
         "the loader's generator": before[1] == after[1],
         "processes": before[2][0] == after[2][0],
-        "threads": before[2][1] == after[2][1],
+        "threads": before[2][1:] == after[2][1:],
         "iterators": CountedLoader.iterators == CountedSampler.iterators == Counted.reads == 0,
         "the same model": module is model,
         "its class's forward": type(module).forward is Model.forward and "forward" not in vars(module),
