@@ -81,10 +81,10 @@ class Loop(Processes):
             loss: a scalar.
             kwargs: arguments of ``loss.backward``.
         """
-        steps = self.gradient_state.num_steps
-        if steps != 1 and not self.strategy.owns_step:
+        strategy, steps = self.strategy, self.gradient_state.num_steps
+        if steps != 1 and not strategy.owns_step:
             loss = loss / steps
-        self.strategy.backward(self.precision.scale(loss), **kwargs)
+        strategy.backward(loss if strategy.owns_precision else self.precision.scale(loss), **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Takes the loss scale out of the gradients of one optimizer, several, or (None) all."""

@@ -124,7 +124,7 @@ def _steps(
         yield Step(
             "place", f"the weights go to {device}", lambda b: _place(b, device), _here(models, device), size
         )
-    if models and precision.converts():
+    if models and precision.converts() and not strategy.owns_precision:
         yield Step("precision", precision.converts(), lambda b: _attach(b, precision))
     yield from strategy.steps(bundle)
     if bundle.of("optimizer"):

@@ -101,6 +101,7 @@ class Strategy(ABC):
         priority: of several that claim a request the highest wins.
         owns_step: it runs ``optimizer.step``, ``zero_grad``, the schedule and clipping itself; the wrappers
             around the user's optimizer and scheduler then only pass on to it.
+        owns_precision: it casts and scales by itself; the precision then leaves models and loss alone.
         handler_class: the kwargs handler that configures it, if any.
         planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
     """
@@ -108,6 +109,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     priority: ClassVar[int] = 0
     owns_step: ClassVar[bool] = False
+    owns_precision: ClassVar[bool] = False
     handler_class: ClassVar[type[KwargsHandler] | None] = None
     planned: ClassVar[str] = ""
 

@@ -1,0 +1,138 @@
+"""One list of laws for every strategy, and for an engine that owns optimizer, step and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.core.errors import NotBuiltError, SettingError
+from accelerate.strategy import STRATEGIES, choose
+from accelerate.strategy.base import Request
+from accelerate.world.world import World
+from tests.support.engine import EnginePlugin, EngineStrategy
+from tests.support.ranks import RankServer, same_on_all
+
+BUILT = [name for name in STRATEGIES.names() if not STRATEGIES.get(name).planned]
+SIZES = {"single": 1, "engine": 1}  # every other strategy is for several processes
+
+
+@contextmanager
+def asked(name: str) -> Iterator[dict[str, Any]]:
+    """The arguments of an Accelerator that trains by that strategy."""
+    if name != "engine":
+        yield {}
+        return
+    with STRATEGIES.add("engine", EngineStrategy):
+        yield {"fsdp_plugin": EnginePlugin()}
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def batch(step: int, share: slice) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))[share]
+
+
+def plain(window: int) -> tuple[list[list[float]], float]:
+    model, optimizer, schedule = parts()
+    for step in range(6):
+        (model(batch(step, slice(None))).square().mean() / window).backward()
+        if (step + 1) % window == 0:
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return [p.detach().flatten().tolist() for p in model.parameters()], schedule.get_last_lr()[0]
+
+
+def trained(name: str, window: int, folder: str) -> dict[str, Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    with asked(name) as arguments:
+        accelerator = Accelerator(
+            gradient_accumulation_steps=window,
+            dataloader_config=DataLoaderConfiguration(split_batches=True),
+            **arguments,
+        )
+        user, optimizer, schedule = parts()
+        before = {n: p.clone() for n, p in user.named_parameters()}
+        plan = accelerator.plan(user, optimizer, schedule)
+        pure = all(torch.equal(before[n], p) for n, p in user.named_parameters()) and not user._forward_hooks
+        model, optimizer, schedule = accelerator.prepare(user, optimizer, schedule)
+        size, rank = accelerator.num_processes, accelerator.process_index
+        share = slice(rank * 4 // size, (rank + 1) * 4 // size)
+        norms = []
+        for step in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch(step, share)).square().mean())
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), float("inf"))))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        weights = [p.detach().flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
+        path = accelerator.save_state(folder)
+        with torch.no_grad():
+            for parameter in user.parameters():
+                parameter.zero_()
+        accelerator.load_state(path)
+        again = [p.detach().flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
+        return {
+            "strategy": accelerator.strategy.name,
+            "pure": pure,
+            "plan": str(plan),
+            "unwraps": accelerator.unwrap_model(model) is user,
+            "names": sorted(accelerator.get_state_dict(model)) == sorted(user.state_dict()),
+            "weights": weights,
+            "rate": schedule.get_last_lr()[0],
+            "restored": weights == again,
+        }
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("name", [*BUILT, "engine"])
+def test_a_strategy_keeps_the_laws(ranks: RankServer, tmp_path: Path, name: str, window: int) -> None:
+    """Same numbers as the plain loop, a pure plan, the user's module and names back, a whole checkpoint."""
+    found = same_on_all(ranks(SIZES.get(name, 2), trained, name, window, f"{tmp_path}/c"))
+    weights, rate = plain(window)
+    for ours, theirs in zip(found["weights"], weights, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+    assert found["rate"] == pytest.approx(rate)
+    assert found["strategy"] == name
+    assert found["pure"]
+    assert found["unwraps"]
+    assert found["names"]
+    assert found["restored"]
+
+
+@pytest.mark.parametrize("name", [n for n in STRATEGIES.names() if n not in BUILT])
+def test_a_planned_strategy_refuses_with_its_plan(name: str) -> None:
+    strategy = STRATEGIES.get(name)
+    with pytest.raises(NotBuiltError, match="not built yet") as error:
+        strategy(Request(World.fake(2))).check()
+    assert strategy.planned in str(error.value)
+
+
+def test_two_strategies_that_both_claim_are_an_error() -> None:
+    class Other(EngineStrategy):
+        name = "other"
+
+    request = Request(World.fake(2), plugins=(EnginePlugin(),))
+    with (
+        STRATEGIES.add("engine", EngineStrategy),
+        STRATEGIES.add("other", Other),
+        pytest.raises(SettingError, match="two strategies are asked for at once"),
+    ):
+        choose(request)
+    with STRATEGIES.add("engine", EngineStrategy):
+        assert choose(request).name == "engine"
+    assert choose(Request(World.fake(2))).name == "ddp"
+    assert choose(Request(World.fake(1))).name == "single"
