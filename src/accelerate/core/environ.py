@@ -19,7 +19,7 @@ FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
 PROTOCOL: dict[str, str] = {
     "ACCELERATE_TORCH_DEVICE": "fixes the torch device of this process, for example 'cpu'",
     "ACCELERATE_LOG_LEVEL": "level of the loggers made by accelerate.logging.get_logger",
-    "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model that is spread over devices under data parallelism",
+    "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model spread over devices under data parallelism",
     "ACCELERATE_ERROR_FILE": "where a launched rank leaves its traceback for the launcher to print last",
     "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",
     "RANK": "rank of this process in the world",
@@ -89,16 +89,20 @@ def write(values: Mapping[str, object | None]) -> None:
 
 @contextmanager
 def patched(values: Mapping[str, object | None], *, clear: bool = False) -> Generator[None]:
-    """Sets variables for the length of a ``with`` block and then puts back exactly what was there."""
+    """Sets variables for the length of a ``with`` block and then puts back what they were before.
+
+    Args:
+        values: the variables; None removes one.
+        clear: remove all others too. Otherwise they are never touched, since other threads read them.
+    """
     before = snapshot()
+    gone = dict.fromkeys(before) if clear else {}
     try:
-        if clear:
-            os.environ.clear()
-        write(values)
+        write({**gone, **values})
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        inside = os.environ if clear else values
+        write({name: before.get(name) for name in (*inside, *(gone if clear else ()))})
 
 
 def child(values: Mapping[str, object | None]) -> dict[str, str]:

@@ -97,9 +97,9 @@ def _all_gather(tensor: torch.Tensor, count: int) -> torch.Tensor:
     send = tensor.contiguous()
     wire = _wire(send)
     out = wire.new_empty((count * wire.shape[0], *wire.shape[1:]))
-    # Renamed in torch 2.13; the old name warns there.
-    into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
-    into_tensor(out, wire)
+    # Renamed in torch 2.13, where the old name warns.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(out, wire)
     return out.view(send.dtype) if wire.dtype != send.dtype else out
 
 

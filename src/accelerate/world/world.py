@@ -196,7 +196,7 @@ def _again(world: World, settings: WorldSettings, *, asked_cpu: bool) -> World:
 
 
 def _alone(settings: WorldSettings) -> World:
-    device = _device(settings, local_rank=0, local_size=1)
+    device = _device(settings)
     return World(
         rank=0, size=1, local_rank=0, local_size=1, node=0, nodes=1, device=device, debug=settings.debug
     )
@@ -233,7 +233,8 @@ def _together(
             "node": cluster.node,
             "nodes": cluster.nodes,
         }
-    device = _device(settings, local_rank=place["local_rank"], local_size=place["local_size"])
+    narrows = cluster is not None and cluster.narrows
+    device = _device(settings, place["local_rank"], place["local_size"], narrows)
     if adopted is None:
         assert cluster is not None
         _open_group(cluster, device, backend, timeout, group)
@@ -280,13 +281,19 @@ def _open_group(
     hardware = devices.get(device.type)
     if backend is None:
         # Host tensors and objects go over gloo whatever the device, so that gathering them needs no copy.
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.backend}"
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
     dist.init_process_group(**{name: value for name, value in arguments.items() if value is not None})
 
 
-def _device(settings: WorldSettings, *, local_rank: int, local_size: int) -> torch.device:
-    """Where this process computes, bound as the current device."""
+def _device(
+    settings: WorldSettings, local_rank: int = 0, local_size: int = 1, narrows: bool = False
+) -> torch.device:
+    """Where this process computes, bound as the current device.
+
+    ``narrows``: the scheduler may show each process only devices of its own, so that fewer are visible than
+    processes share the machine. They are shared evenly then, if the machine has enough of them in all.
+    """
     fixed = environ.get("ACCELERATE_TORCH_DEVICE")
     if fixed:
         kind, _, index = fixed.partition(":")
@@ -304,14 +311,15 @@ def _device(settings: WorldSettings, *, local_rank: int, local_size: int) -> tor
     if hardware.type == "cpu":
         return hardware.torch_device(0)
     count = hardware.count()
-    if local_size > count:
+    enough = local_size <= count or (narrows and local_size <= hardware.present(devices.Machine()))
+    if not enough:
         raise WorldError(
             f"{local_size} processes share this machine, but it has {count} {hardware.type} device(s)",
             why="each process needs a device of its own",
             fix=f"start {count} process(es) here, or use the CPU: accelerate launch --cpu ...",
         )
-    hardware.bind(local_rank)
-    return hardware.torch_device(local_rank)
+    hardware.bind(local_rank % count)
+    return hardware.torch_device(local_rank % count)
 
 
 def _backend_of(device: torch.device, joined: str) -> str:
