@@ -21,10 +21,7 @@ from accelerate.launch import files
 from accelerate.precision import PRECISIONS
 
 C = TypeVar("C", bound="BaseConfig")
-
-cache_dir = str(files.cache_folder())
-hf_cache_home = str(files.cache_folder().parent)
-default_config_file = default_yaml_config_file = default_json_config_file = str(files.default_file())
+DEFAULT = str(files.default_file())
 
 
 @dataclass
@@ -75,12 +72,12 @@ class BaseConfig:
     @classmethod
     def from_json_file(cls: type[C], json_file: str | None = None) -> C:
         """Reads a JSON file; the default file when None."""
-        return cls._of(files.read(Path(json_file or default_json_config_file)))
+        return cls._of(files.read(Path(json_file or files.default_file())))
 
     @classmethod
     def from_yaml_file(cls: type[C], yaml_file: str | None = None) -> C:
         """Reads a YAML file; the default file when None."""
-        return cls._of(files.read(Path(yaml_file or default_yaml_config_file)))
+        return cls._of(files.read(Path(yaml_file or files.default_file())))
 
     @classmethod
     def _of(cls: type[C], file: files.ConfigFile) -> C:
@@ -194,14 +191,12 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
         SettingError: it cannot be read, lacks a key, or has a wrong value.
         UnknownNameError: a key is unknown.
     """
-    file = files.read(Path(config_file or default_config_file).expanduser())
+    file = files.read(Path(config_file or files.default_file()).expanduser())
     local = file.values.get("compute_environment", "LOCAL_MACHINE") == ComputeEnvironment.LOCAL_MACHINE
     return (ClusterConfig if local else SageMakerConfig)._of(file)
 
 
-def write_basic_config(
-    mixed_precision: str = "no", save_location: str | Path = default_json_config_file
-) -> Path | bool:
+def write_basic_config(mixed_precision: str = "no", save_location: str | Path = DEFAULT) -> Path | bool:
     """Writes a configuration for all devices of this machine.
 
     Args:

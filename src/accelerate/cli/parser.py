@@ -27,7 +27,7 @@ class LaunchParser(argparse.ArgumentParser):
                 continue
             kind: dict[str, Any] = {"action": "store_true", "default": None} if param.is_flag else {}
             help = argparse.SUPPRESS if param.hidden else (param.help or "").replace("%", "%%")
-            self.add_argument(*param.opts, dest=param.name, help=help, **kind)
+            self.add_argument(*param.opts, dest=_dest(param), help=help, **kind)
         self.add_argument("training_script", nargs="?", help="the script, module or program")
         self.add_argument("training_script_args", nargs="*", help="its arguments, untouched")
 
@@ -63,6 +63,11 @@ class LaunchParser(argparse.ArgumentParser):
         self.exit(2, f"accelerate launch: {message}\n  fix: accelerate launch --help lists all flags\n")
 
 
+def _dest(param: click.Parameter) -> str:
+    """The attribute of the namespace that holds a flag: called like the flag, as in 1.x (``args.cpu``)."""
+    return param.opts[0].lstrip("-").replace("-", "_")
+
+
 def launch_command_parser(command: click.Command, subparsers: Any = None) -> argparse.ArgumentParser:
     """See ``accelerate.cli.launch.launch_command_parser``."""
     if subparsers is None:
@@ -77,11 +82,12 @@ def launch_command_parser(command: click.Command, subparsers: Any = None) -> arg
 def launch_command(command: click.Command, args: argparse.Namespace) -> None:
     """See ``accelerate.cli.launch.launch_command``."""
     given: Mapping[str, Any] = vars(args)
-    names = {param.name for param in command.params}
+    names = {_dest(param): param.name for param in command.params}
     script = given.get("training_script")
     program = (script, *(given.get("training_script_args") or ())) if script else ()
     try:
-        launch(read({name: value for name, value in given.items() if name in names}, program, HANDED))
+        flags = {names[dest]: value for dest, value in given.items() if dest in names}
+        launch(read(flags, program, HANDED))
     except RankError as error:
         print(error.shown(), file=sys.stderr, flush=True)
         raise
