@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     KwargsHandler,
+    ProfileKwargs,
 )
 
 
@@ -293,7 +296,7 @@ def test_decorators_and_blocks_run_once_on_one_process() -> None:
     assert (accelerator.check_trigger(), accelerator.check_trigger()) == (True, False)
 
 
-def test_a_checkpoint_brings_everything_back(tmp_path: object) -> None:
+def test_a_checkpoint_brings_everything_back(tmp_path: Path) -> None:
     def run(
         accelerator: Accelerator, model: nn.Module, optimizer: object, schedule: object, steps: int
     ) -> None:
@@ -323,7 +326,7 @@ def test_a_checkpoint_brings_everything_back(tmp_path: object) -> None:
     assert schedule.get_last_lr() == expected[1]
 
 
-def test_save_hooks_may_keep_models_out(tmp_path: object) -> None:
+def test_save_hooks_may_keep_models_out(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(1, 1))
     seen: list[object] = []
@@ -359,3 +362,13 @@ def test_memory_is_freed_of_everything_prepared() -> None:
 def test_a_lone_process_may_train_with_handlers_of_other_worlds() -> None:
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     assert accelerator.prepare(nn.Linear(1, 1))(torch.ones(1, 1)).shape == (1, 1)
+
+
+def test_a_profile_leaves_a_trace_per_rank(tmp_path: Path) -> None:
+    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=f"{tmp_path}/traces")
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    with accelerator.profile() as profiler:
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    assert any("mm" in event.key for event in profiler.key_averages())
+    trace = json.loads((tmp_path / "traces" / "profile_0.json").read_text())
+    assert trace["traceEvents"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.core import tree
+from accelerate.core import environ, tree
 from accelerate.core.errors import PrepareError
 from accelerate.core.handler import KwargsHandler
 from accelerate.data.active import ActiveLoaders
@@ -356,7 +356,8 @@ class Accelerator(Loop, Saving, Later):
         return any(places is not None and len(set(places.values())) > 1 for places in maps)
 
     def _check_device_map(self, model: nn.Module) -> None:
-        if self.use_distributed and self.verify_device_map(model):
+        allowed = environ.flag("ACCELERATE_BYPASS_DEVICE_MAP")
+        if self.use_distributed and not allowed and self.verify_device_map(model):
             raise PrepareError(
                 f"a model spread over several devices cannot be trained by {self.num_processes} processes",
                 why="each process holds a whole copy of the model on its own device",

@@ -64,10 +64,6 @@ class Later(Processes):
         """Splits sequences under context parallelism; without it, as always today, the block just runs."""
         yield
 
-    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
-        """Profiles the block."""
-        _refuse("profile", "a trace per rank and a memory timeline will come; use torch.profiler until then")
-
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """The fused backward of LOMO optimizers."""
         _refuse("lomo_backward", "fused backward passes will come with the optimizers that need them")

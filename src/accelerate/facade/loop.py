@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import Strategy
+from accelerate.watch.profile import PROFILE_PATTERN_NAME, ProfileKwargs
 
 
 class Loop(Processes):
@@ -24,6 +26,7 @@ class Loop(Processes):
     strategy: Strategy
     precision: Precision
     gradient_state: GradientState
+    handlers: dict[type, Any]
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
 
@@ -141,6 +144,24 @@ class Loop(Processes):
         """Runs the block in the forward's number format."""
         with self.precision.forward(autocast_handler):
             yield
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Generator[Any]:
+        """Profiles the block by ``torch.profiler``, which it yields.
+
+        With ``output_trace_dir``, each process leaves a Chrome trace ``profile_<rank>.json`` there.
+
+        Args:
+            profile_handler: what to record; None takes the one given to the ``Accelerator``, or the defaults.
+        """
+        handler = profile_handler or self.handlers.get(ProfileKwargs) or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            folder = Path(handler.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
+            self.wait_for_everyone()
 
 
 class _Accumulation(AbstractContextManager[None]):

@@ -11,6 +11,7 @@ from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientSettings
 from accelerate.precision import PRECISIONS
 from accelerate.strategy import STRATEGIES
+from accelerate.watch.profile import ProfileKwargs
 from accelerate.world.world import InitProcessGroupKwargs
 
 
@@ -30,7 +31,7 @@ def refuse_unbuilt(log_with: Any, dynamo_backend: Any, dynamo_plugin: Any, paral
 
 
 def by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:
-    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs]
+    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs, ProfileKwargs]
     known += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
     known += [c for p in PRECISIONS for c in p.handler_classes if c not in known]
     found: dict[type, KwargsHandler] = {}
