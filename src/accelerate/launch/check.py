@@ -214,7 +214,8 @@ def _ids(request: Request, device: Device, present: int) -> list[int] | None:
         raise SettingError(
             f"{origin.where} cannot be applied: {device.type} devices have no numbers to choose"
         )
-    wrong = [number for number in ids if not 0 <= number < present]
+    # Where the machine does not tell how many it has, the driver will say what is wrong.
+    wrong = [number for number in ids if number < 0 or (present and number >= present)]
     if wrong or len(set(ids)) < len(ids):
         raise SettingError(
             f"{origin.where} is {origin.value!r}, but this machine has {present} {device.type} devices",

@@ -130,10 +130,7 @@ def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         node = loader.get_single_node()
-        if node is None:
-            return {}, {}
-        lines = dict(_lines(path, node))
-        return loader.construct_document(node), lines
+        values = {} if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
@@ -143,6 +140,7 @@ def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]
         raise SettingError(f"{path}: this is not valid YAML", why=str(error)) from error
     finally:
         loader.dispose()
+    return values, {} if node is None else dict(_lines(path, node))
 
 
 def _lines(path: Path, node: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -191,6 +189,8 @@ def modern(values: Mapping[Any, Any]) -> dict[str, Any]:
     new = {str(key): value for key, value in values.items() if value is not None}
     if new.get("num_processes") == -1:
         del new["num_processes"]
+    if new.get("distributed_type") is False:  # a bare NO is YAML's word for false
+        new["distributed_type"] = "NO"
     if isinstance(new.get("fp16"), bool) and "mixed_precision" not in new:
         new["mixed_precision"] = "fp16" if new.pop("fp16") else "no"
     if "dynamo_backend" in new and "dynamo_config" not in new:

@@ -1,0 +1,250 @@
+"""Configuration files: which one is used, what may stand in it, and where an error points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.cli.options import HANDED
+from accelerate.core.errors import NotBuiltError, SettingError, UnknownNameError
+from accelerate.launch import files, later
+from accelerate.launch.job import Request, read
+from tests.laws.source import contract
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``config(text)`` reads a launch whose ``--config_file`` holds ``text``."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def reads(text: str, name: str = "job.yaml", **flags: Any) -> Request:
+        return read({"config_file": str(write(tmp_path / name, text)), **flags}, ("x.py",), HANDED)
+
+    return reads
+
+
+# ---------------------------------------------------------------- which file
+
+
+def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F6: a file that nobody named is used only from its two places, and known to be unnamed."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert files.find(None) is None
+    default = write(tmp_path / "home/accelerate/default_config.yaml", "num_processes: 3")
+    found = files.find(None)
+    assert found is not None
+    assert (found.path, found.named, found.values["num_processes"]) == (default, False, 3)
+    assert files.find(None, use_default=False) is None
+    write(tmp_path / "accelerate.yaml", "num_processes: 2")
+    found = files.find(None)
+    assert found is not None
+    assert (found.named, found.values["num_processes"]) == (False, 2)
+    found = files.find(str(write(tmp_path / "mine.yaml", "num_processes: 1")))
+    assert found is not None
+    assert (found.named, found.values["num_processes"]) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("env", "folder"),
+    [
+        ({"HF_HOME": "/a"}, "/a/accelerate"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/huggingface/accelerate"),
+        ({"HOME": "/c"}, "/c/.cache/huggingface/accelerate"),
+    ],
+)
+def test_the_default_file_lies_in_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], folder: str
+) -> None:
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert str(files.default_file()) == f"{folder}/default_config.yaml"
+
+
+def test_cpu_on_the_command_line_leaves_the_default_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write(files.default_file(), "mixed_precision: bf16")
+    assert read({}, ("x.py",), HANDED).get("mixed_precision") == "bf16"
+    assert read({"use_cpu": True}, ("x.py",), HANDED).get("mixed_precision") is None
+
+
+def test_a_missing_file_suggests_a_similar_one(config: Any, tmp_path: Path) -> None:
+    write(tmp_path / "job.yaml", "")
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*job\.yaml") as error:
+        files.find(str(tmp_path / "jbo.yaml"))
+    assert isinstance(error.value, SettingError)
+
+
+# ---------------------------------------------------------------- what is wrong with it
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("num_processes: 2\nmixed_precison: bf16\n", 2, "unknown key 'mixed_precison'"),
+        ("\n\ndynamo_config:\n  dynamo_backnd: x\n", 4, "unknown key of dynamo_config 'dynamo_backnd'"),
+        ("fsdp_config:\n  version: 2\n  fsdp_reshard_after_forwrd: 1\n", 3, "'fsdp_reshard_after_forwrd'"),
+        ("num_processes: '8'\n", 1, "num_processes is the text '8'"),
+        ("debug: false\nmain_process_port: high\n", 2, "main_process_port is the text 'high'"),
+        ("dynamo_config:\n  dynamo_mode: fast\n", 2, "unknown value 'fast' of dynamo_mode"),
+        ("dynamo_config: inductor\n", 1, "dynamo_config is 'inductor', but it is a table"),
+        ("debug: true\nnum_processes: 2\ndebug: false\n", 3, "the key 'debug' stands twice"),
+        ("a: [1\n", 2, "this is not valid YAML"),
+        ("a:\n\t- 1\n", 2, "this is not valid YAML"),
+    ],
+)
+def test_an_error_names_file_line_and_key(config: Any, text: str, line: int, what: str) -> None:
+    """F5: a typo or a wrong type at any depth."""
+    with pytest.raises(SettingError) as error:
+        config(text)
+    assert what in error.value.what
+    assert f"job.yaml, line {line}" in error.value.what
+
+
+def test_a_typo_suggests_the_key_that_was_meant(config: Any) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        config("fsdp_config:\n  fsdp_reshard_after_forwrd: true\n")
+    assert error.value.near == "fsdp_reshard_after_forward"
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "just text", "12"])
+def test_a_file_that_is_no_table(config: Any, text: str) -> None:
+    with pytest.raises(SettingError, match="is not a table of keys"):
+        config(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("{", "line 1: this is not valid JSON"), ('{"a": 1, "a": 2}', "'a' stands twice")]
+)
+def test_a_json_file(config: Any, text: str, what: str) -> None:
+    assert config('{"num_processes": 4, "dynamo_config": {}}', "job.json").get("num_processes") == 4
+    with pytest.raises(SettingError, match=what):
+        config(text, "job.json")
+
+
+def test_a_file_that_cannot_be_read(config: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="cannot be read"):
+        files.read(tmp_path)
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingError, match=r"bad\.yaml cannot be read"):
+        files.read(tmp_path / "bad.yaml")
+
+
+def test_an_empty_file_says_nothing(config: Any) -> None:
+    assert not any(loaded.given(name) for loaded in config("# later\n").loaded.values()
+                   for name in loaded.origins if name != "config_file")  # fmt: skip
+
+
+# ---------------------------------------------------------------- what files of 1.x hold
+
+# What the public package writes for several devices of one machine, and what its clients ship.
+WRITTEN = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_CPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+gpu_ids: all
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'bf16'
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+deepspeed_config: {}
+fsdp_config: {}
+dynamo_config:
+  dynamo_backend: INDUCTOR
+  mode: default
+"""
+
+
+def test_a_file_of_the_public_package_is_read_as_it_is(config: Any) -> None:
+    request = config(WRITTEN)
+    assert (request.get("num_processes"), request.get("gpu_ids")) == (8, "all")
+    assert request.handed() == {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_DYNAMO_MODE": "default",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("fp16: true", "mixed_precision", "fp16"),
+        ("fp16: false", "mixed_precision", "no"),
+        ("mixed_precision: no", "mixed_precision", "no"),
+        ("dynamo_backend: 'NO'", "dynamo_backend", "NO"),
+        ("dynamo_config: {backend: eager}", "dynamo_backend", "EAGER"),
+        ("num_processes: -1", "num_processes", None),
+        ("mpirun_config: {mpirun_ccl: '1'}", "num_processes", None),
+        ("gpu_ids: 0", "gpu_ids", 0),
+    ],
+)
+def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
+    assert config(text).get(name) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "distributed_type: FSDP",
+        "distributed_type: DEEPSPEED",
+        "fsdp_config: {fsdp_version: 2}",
+        "deepspeed_config: {zero_stage: 3}",
+        "fp8_config: {backend: TE}",
+        "parallelism_config: {tp_size: 2}",
+        "mixed_precision: fp8",
+        "downcast_bf16: 'yes'",
+        "tpu_use_cluster: true",
+        "compute_environment: AMAZON_SAGEMAKER\niam_role_name: x",
+        "enable_cpu_affinity: true",
+        "rdzv_backend: etcd",
+    ],
+)
+def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: str) -> None:
+    with pytest.raises(NotBuiltError, match="is not built yet") as error:
+        config(text)
+    assert error.value.why
+
+
+def test_a_switch_that_is_not_built_yet_is_refused_however_it_is_called() -> None:
+    with pytest.raises(NotBuiltError, match="--fsdp_offload_params is not built yet"):
+        read({"fsdp_offload_params": "false"}, ("x.py",), HANDED)
+    read({"same_network": True, "rdzv_backend": "static", "max_restarts": "0"}, ("x.py",), HANDED)
+    with pytest.raises(NotBuiltError, match="--max_restarts"):
+        read({"max_restarts": "3"}, ("x.py",), HANDED)
+
+
+def test_the_table_of_what_will_come_names_only_promised_flags() -> None:
+    promised = {flag.lstrip("-").replace("-", "_") for flag in contract()["flags"]["launch"]}
+    torchruns = {"rdzv_id", "rdzv_endpoint", "standalone", "fp8_format", "tpu_use_cluster"}
+    assert {*later.flags(), *later.switches()} - torchruns <= promised
+
+
+def test_json_text_in_a_yaml_file_is_fine(config: Any) -> None:
+    """The public package writes its default file so."""
+    assert config(json.dumps({"num_processes": 2, "use_cpu": True}, indent=2)).get("use_cpu") is True

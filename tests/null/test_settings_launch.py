@@ -1,0 +1,298 @@
+"""What a request means on a machine: how many processes, on which devices, and what does not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.cli.options import HANDED
+from accelerate.core.errors import LaunchError, NotBuiltError, SettingError, UnknownNameError
+from accelerate.device.machine import Machine
+from accelerate.launch.base import KINDS, Kind, choose
+from accelerate.launch.check import check, cores, place
+from accelerate.launch.job import Request, read
+from accelerate.launch.local import rank_variables, shared_variables
+from accelerate.launch.logs import Logs
+
+
+def cards(root: Path, count: int, **env: str) -> Machine:
+    """A machine with this many cards of the kind that needs no vendor's package."""
+    (root / "dev").mkdir(exist_ok=True)
+    for number in range(count):
+        (root / f"dev/nvidia{number}").touch()
+    return Machine(root, env, {"cuda": "12.8"}, has=lambda package: package == "torch")
+
+
+@pytest.fixture
+def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``asks(file=..., **flags)`` is a request for a script that exists."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def request(file: str = "", program: tuple[str, ...] = ("train.py",), **flags: Any) -> Request:
+        if file:
+            (tmp_path / "accelerate.yaml").write_text(file)
+        return read(flags, program, HANDED)
+
+    return request
+
+
+def where(request: Request, machine: Machine) -> tuple[str, int, str | None]:
+    found = place(request, machine)
+    return found.device.type, found.processes, found.visible
+
+
+# ---------------------------------------------------------------- how many, where
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, ("cuda", 4, None)),
+        ({"num_processes": "3"}, ("cuda", 3, None)),
+        ({"num_processes": "auto"}, ("cuda", 4, None)),
+        ({"gpu_ids": "all"}, ("cuda", 4, None)),
+        ({"gpu_ids": "0,2"}, ("cuda", 2, "0,2")),
+        ({"gpu_ids": "3", "num_processes": "1"}, ("cuda", 1, "3")),
+        ({"multi_gpu": True}, ("cuda", 4, None)),
+        ({"use_cpu": True}, ("cpu", 1, None)),
+        ({"use_cpu": True, "num_processes": "2"}, ("cpu", 2, None)),
+        ({"file": "distributed_type: NO"}, ("cuda", 1, None)),
+        ({"file": "distributed_type: NO", "num_processes": "2"}, ("cuda", 2, None)),
+        ({"file": "distributed_type: MULTI_GPU\nnum_processes: 2"}, ("cuda", 2, None)),
+        ({"file": "distributed_type: MULTI_CPU\nnum_processes: 3"}, ("cpu", 3, None)),
+        ({"file": "use_cpu: true\nnum_processes: 3"}, ("cpu", 3, None)),
+        ({"file": "gpu_ids: 1"}, ("cuda", 1, "1")),
+        ({"file": "gpu_ids: 0,1", "use_cpu": True}, ("cpu", 1, None)),
+    ],
+)
+def test_processes_and_devices(
+    asks: Any, tmp_path: Path, flags: dict[str, Any], expected: tuple[str, int, str | None]
+) -> None:
+    """F1: --cpu and a number of processes go together."""
+    request = asks(**flags)
+    check(request)
+    assert where(request, cards(tmp_path, 4)) == expected
+
+
+def test_without_an_accelerator_a_job_runs_on_the_cpu(asks: Any, tmp_path: Path) -> None:
+    assert where(asks(), Machine(tmp_path, {}, {})) == ("cpu", 1, None)
+    assert where(asks(num_processes="4"), Machine(tmp_path, {}, {})) == ("cpu", 4, None)
+
+
+def test_visible_devices_count(asks: Any, tmp_path: Path) -> None:
+    assert where(asks(), cards(tmp_path, 4, CUDA_VISIBLE_DEVICES="1,3")) == ("cuda", 2, None)
+
+
+# ---------------------------------------------------------------- what does not fit the machine
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"num_processes": "3"}, ["3 processes", "--num_processes", "2 cuda devices", "on this machine"]),
+        ({"num_processes": "2", "gpu_ids": "1"}, ["2 processes", "--num_processes", "--gpu_ids"]),
+        ({"gpu_ids": "0,5"}, ["--gpu_ids", "'0,5'", "2 cuda devices"]),
+        ({"gpu_ids": "0,0"}, ["--gpu_ids", "'0,0'"]),
+        ({"gpu_ids": "zero"}, ["--gpu_ids", "'zero'", "not a list"]),
+        ({"file": "num_processes: 8"}, ["8 processes", "accelerate.yaml, line 1: num_processes", "2 cuda"]),
+        (
+            {"file": "distributed_type: MULTI_NPU"},
+            ["line 1: distributed_type", "MULTI_NPU", "no such device"],
+        ),
+        ({"file": "distributed_type: MULTI_GPUS"}, ["'MULTI_GPUS'", "accelerate.yaml, line 1"]),
+    ],
+)
+def test_what_does_not_fit_names_both_places(
+    asks: Any, tmp_path: Path, flags: dict[str, Any], words: list[str]
+) -> None:
+    request = asks(**flags)
+    with pytest.raises(SettingError) as error:
+        place(request, cards(tmp_path, 2))
+    assert [word for word in words if word not in error.value.what] == []
+    assert error.value.why or error.value.fix
+
+
+def test_too_many_processes_for_the_visible_devices_names_the_variable(asks: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="CUDA_VISIBLE_DEVICES=1"):
+        place(asks(num_processes="2"), cards(tmp_path, 4, CUDA_VISIBLE_DEVICES="1"))
+
+
+def test_insisting_on_accelerators_where_there_are_none(asks: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="--multi_gpu insists on accelerators, but none was found"):
+        place(asks(multi_gpu=True), Machine(tmp_path, {}, {}))
+
+
+def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        place(asks("distributed_type: MULTI_GPUS"), cards(tmp_path, 2))
+    assert error.value.near == "MULTI_GPU"
+
+
+# ---------------------------------------------------------------- what contradicts itself
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"use_cpu": True, "multi_gpu": True}, ["--cpu", "--multi_gpu"]),
+        ({"use_cpu": True, "gpu_ids": "0"}, ["--cpu", "--gpu_ids"]),
+        ({"multi_gpu": True, "file": "use_cpu: true"}, ["--multi_gpu", "line 1: use_cpu"]),
+        ({"module": True, "no_python": True}, ["--module", "--no_python"]),
+        ({"machine_rank": "2", "num_machines": "2"}, ["--machine_rank is 2", "--num_machines is 2"]),
+        ({"machine_rank": "1"}, ["--machine_rank is 1", "num_machines is 1 (the default)"]),
+        ({"machine_rank": "-1"}, ["--machine_rank is -1", "at least 0"]),
+        ({"num_processes": "0"}, ["--num_processes is 0", "at least 1"]),
+        ({"main_process_port": "65536"}, ["--main_process_port is 65536", "no port"]),
+        ({"main_process_port": "-1"}, ["--main_process_port is -1", "no port"]),
+        ({"file": "distributed_type: NO\nnum_processes: 2"}, ["line 2: num_processes is 2", "line 1", "NO"]),
+    ],
+)
+def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SettingError) as error:
+        check(asks(**flags))
+    assert [word for word in words if word not in error.value.what] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "what", "fix"),
+    [
+        ((), "there is nothing to launch", "accelerate launch [flags] train.py [arguments of train.py]"),
+        (("trian.py",), "there is no script trian.py", "did you mean train.py?"),
+        (("none/train.py",), "there is no script none/train.py", ""),
+        (("empty",), "empty is a folder without a __main__.py", "name the script inside it"),
+    ],
+)
+def test_a_script_that_is_not_there(
+    asks: Any, tmp_path: Path, program: tuple[str, ...], what: str, fix: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LaunchError) as error:
+        check(asks(program=program))
+    assert (error.value.what, error.value.fix) == (what, fix)
+
+
+def test_modules_and_programs_are_found_by_those_who_run_them(asks: Any) -> None:
+    check(asks(program=("package.train",), module=True))
+    check(asks(program=("bash", "-c", "true"), no_python=True))
+
+
+def test_several_machines_are_not_built_yet(asks: Any) -> None:
+    with pytest.raises(NotBuiltError, match=r"2 machines \(--num_machines\)") as error:
+        choose(asks(num_machines="2"))
+    assert "torchrun" in error.value.fix
+
+
+# ---------------------------------------------------------------- what the processes are told
+
+
+def test_threads_are_shared_out_unless_somebody_said_how_many(
+    asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, {}, {})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("accelerate.launch.local.cores", lambda machine: 8)
+
+    def threads(processes: int, **flags: Any) -> object:
+        request = asks(num_processes=str(processes), **flags)
+        return shared_variables(request, place(request, machine), machine).get("OMP_NUM_THREADS")
+
+    assert [threads(n) for n in (1, 2, 3, 16)] == [None, 4, 2, 1]
+    assert threads(2, num_cpu_threads_per_process="5") == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(2) is None  # inherited
+    assert threads(1, num_cpu_threads_per_process="5") == 5
+
+
+def test_a_containers_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    share = tmp_path / "sys/fs/cgroup/cpu.max"
+    share.parent.mkdir(parents=True)
+    found = []
+    for text in ("max 100000", "250000 100000", "50000 100000", "1600000 50000"):
+        share.write_text(text)
+        found.append(cores(Machine(tmp_path, {}, {})))
+    assert found == [16, 3, 1, 16]
+
+
+def test_the_script_is_told_what_was_given_and_nothing_else(asks: Any, tmp_path: Path) -> None:
+    """Variables are written only where somebody said something: a default is the script's own affair."""
+    machine = cards(tmp_path, 1)
+    assert shared_variables(asks(), place(asks(), machine), machine) == {}
+    machine = cards(tmp_path, 4)
+    request = asks(
+        "dynamo_config: {use_dynamic: false}\ngradient_accumulation_steps: 4",
+        mixed_precision="bf16",
+        debug=True,
+        gpu_ids="1",
+    )
+    assert shared_variables(request, place(request, machine), machine) == {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "false",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+
+
+def test_a_group_on_the_cpu_is_told_so_however_it_was_asked_for(asks: Any, tmp_path: Path) -> None:
+    """F1."""
+    machine = cards(tmp_path, 4)
+    for request in (asks(use_cpu=True), asks("use_cpu: true"), asks("distributed_type: MULTI_CPU")):
+        assert shared_variables(request, place(request, machine), machine)["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_ranks_are_told_in_torchruns_protocol() -> None:
+    told = rank_variables(1, 4)
+    assert {name: told[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 4,
+        "LOCAL_WORLD_SIZE": 4,
+    }
+    assert told["GROUP_RANK"] == 0
+
+
+# ---------------------------------------------------------------- output, kinds
+
+
+@pytest.mark.parametrize(
+    ("tee", "folder", "piped"),
+    [
+        (None, False, [(), ()]),
+        (None, True, [(1, 2), (1, 2)]),
+        ("3", False, [(1, 2), (1, 2)]),
+        ("1", False, [(1,), (1,)]),
+        ("0:2,1:1", False, [(2,), (1,)]),
+        ("1:3", False, [(), (1, 2)]),
+        ("0", True, [(), ()]),
+    ],
+)
+def test_which_output_passes_through_the_launcher(
+    tmp_path: Path, tee: str | None, folder: bool, piped: list[tuple[int, ...]]
+) -> None:
+    logs = Logs(tee, str(tmp_path / "logs") if folder else None)
+    found = [tuple(i for i, pipe in enumerate(logs.pipes(rank), 1) if pipe is not None) for rank in (0, 1)]
+    assert found == piped
+    assert logs.active == any(piped)
+
+
+@pytest.mark.parametrize("tee", ["4", "both", "0:4", "x:1", ""])
+def test_a_tee_that_says_nothing(tee: str) -> None:
+    with pytest.raises(SettingError, match="--tee is"):
+        Logs(tee, None)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="--log_dir"):
+        Logs(None, str(tmp_path / "file" / "logs"))
+
+
+def test_every_file_of_the_launcher_is_a_kind_or_is_known_not_to_be() -> None:
+    """A new helper file must be excluded by name, or it would be taken for a kind of launch."""
+    assert "local" in KINDS.names()
+    assert all(isinstance(kind, Kind) for kind in KINDS)
