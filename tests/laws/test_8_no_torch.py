@@ -20,7 +20,7 @@ LAW = "law 8, the parent process never imports torch"
 # Notes who asks for torch, then runs the case, then tells. It is asked for also by find_spec, which only
 # looks whether it is there, so the verdict is by sys.modules.
 PROLOGUE = """
-import sys, traceback
+import os, sys, traceback
 
 class Witness:
     def find_spec(self, name, path=None, target=None):
@@ -28,16 +28,27 @@ class Witness:
             self.stack = traceback.format_stack()[:-1]
         return None
 
+def verdict():
+    if "torch" in sys.modules:
+        sys.stderr.write("torch was imported by\\n" + "".join(witness.stack))
+        sys.stderr.flush()
+        os._exit(99)
+
+def judged(function):
+    def call(*args):
+        verdict()  # a process that becomes another one does not come back
+        function(*args)
+    return call
+
 witness = Witness()
 sys.meta_path.insert(0, witness)
+os.execv, os.execve = judged(os.execv), judged(os.execve)
 code = 0
 try:
     {body}
 except SystemExit as leaving:
     code = leaving.code
-if "torch" in sys.modules:
-    sys.stderr.write("torch was imported by\\n" + "".join(witness.stack))
-    sys.exit(99)
+verdict()
 sys.exit(code)
 """
 MAIN = "sys.argv = {argv!r}; from accelerate.cli.main import main; main()"
@@ -74,6 +85,8 @@ def test_the_witness_sees_an_import_of_torch() -> None:
     done = Running([sys.executable, "-c", PROLOGUE.format(body="import torch")]).wait()
     assert done.returncode == 99
     assert 'File "<string>"' in done.stderr
+    becoming = "import torch; os.execv(sys.executable, [sys.executable, '-c', ''])"
+    assert Running([sys.executable, "-c", PROLOGUE.format(body=becoming)]).wait().returncode == 99
     assert run("import importlib.util; print(importlib.util.find_spec('torch').name)") == "torch\n"
 
 
