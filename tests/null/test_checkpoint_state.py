@@ -394,10 +394,14 @@ def test_an_existing_empty_folder_a_link_and_a_tilde_are_fine(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "empty").mkdir()
     assert state.save(training(), "~/empty") == tmp_path / "empty"
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    assert state.save(training(steps=1), tmp_path / "link") == tmp_path / "empty"
+    (tmp_path / "link").symlink_to("empty")
+    assert state.save(training(steps=1), tmp_path / "link") == tmp_path / "link"
     assert (tmp_path / "link").is_symlink()
     assert state.load(training(), "~/link").step == 1
+    assert os.listdir(tmp_path / "empty") == os.listdir(tmp_path / "link")
+    monkeypatch.chdir(tmp_path)
+    assert state.save(training(), "here") == Path("here")
+    assert state.load(training(), "here").path == tmp_path / "here"
 
 
 def test_folders_that_cannot_be_replaced_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.find import working
 from accelerate.checkpoint.store import sync_file
 from accelerate.checkpoint.tensors import clean_state_dict_for_safetensors, id_tensor_storage
+from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds
 
 __all__ = [
@@ -155,6 +156,7 @@ def save_weights(
 
     Raises:
         CheckpointError: a tensor has no data, or a file cannot be written.
+        SettingError: the limit is no size.
     """
     folder = Path(directory).expanduser()
     with file_errors("make the folder", folder):
@@ -164,7 +166,7 @@ def save_weights(
     pattern = names.SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else names.WEIGHTS_PATTERN_NAME
     index_name = names.SAFE_WEIGHTS_INDEX_NAME if safe_serialization else names.WEIGHTS_INDEX_NAME
     split = split_torch_state_dict_into_shards(
-        separate, filename_pattern=pattern, max_shard_size=max_shard_size
+        separate, filename_pattern=pattern, max_shard_size=parse_bytes(max_shard_size)
     )
     for file, members in split.filename_to_tensors.items():
         shard = {name: separate[name] for name in members}

@@ -84,7 +84,7 @@ def save(
     ranks: Ranks | None = None,
     store: Callable[[Path], Store] = LocalStore,
 ) -> Path:
-    """Saves ``parts`` on all ranks together; returns the checkpoint's folder.
+    """Saves ``parts`` on all ranks together; returns the folder, as rank 0 named it.
 
     Args:
         parts: what to save.
@@ -106,12 +106,13 @@ def save(
     each_node = project.save_on_each_node
     with ranks.together(doing) as plan:
         if each_node or ranks.rank == 0:
-            plan.value = where.target(directory, project), commit.new_id()
-        if plan.value and ranks.writes(each_node) and project.automatic_checkpoint_naming:
-            where.refuse_taken(store(plan.value[0].parent), plan.value[0].name)
-    first, id_ = plan.values[0]
-    target = plan.values[ranks.rank][0] if each_node else first
-    stage = commit.Stage(store(target.parent), target.name, id_, ranks, each_node)
+            shown = where.target(directory, project)
+            target = shown.resolve()
+            if ranks.writes(each_node) and project.automatic_checkpoint_naming:
+                where.refuse_taken(store(target.parent), target.name)
+            plan.value = shown, target, commit.new_id()
+    shown, target, _ = plan.values[ranks.rank if each_node else 0]
+    stage = commit.Stage(store(target.parent), target.name, plan.values[0][2], ranks, each_node)
     number = project.iteration if project.automatic_checkpoint_naming else None
     try:
         _staged(stage, parts, doing, safe_serialization, before, number)
@@ -125,7 +126,7 @@ def save(
         project.iteration += 1
         if stage.commits:
             _retain(stage, project)
-    return target
+    return shown
 
 
 def _staged(

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def given(directory: str | Path | None) -> Path:
-    """The folder that the caller named, absolute, ``~`` expanded and links followed.
+    """The folder that the caller named, ``~`` expanded.
 
     Raises:
         CheckpointNotFoundError: none is named.
@@ -29,7 +29,7 @@ def given(directory: str | Path | None) -> Path:
             "no folder is given for the checkpoint",
             fix="pass one, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)",
         )
-    return Path(directory).expanduser().resolve()
+    return Path(directory).expanduser()
 
 
 def automatic_folder(project: ProjectConfiguration) -> Path:
@@ -87,14 +87,14 @@ def chosen(
     """
     ignored: tuple[str, ...] = ()
     if directory is None and project is not None and project.automatic_checkpoint_naming:
-        folder = automatic_folder(project)
+        folder = automatic_folder(project).resolve()
         _heal_all(LocalStore(folder))
         found = find.latest(folder)
         candidate, ignored = found.candidate, found.ignored
         for name in ignored:
             logger.warning("not a complete checkpoint, ignored: %s", name)
     else:
-        path = given(directory)
+        path = given(directory).resolve()
         store = LocalStore(path.parent)
         _heal(store, path.name)
         candidate = find.explicit(store, path.name)
@@ -110,7 +110,7 @@ def here(first: Path, directory: str | Path | None, project: ProjectConfiguratio
         CheckpointNotFoundError: it is not on this machine.
     """
     own = automatic_folder(project) / first.name if directory is None and project else given(directory)
-    for path in (own, first):
+    for path in (own.resolve(), first):
         if path.is_dir():
             return path
     raise CheckpointNotFoundError(
