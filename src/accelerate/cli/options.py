@@ -84,4 +84,4 @@ class TopicCommand(click.Command):
         own = topics.pop("", [])
         for topic, entries in (*topics.items(), ("Other", own)):
             with formatter.section(topic):
-                formatter.write_dl(entries, col_max=36)
+                formatter.write_dl(entries, col_max=30)

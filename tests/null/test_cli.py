@@ -1,0 +1,245 @@
+"""The command line, run inside the test: help, suggestions, refusals, and what is shown of them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pytest
+
+from accelerate.cli import env, main, options
+from accelerate.cli.launch import launch_command, launch_command_parser
+from accelerate.cli.main import COMMANDS, PLANNED, run
+from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
+
+Run = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``cli("launch", ...)`` runs the command line in an empty folder and returns code, out and err."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def command(*args: str) -> SimpleNamespace:
+        code = run(args)
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err)
+
+    return command
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_without_a_command_there_is_help_and_exit_code_1(cli: Run) -> None:
+    result = cli()
+    assert result.code == 1
+    for name in COMMANDS.names():
+        assert re.search(rf"^  {name} +\w", result.out, re.MULTILINE), name
+
+
+def test_help_of_launch_tells_every_flag_with_its_variable_and_key(cli: Run) -> None:
+    text = " ".join(cli("launch", "--help").out.split())
+    for row in options.rows():
+        if row.flags:
+            assert row.flags[0] in text
+            assert " ".join(row.help.split()) in text
+            assert not row.variable or row.variable in text
+            assert not row.in_file or f"{row.path}:" in text
+
+
+def test_help_of_launch_is_grouped_by_topic_and_hides_what_is_not_built(cli: Run) -> None:
+    text = cli("launch", "--help").out
+    topics = re.findall(r"^(\w+):$", text, re.MULTILINE)
+    assert topics == [*dict.fromkeys(row.topic for row in options.rows() if row.flags), "Other"]
+    assert "zero_stage" not in text
+
+
+def test_the_version(cli: Run) -> None:
+    result = cli("--version")
+    assert (result.code, result.out) == (0, "accelerate, version 2.0.0\n")
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["lunch"], ["unknown command 'lunch'", "did you mean 'launch'?"]),
+        (["--bogus"], ["unknown flag '--bogus'"]),
+        (
+            ["launch", "--num_procesess", "2", "x.py"],
+            ["'--num_procesess'", "did you mean '--num_processes'?"],
+        ),
+        (["launch", "--num-procesess", "2", "x.py"], ["did you mean '--num-processes'?"]),
+        (["launch", "--zero_stag", "2", "x.py"], ["did you mean '--zero_stage'?"]),
+        (["launch", "--num_processes"], ["'--num_processes' requires an argument"]),
+        (["launch", "--cpu=yes", "x.py"], ["'--cpu' does not take a value"]),
+        (["launch", "-n", "two", "x.py"], ["--num_processes is the text 'two'", "a whole number"]),
+        (["launch", "--mixed_precision", "bf61", "x.py"], ["'bf61'", "did you mean 'bf16'?"]),
+        (["launch"], ["there is nothing to launch", "accelerate launch [flags] train.py"]),
+        (["launch", "no.py"], ["there is no script no.py"]),
+        (["launch", "--use_fsdp", "x.py"], ["--use_fsdp is not built yet", "why:", "leave it out"]),
+        (["launch", "--config_file", "no.yaml", "x.py"], ["there is no configuration file no.yaml"]),
+        (["env", "-n", "2"], ["--num_processes means something only with --explain"]),
+        (["config"], ["accelerate config is not built yet", "wizard"]),
+        (["tpu_config"], ["accelerate tpu-config is not built yet"]),
+    ],
+)
+def test_a_mistake_is_told_in_the_users_words(cli: Run, args: list[str], words: list[str]) -> None:
+    result = cli(*args)
+    assert result.code == 2
+    assert [word for word in words if word not in result.err] == []
+    assert result.err.startswith("accelerate")
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+def test_a_wrong_variable_is_told_by_its_name(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "x.py").touch()
+    monkeypatch.setenv("ACCELERATE_NUM_PROCESSES", "many")
+    result = cli("launch", "x.py")
+    assert result.code == 2
+    assert "the environment variable ACCELERATE_NUM_PROCESSES is the text 'many'" in result.err
+
+
+def test_every_planned_command_is_promised_and_absent() -> None:
+    """A command that was built must leave the table of those that were not."""
+    assert not PLANNED.keys() & {name.replace("_", "-") for name in COMMANDS.names()}
+    assert all(PLANNED.values())
+
+
+@pytest.mark.parametrize("name", ["config", "estimate_memory", "merge_weights"])
+def test_the_other_console_scripts_refuse_until_they_are_built(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["accelerate-x", "--help"])
+    assert getattr(main, name)() == 2
+    assert f"accelerate {name.replace('_', '-')} is not built yet" in capsys.readouterr().err
+
+
+def test_a_new_command_is_one_file(cli: Run) -> None:
+    """Here it is registered for the length of the test, as another package would do it."""
+
+    @click.command(short_help="Says hello.")
+    def hello() -> None:
+        click.echo("hello")
+
+    with COMMANDS.add("say_hello", hello):
+        assert cli("say-hello").out == "hello\n"
+        assert "say-hello" in cli("--help").out
+        assert "did you mean 'say-hello'?" in cli("sayhello").err
+
+
+# ---------------------------------------------------------------- env
+
+
+def test_env_tells_what_a_report_needs(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        env, "_ASK_TORCH", 'print(\'{"version": "9.9", "type": "cpu", "count": 0, "names": []}\')'
+    )
+    monkeypatch.setenv("ACCELERATE_TESTS", "1")
+    (tmp_path / "accelerate.yaml").write_text("num_processes: 2")
+    told = dict(re.findall(r"^- `(.+?)`: (.*)$", cli("env").out, re.MULTILINE))
+    assert told["accelerate version"] == "2.0.0"
+    assert told["PyTorch version"] == "9.9"
+    assert told["configuration file"] == "accelerate.yaml"
+    assert "ACCELERATE_TESTS=1" in told["ACCELERATE_* variables"]
+    assert {"platform", "Python", "numpy version", "system RAM", "accelerate bash location"} <= told.keys()
+
+
+def test_env_survives_a_torch_that_cannot_be_imported(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "_ASK_TORCH", "raise ImportError('libcudart.so is missing')")
+    result = cli("env")
+    assert result.code == 0
+    assert "cannot be imported: ImportError: libcudart.so is missing" in result.out
+
+
+def test_explain_shows_every_source_of_every_setting(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F4: the value, where it comes from, and all that it overrides."""
+    (tmp_path / "accelerate.yaml").write_text(
+        "debug: true\nmixed_precision: fp16\ndynamo_config: {mode: default}"
+    )
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    lines = cli(
+        "env", "--explain", "--mixed_precision", "no", "-n", "2", "train.py", "--lr", "1"
+    ).out.splitlines()
+    table = {line.split("\t")[0]: line.split("\t")[1:] for line in lines}
+    assert set(table) == {"setting", *(row.name for row in options.rows())}
+    assert table["mixed_precision"] == [
+        "no",
+        "--mixed_precision",
+        "bf16 (the environment variable ACCELERATE_MIXED_PRECISION); "
+        "fp16 (accelerate.yaml, line 2: mixed_precision); None (default)",
+    ]
+    assert table["dynamo_mode"][:2] == ["default", "accelerate.yaml, line 3: dynamo_config.dynamo_mode"]
+    assert table["num_machines"] == ["1", "default", ""]
+
+
+# ---------------------------------------------------------------- as functions
+
+
+def test_the_parser_of_other_launchers_gives_flags_and_an_untouched_script() -> None:
+    """F9, by way of the functions that other command lines use."""
+    args = [
+        "--cpu",
+        "--num-processes",
+        "2",
+        "--mixed_precision=bf16",
+        "train.py",
+        "--cpu",
+        "--",
+        "a b",
+        "-m",
+        '"',
+    ]
+    namespace = launch_command_parser().parse_args(args)
+    assert (namespace.cpu, namespace.num_processes, namespace.mixed_precision) == (True, "2", "bf16")
+    assert namespace.training_script == "train.py"
+    assert namespace.training_script_args == ["--cpu", "--", "a b", "-m", '"']
+    assert namespace.multi_gpu is None
+    assert launch_command_parser().parse_args(["-m", "package.train", "-n", "3"]).training_script_args == [
+        "-n",
+        "3",
+    ]
+    assert launch_command_parser().parse_args(["--", "--odd.py"]).training_script == "--odd.py"
+
+
+def test_the_parser_can_be_a_command_of_another_parser() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    launch_command_parser(commands)
+    env.env_command_parser(commands)
+    commands.add_parser("other")
+    namespace = parser.parse_args(["launch", "-n", "2", "train.py", "-x"])
+    assert (namespace.num_processes, namespace.training_script_args) == ("2", ["-x"])
+    assert callable(namespace.func)
+    assert parser.parse_args(["env"]).func is env.env_command
+
+
+def test_the_parser_refuses_an_unknown_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        launch_command_parser().parse_args(["--num_proc", "2", "train.py"])
+    assert leaving.value.code == 2
+    assert "--num_proc" in capsys.readouterr().err
+
+
+def test_the_function_raises_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=r"there is no script no\.py"):
+        launch_command(launch_command_parser().parse_args(["no.py"]))
+    with pytest.raises(SettingError, match="--cpu and --multi_gpu"):
+        launch_command(launch_command_parser().parse_args(["--cpu", "--multi_gpu", "no.py"]))
+    with pytest.raises(UnknownNameError, match="bf61"):
+        launch_command(launch_command_parser().parse_args(["--mixed_precision", "bf61", "no.py"]))
