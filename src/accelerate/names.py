@@ -1,8 +1,8 @@
 """The public names and where they live: the one place where the API of Accelerate 1.x meets this code.
 
 Every public module (``accelerate.state``, ``accelerate.utils.modeling``, ...) is two lines over this table,
-and everything is loaded when it is first used. ``python -m accelerate.names`` writes the ``.pyi`` files
-that show the same names to type checkers. The kinds of homes are explained in ``core/lazy.py``.
+and everything is loaded when it is first used. ``core/lazy.py`` explains the kinds of homes, and
+``core/stubs.py`` writes the ``.pyi`` files that show the same names to type checkers.
 """
 
 from __future__ import annotations
@@ -37,18 +37,14 @@ def constants(**values: object) -> dict[str, Home]:
 
 
 def packages(names: str) -> dict[str, Home]:
-    """``is_<name>_available`` for packages that go by that name."""
-    return {f"is_{name}_available": Made("core.packages:checker", name) for name in names.split()}
+    """``is_<name>_available`` for packages; ``name=requirement`` where it is not just that package."""
+    pairs = (name.partition("=") for name in names.split())
+    return {f"is_{name}_available": Made("core.packages:checker", need or name) for name, _, need in pairs}
 
 
 def devices(types: str) -> dict[str, Home]:
     """``is_<type>_available`` for device types."""
     return {f"is_{type}_available": Made("facade.available:device_checker", type) for type in types.split()}
-
-
-def logger(module: str) -> dict[str, Home]:
-    """The logger that a public module of 1.x carries."""
-    return {"logger": Made("watch.logging:get_logger", f"accelerate.{module}")}
 
 
 def every(modules: str) -> dict[str, str]:
@@ -63,17 +59,15 @@ DEEPSPEED = "training through the DeepSpeed engine"
 MEGATRON = "training through Megatron-Core"
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
-TRACK = "experiment trackers"
+PIPELINE = "pipeline-parallel inference over several devices"
+NOTEBOOK = "starting functions of a notebook or test on several processes"
 WIZARD = "the configuration wizard"
-CLI = "this command"
 TPU = "training on TPU"
-SAGEMAKER = "jobs on Amazon SageMaker"
 LAUNCHER = "it is an inner part of the launcher of 1.x", "call accelerate.commands.launch.launch_command"
-TESTING = "helpers for the tests of other projects"
 
 HOMES: dict[str, dict[str, Home]] = {
     "accelerate": {},
-    "accelerate.accelerator": at("facade.accelerator", "Accelerator") | logger("accelerator"),
+    "accelerate.accelerator": at("facade.accelerator", "Accelerator"),
     "accelerate.big_modeling": later(
         BIG,
         "attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
@@ -82,15 +76,14 @@ HOMES: dict[str, dict[str, Home]] = {
     "accelerate.checkpointing": at(
         "checkpoint.loose",
         "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
-    )
-    | logger("checkpointing"),
+    ),
     "accelerate.data_loader": at(
         "data.loader",
-        "DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin SkipDataLoader "
+        "DataLoaderAdapter DataLoaderShard DataLoaderStateMixin SkipDataLoader "
         "get_sampler prepare_data_loader skip_first_batches",
     )
-    | at("data.shard", "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler")
-    | logger("data_loader"),
+    | later("loaders that read on rank 0 and send each rank its part", "DataLoaderDispatcher")
+    | at("data.shard", "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler"),
     "accelerate.hooks": later(
         BIG,
         "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook "
@@ -98,10 +91,10 @@ HOMES: dict[str, dict[str, Home]] = {
         "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules",
     ),
     "accelerate.inference": later(
-        "pipeline-parallel inference over several devices",
+        PIPELINE,
         "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     ),
-    "accelerate.launchers": at("launch.notebook", "debug_launcher notebook_launcher test_launch"),
+    "accelerate.launchers": later(NOTEBOOK, "debug_launcher notebook_launcher test_launch"),
     "accelerate.local_sgd": later("local SGD: averaging parameters every few steps", "LocalSGD"),
     "accelerate.logging": at("watch.logging", "MultiProcessAdapter get_logger"),
     "accelerate.memory_utils": {},
@@ -115,12 +108,11 @@ HOMES: dict[str, dict[str, Home]] = {
         "AcceleratorState GradientState PartialState ThreadLocalSharedDict do_nothing is_initialized",
     ),
     "accelerate.tracking": later(
-        TRACK,
+        "experiment trackers",
         "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS "
         "MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers "
         "get_available_trackers on_main_process register_tracker_class",
-    )
-    | logger("tracking"),
+    ),
     # --- accelerate.commands
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": at("cli.main", "main"),
@@ -129,22 +121,31 @@ HOMES: dict[str, dict[str, Home]] = {
     "accelerate.commands.config.config": later(
         WIZARD, "config_command config_command_parser description get_user_input main"
     ),
-    "accelerate.commands.config.config_args": at(
-        "launch.config",
-        "BaseConfig ClusterConfig SageMakerConfig cache_dir default_config_file default_json_config_file "
-        "default_yaml_config_file hf_cache_home load_config_from_file",
+    "accelerate.commands.config.config_args": {
+        **dict.fromkeys(
+            words("default_config_file default_json_config_file default_yaml_config_file"),
+            Made("launch.files:default_file", then=str),
+        ),
+        "cache_dir": Made("launch.files:cache_folder", then=str),
+        "hf_cache_home": Made("launch.files:cache_folder", then=lambda folder: str(folder.parent)),
+        **at("cli.config_classes", "BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
+    },
+    "accelerate.commands.config.config_utils": later(WIZARD, "SubcommandHelpFormatter")
+    | constants(
+        DYNAMO_BACKENDS=words(
+            "EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
+            "AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM"
+        )
     ),
-    "accelerate.commands.config.config_utils": later(WIZARD, "DYNAMO_BACKENDS SubcommandHelpFormatter"),
-    "accelerate.commands.config.default": later(
-        WIZARD, "default_command_parser default_config_command description write_basic_config"
-    ),
-    "accelerate.commands.config.sagemaker": later(SAGEMAKER, "get_sagemaker_input"),
+    "accelerate.commands.config.default": at("cli.config_classes", "write_basic_config")
+    | later(WIZARD, "default_command_parser default_config_command description"),
+    "accelerate.commands.config.sagemaker": later("jobs on Amazon SageMaker", "get_sagemaker_input"),
     "accelerate.commands.config.update": later(
         WIZARD, "description update_command_parser update_config update_config_command"
     ),
     "accelerate.commands.env": at("cli.env", "env_command env_command_parser main"),
     "accelerate.commands.estimate": later(
-        CLI,
+        "this command",
         "add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command "
         "estimate_command_parser estimate_training_usage gather_data main verify_on_hub",
     ),
@@ -154,10 +155,10 @@ HOMES: dict[str, dict[str, Home]] = {
         "CustomHelpFormatter clean_option deepspeed_launcher multi_gpu_launcher options_to_group "
         "sagemaker_launcher simple_launcher tpu_launcher tpu_pod_launcher",
     ),
-    "accelerate.commands.merge": later(CLI, "description main merge_command merge_command_parser"),
-    "accelerate.commands.test": later(CLI, "main test_command test_command_parser"),
+    "accelerate.commands.merge": later("this command", "description main merge_command merge_command_parser"),
+    "accelerate.commands.test": later("this command", "main test_command test_command_parser"),
     "accelerate.commands.to_fsdp2": later(
-        CLI,
+        "this command",
         "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config "
         "to_fsdp2_command to_fsdp2_command_parser",
     ),
@@ -231,7 +232,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("world.tensors", "TensorInformation")
     | at("data.configuration", "DataLoaderConfiguration")
     | at("facade.gradient", "GradientAccumulationPlugin")
-    | at("facade.handlers", "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
+    | at("facade.fp8", "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
     | at("facade.compile", "TorchDynamoPlugin")
     | at("facade.modules", "get_module_class_from_name")
     | at("checkpoint.project", "ProjectConfiguration")
@@ -258,8 +259,9 @@ HOMES: dict[str, dict[str, Home]] = {
     )
     | at(
         "facade.hardware",
-        "check_cuda_fp8_capability check_cuda_p2p_ib_support get_driver_version get_gpu_info",
+        "check_cuda_p2p_ib_support=has_p2p_and_infiniband get_driver_version get_gpu_info",
     )
+    | {"check_cuda_fp8_capability": Made("facade.available:format_checker", "cuda", "fp8")}
     | at("world.affinity", "override_numa_affinity set_numa_affinity"),
     "accelerate.utils.fsdp_utils": later(
         FSDP,
@@ -268,16 +270,28 @@ HOMES: dict[str, dict[str, Home]] = {
         "fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
         "get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights "
         "save_fsdp_model save_fsdp_optimizer",
-    )
-    | logger("utils.fsdp_utils"),
+    ),
     "accelerate.utils.imports": packages(
-        "amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow msamp "
-        "pandas peft pynvml pytest sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio "
-        "transformer_engine transformers triton wandb"
+        "aim=aim<4 amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo=lomo_optim "
+        "matplotlib mlflow msamp pandas peft pippy=torch>=2.4 pynvml pytest sagemaker schedulefree swanlab "
+        "timm torchao=torchao>=0.6.1 torchdata torchdata_stateful_dataloader=torchdata>=0.8 torchvision "
+        "tqdm trackio transformer_engine transformers triton wandb weights_only=torch>=2.4 "
+        "4bit_bnb=bitsandbytes>=0.39.0 8bit_bnb=bitsandbytes>=0.37.2"
     )
     | devices("mlu musa neuron npu sdaa xpu")
+    | at("facade.available", "is_fp16_available is_torch_distributed_available")
     | {
         "USE_TORCH_XLA": Made("core.environ:flag", "USE_TORCH_XLA", True),
+        "deepspeed_required": Made("core.packages:requires", "deepspeed"),
+        "torchao_required": Made("core.packages:requires", "torchao"),
+        "is_bnb_available": Made("core.packages:version_checker", "bitsandbytes"),
+        "is_numpy_available": Made("core.packages:version_checker", "numpy", "1.25.0"),
+        "is_fp8_available": Made("core.packages:checker", "transformer_engine", "torchao>=0.6.1", "msamp"),
+        "is_tensorboard_available": Made("core.packages:checker", "tensorboard", "tensorboardX"),
+        "is_rich_available": Made("core.packages:checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
+        "is_megatron_lm_available": Made(
+            "core.packages:checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
+        ),
         "is_bf16_available": Made("facade.available:bf16_checker", tpu="xla"),
         "is_cuda_available": Made("facade.available:device_checker", "cuda", argument=""),
         "is_habana_gaudi1": Made("facade.available:model_checker", "hpu", "GAUDI"),
@@ -292,26 +306,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "is_transformer_engine_mxfp8_available": Made(
             "facade.available:asking", "transformer_engine.pytorch.fp8:check_mxfp8_support"
         ),
-        "is_4bit_bnb_available": Made("core.packages:checker", "bitsandbytes>=0.39.0"),
-        "is_8bit_bnb_available": Made("core.packages:checker", "bitsandbytes>=0.37.2"),
-        "is_bnb_available": Made("core.packages:version_checker", "bitsandbytes"),
-        "is_aim_available": Made("core.packages:checker", "aim<4"),
-        "is_fp8_available": Made("core.packages:checker", "transformer_engine", "torchao>=0.6.1", "msamp"),
-        "is_lomo_available": Made("core.packages:checker", "lomo_optim"),
-        "is_megatron_lm_available": Made(
-            "core.packages:checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
-        ),
-        "is_numpy_available": Made("core.packages:version_checker", "numpy", "1.25.0"),
-        "is_pippy_available": Made("core.packages:checker", "torch>=2.4"),
-        "is_rich_available": Made("core.packages:checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
-        "is_tensorboard_available": Made("core.packages:checker", "tensorboard", "tensorboardX"),
-        "is_torchao_available": Made("core.packages:checker", "torchao>=0.6.1"),
-        "is_torchdata_stateful_dataloader_available": Made("core.packages:checker", "torchdata>=0.8"),
-        "is_weights_only_available": Made("core.packages:checker", "torch>=2.4"),
-        "deepspeed_required": Made("core.packages:requires", "deepspeed"),
-        "torchao_required": Made("core.packages:requires", "torchao"),
-    }
-    | at("facade.available", "is_fp16_available is_torch_distributed_available"),
+    },
     "accelerate.utils.launch": never(
         *LAUNCHER,
         "PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env "
@@ -367,11 +362,7 @@ HOMES: dict[str, dict[str, Home]] = {
     )
     | at("core.tree", "is_namedtuple")
     | at("facade.modules", "TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
-    | never(
-        "it is an inner part of 1.x's tensor transport",
-        "use accelerate.utils.broadcast",
-        "copy_tensor_to_devices",
-    )
+    | later(PIPELINE, "copy_tensor_to_devices")
     | {"is_torch_xpu_tensor": Made("facade.available:tensor_checker", "xpu")}
     | later(DEEPSPEED, "GatheredParameters"),
     "accelerate.utils.other": at(
@@ -387,8 +378,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("world.collective", "wait_for_everyone=barrier")
     | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")
     | later(DEEPSPEED, "compile_regions_deepspeed")
-    | later(FSDP, "compile_regions_fsdp2")
-    | logger("utils.other"),
+    | later(FSDP, "compile_regions_fsdp2"),
     "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": later(TPU, "install_xla"),
     "accelerate.utils.tqdm": at("watch.progress", "tqdm"),
@@ -397,17 +387,26 @@ HOMES: dict[str, dict[str, Home]] = {
         "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers",
     ),
     "accelerate.utils.versions": at("core.versions", "compare_versions is_torch_version"),
-    # --- accelerate.test_utils
     "accelerate.test_utils": {},
     "accelerate.test_utils.testing": at(
-        "facade.testing", "execute_subprocess_async get_torch_dist_unique_port"
+        "facade.testing", "execute_subprocess_async get_torch_dist_unique_port path_in_accelerate_package"
     ),
 }
 
-# What 1.x modules carried because they imported it, and scripts therefore import from there.
+for _name in words("accelerator checkpointing data_loader tracking utils.fsdp_utils utils.other"):
+    HOMES[f"accelerate.{_name}"]["logger"] = Made("watch.logging:get_logger", f"accelerate.{_name}")
+
+# What modules of 1.x had because they imported it. Which names those were was never promised one by one, so
+# all modules of a kind have the same.
 UTILS = " ".join(name.partition(".")[2] for name in HOMES if name.startswith("accelerate.utils."))
-CONFIG = "commands.config.config_args commands.config.config_utils utils.dataclasses utils.imports"
+BASIC = {"accelerate.commands.config.default": "write_basic_config"}
+INNER = every(f"state logging optimizer scheduler big_modeling hooks {UTILS}") | BASIC
+CONFIG = "commands.config.config_args commands.config.config_utils"
+COMMANDS = every(f"commands.utils {CONFIG} {UTILS}")
+
 ALSO: dict[str, dict[str, str]] = {
+    **{name: INNER for name in HOMES if not name.startswith("accelerate.commands")},
+    **{name: COMMANDS for name in HOMES if name.startswith("accelerate.commands.")},
     "accelerate": {
         "accelerate.accelerator": "Accelerator",
         "accelerate.big_modeling": (
@@ -429,92 +428,23 @@ ALSO: dict[str, dict[str, str]] = {
         "accelerate.utils.modeling": "infer_auto_device_map load_checkpoint_in_model",
         "accelerate.utils.random": "synchronize_rng_states",
     },
-    "accelerate.accelerator": every(
-        f"data_loader state checkpointing logging optimizer scheduler tracking parallelism_config {UTILS}"
-    ),
-    "accelerate.big_modeling": every(f"hooks {UTILS}"),
-    "accelerate.checkpointing": every(
-        "state logging utils.constants utils.imports utils.other utils.versions"
-    ),
+    "accelerate.accelerator": every("data_loader checkpointing tracking parallelism_config") | INNER,
+    "accelerate.local_sgd": every("accelerator utils.dataclasses"),
     "accelerate.commands.accelerate_cli": every(
         "commands.utils commands.env commands.estimate commands.config commands.launch commands.merge "
         "commands.test commands.to_fsdp2 commands.tpu"
     ),
     "accelerate.commands.config": every(
-        "commands.config.config_args commands.config.config commands.config.default commands.config.update"
+        f"{CONFIG} commands.config.config commands.config.default commands.config.update"
     ),
-    "accelerate.commands.config.cluster": every(f"{CONFIG} utils.constants"),
-    "accelerate.commands.config.config": every(f"{CONFIG} commands.config.cluster commands.config.sagemaker"),
-    "accelerate.commands.config.config_args": every("utils.dataclasses utils.constants"),
-    "accelerate.commands.config.config_utils": every("utils.dataclasses"),
-    "accelerate.commands.config.default": every(CONFIG),
-    "accelerate.commands.config.sagemaker": every(f"{CONFIG} utils.constants"),
-    "accelerate.commands.config.update": every(CONFIG),
-    "accelerate.commands.env": every(CONFIG),
-    "accelerate.commands.estimate": every(
-        "big_modeling commands.utils utils.imports utils.modeling utils.other"
-    ),
-    "accelerate.commands.launch": every(
-        f"{CONFIG} commands.utils utils.constants utils.environment utils.launch"
-    ),
-    "accelerate.commands.merge": every("commands.utils utils.fsdp_utils"),
-    "accelerate.commands.test": every("test_utils.testing"),
-    "accelerate.commands.to_fsdp2": every("commands.utils"),
-    "accelerate.commands.tpu": every(CONFIG),
-    "accelerate.data_loader": every(f"state logging {UTILS}"),
-    "accelerate.hooks": every(f"state {UTILS}"),
-    "accelerate.inference": every(f"state {UTILS}"),
-    "accelerate.launchers": every(f"state {UTILS}"),
-    "accelerate.local_sgd": every("accelerator utils.dataclasses"),
-    "accelerate.logging": every("state"),
-    "accelerate.memory_utils": every("utils.memory"),
-    "accelerate.optimizer": every(f"state {UTILS}"),
-    "accelerate.parallelism_config": every("utils.dataclasses utils.versions"),
-    "accelerate.scheduler": every("state"),
-    "accelerate.state": every(UTILS),
-    "accelerate.tracking": every(f"state logging {UTILS}"),
-    "accelerate.utils": every(f"parallelism_config {UTILS}")
-    | {"accelerate.commands.config.default": "write_basic_config"},
-    "accelerate.utils.ao": every("utils.imports"),
-    "accelerate.utils.bnb": every(
-        "big_modeling utils.dataclasses utils.imports utils.modeling utils.offload"
-    ),
-    "accelerate.utils.dataclasses": every("utils.constants utils.environment utils.imports utils.versions"),
-    "accelerate.utils.deepspeed": every("optimizer scheduler utils.dataclasses utils.imports utils.versions"),
-    "accelerate.utils.fsdp_utils": every(
-        "logging utils.constants utils.dataclasses utils.modeling utils.other utils.versions"
-    ),
-    "accelerate.utils.imports": every("utils.environment utils.versions"),
-    "accelerate.utils.launch": every(
-        "commands.config.config_args utils.constants utils.dataclasses utils.environment utils.imports "
-        "utils.other utils.versions"
-    ),
-    "accelerate.utils.megatron_lm": every("optimizer scheduler utils.imports utils.operations"),
-    "accelerate.utils.memory": every("utils.imports"),
-    "accelerate.utils.modeling": every(
-        "state utils.constants utils.dataclasses utils.imports utils.memory utils.offload utils.tqdm "
-        "utils.versions"
-    ),
-    "accelerate.utils.operations": every(
-        "state utils.constants utils.dataclasses utils.imports utils.versions"
-    ),
-    "accelerate.utils.other": every(
-        "state logging utils.constants utils.dataclasses utils.imports utils.modeling "
-        "utils.transformer_engine utils.versions"
-    )
-    | {"accelerate.commands.config.default": "write_basic_config"},
-    "accelerate.utils.random": every("state utils.constants utils.dataclasses utils.imports"),
-    "accelerate.utils.tqdm": every("state utils.imports"),
-    "accelerate.utils.transformer_engine": every("utils.imports utils.operations"),
-    "accelerate.utils.versions": every("utils.constants"),
+    "accelerate.commands.config.config": every("commands.config.cluster commands.config.sagemaker")
+    | COMMANDS,
+    "accelerate.commands.estimate": every("big_modeling") | COMMANDS,
+    "accelerate.commands.test": every("test_utils.testing") | COMMANDS,
     "accelerate.test_utils": every("test_utils.testing"),
-    "accelerate.test_utils.testing": every(f"state {UTILS}"),
+    "accelerate.utils": every(f"parallelism_config {UTILS}") | BASIC,
+    "accelerate.utils.launch": every("commands.config.config_args") | INNER,
 }
 
-NAMES = Names("accelerate", HOMES, ALSO)
+NAMES = Names("accelerate", HOMES, ALSO, whole=("accelerate", "accelerate.utils"))
 face = NAMES.face
-
-if __name__ == "__main__":
-    from accelerate.core.stubs import write
-
-    write(NAMES)

@@ -14,16 +14,25 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 from accelerate.core.errors import NotBuiltError, nearest
 
 
 class Made:
-    """A home whose object is made by a call, once, when it is first used."""
+    """A home whose object is made by a call, once, when it is first used.
 
-    def __init__(self, maker: str, *args: Any, **kwargs: Any) -> None:
-        self.maker, self.args, self.kwargs = maker, args, kwargs
+    Args:
+        maker: the home of the function that is called.
+        args, kwargs: what it is called with.
+        then: turns its result into the object.
+    """
+
+    def __init__(
+        self, maker: str, *args: Any, then: Callable[[Any], Any] | None = None, **kwargs: Any
+    ) -> None:
+        self.maker, self.args, self.kwargs, self.then = maker, args, kwargs, then
 
 
 class Value:
@@ -57,10 +66,17 @@ class Names:
         homes: public module -> name -> home.
         also: public module -> other public modules -> which of their own names it has too, separated by
             blanks; ``"*"`` for all of them.
+        whole: modules that promise each of these other names.
     """
 
-    def __init__(self, package: str, homes: Table, also: Mapping[str, Mapping[str, str]]) -> None:
-        self.package, self.homes, self.also = package, homes, also
+    def __init__(
+        self,
+        package: str,
+        homes: Table,
+        also: Mapping[str, Mapping[str, str]],
+        whole: tuple[str, ...] = (),
+    ) -> None:
+        self.package, self.homes, self.also, self.whole = package, homes, also, whole
 
     def source(self, module: str, name: str) -> str | None:
         """The public module whose own name ``module.name`` is; None when there is no such name."""
@@ -107,7 +123,12 @@ class Names:
         if isinstance(home, Value):
             return home.value
         if isinstance(home, Made):
-            return self._at(home.maker, path)(*home.args, **home.kwargs)
+            made = self._at(home.maker, path)(*home.args, **home.kwargs)
+            made = made if home.then is None else home.then(made)
+            if isinstance(made, FunctionType):
+                made.__module__, _, made.__name__ = path.rpartition(".")
+                made.__qualname__ = made.__name__
+            return made
         file, _, attribute = home.partition(":")
         return getattr(importlib.import_module(f"{self.package}.{file}"), attribute)
 

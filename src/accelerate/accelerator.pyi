@@ -1,0 +1,9 @@
+# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# ruff: noqa
+
+from accelerate.facade.accelerator import Accelerator as Accelerator
+from typing import Any
+
+logger: Any
+
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,168 @@
+"""Recipes of 8-bit training: what each of the three libraries is told.
+
+A field that is None takes its variable, then the default given beside it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accelerate.core import environ, packages
+from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
+from accelerate.core.handler import KwargsHandler
+
+PREFIX = "ACCELERATE_FP8_"
+FORMATS = ("HYBRID", "E4M3", "E5M2")
+ALGORITHMS = ("max", "most_recent")
+LEVELS = ("O1", "O2")
+
+
+def _flag(name: str, given: bool | None, default: bool = False) -> bool:
+    return environ.flag(f"{PREFIX}{name}", default) if given is None else given
+
+
+def _number(name: str, given: int | None, default: int) -> int:
+    text = environ.get(f"{PREFIX}{name}", str(default)) if given is None else str(given)
+    if not str(text).lstrip("-").isdigit():
+        raise SettingError(f"{PREFIX}{name} is {text!r}, which is no whole number")
+    return int(str(text))
+
+
+def _choice(name: str, given: str | None, default: str, known: tuple[str, ...]) -> str:
+    text = environ.get(f"{PREFIX}{name}", default) if given is None else given
+    found = {each.lower(): each for each in known}.get(str(text).lower())
+    if found is None:
+        raise UnknownNameError(f"value of {name.lower()}", str(text), known)
+    return found
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """A recipe for torchao.
+
+    Attributes:
+        config: a ``torchao.float8.Float8LinearConfig``; None makes one from the other fields.
+        module_filter_func: ``(module, name) -> bool`` says which linear layers are converted; None takes all
+            but the first and the last.
+        pad_inner_dim: pad matrices to the sizes that the hardware needs (true).
+        enable_fsdp_float8_all_gather: gather sharded weights in 8 bits (true).
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        SettingError: ``config`` is given together with fields that would be put into it.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[..., bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not packages.installed("torchao"):
+            raise MissingExtraError("torchao", "AORecipeKwargs")
+        if self.config is not None:
+            if (self.pad_inner_dim, self.enable_fsdp_float8_all_gather) != (None, None):
+                raise SettingError(
+                    "config is given, and so are fields that belong into it", fix="set them in config"
+                )
+            return
+        from torchao.float8 import Float8LinearConfig
+
+        self.pad_inner_dim = _flag("PAD_INNER_DIM", self.pad_inner_dim, True)
+        gather = _flag("ENABLE_FSDP_FLOAT8_ALL_GATHER", self.enable_fsdp_float8_all_gather, True)
+        self.enable_fsdp_float8_all_gather = gather
+        self.config = Float8LinearConfig(
+            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+        )
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """A recipe for TransformerEngine (its ``DelayedScaling``).
+
+    Attributes:
+        use_autocast_during_eval: compute in 8 bits also in evaluation (false).
+        margin: of the scaling factor, a power of two (0).
+        interval: steps between updates of the scaling factor (1).
+        fp8_format: ``HYBRID`` (E4M3 forward, E5M2 backward), ``E4M3`` or ``E5M2``.
+        amax_history_len: steps of the history of largest values (1024).
+        amax_compute_algo: of that history take ``max`` or ``most_recent``.
+        override_linear_precision: compute forward, data gradient, weight gradient in higher precision.
+        use_mxfp8_block_scaling: a scaling factor per block instead of per tensor (false).
+
+    Raises:
+        MissingExtraError: TransformerEngine is not installed.
+        UnknownNameError: a format or algorithm that does not exist.
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not packages.installed("transformer_engine"):
+            raise MissingExtraError("transformer_engine", "TERecipeKwargs")
+        self.use_autocast_during_eval = _flag("USE_AUTOCAST_DURING_EVAL", self.use_autocast_during_eval)
+        self.margin = _number("MARGIN", self.margin, 0)
+        self.interval = _number("INTERVAL", self.interval, 1)
+        self.fp8_format = _choice("FORMAT", self.fp8_format, "HYBRID", FORMATS)  # type: ignore[assignment]
+        self.amax_history_len = _number("AMAX_HISTORY_LEN", self.amax_history_len, 1024)
+        algorithm = _choice("AMAX_COMPUTE_ALGO", self.amax_compute_algo, "most_recent", ALGORITHMS)
+        self.amax_compute_algo = algorithm  # type: ignore[assignment]
+        if self.override_linear_precision is None:
+            parts = (_flag(f"OVERRIDE_{part}", None) for part in ("FPROP", "DGRAD", "WGRAD"))
+            self.override_linear_precision = tuple(parts)  # type: ignore[assignment]
+        self.use_mxfp8_block_scaling = _flag("USE_MXFP8_BLOCK_SCALING", self.use_mxfp8_block_scaling)
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """A recipe for MS-AMP.
+
+    Attributes:
+        opt_level: ``O1`` (weights and gradients travel in 8 bits) or ``O2`` (optimizer state too).
+
+    Raises:
+        UnknownNameError: another level.
+    """
+
+    opt_level: Literal["O1", "O2"] | None = None
+
+    def __post_init__(self) -> None:
+        self.opt_level = _choice("OPT_LEVEL", self.opt_level, "O2", LEVELS)  # type: ignore[assignment]
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The recipe of either library in one class; deprecated for the classes above.
+
+    Attributes:
+        backend: ``TE`` or ``MSAMP``; None takes ``ACCELERATE_FP8_BACKEND``, then the one installed.
+
+    Raises:
+        UnknownNameError: another library.
+        MissingExtraError: the library is not installed.
+    """
+
+    backend: Literal["MSAMP", "TE"] | None = None
+
+    def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is deprecated: use TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs",
+            FutureWarning,
+            stacklevel=3,
+        )
+        default = "MSAMP" if packages.installed("msamp") else "TE"
+        self.backend = _choice("BACKEND", self.backend, default, ("MSAMP", "TE"))  # type: ignore[assignment]
+        if self.backend == "TE":
+            TERecipeKwargs.__post_init__(self)
+        else:
+            MSAMPRecipeKwargs.__post_init__(self)

@@ -1,0 +1,8 @@
+# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# ruff: noqa
+
+from accelerate.watch.logging import MultiProcessAdapter as MultiProcessAdapter
+from accelerate.watch.logging import get_logger as get_logger
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,6 @@
+# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# ruff: noqa
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,7 @@
+# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# ruff: noqa
+
+from accelerate.test_utils import testing as testing
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...

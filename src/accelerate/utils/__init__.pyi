@@ -1,0 +1,399 @@
+# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# ruff: noqa
+
+from accelerate.checkpoint.export import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.checkpoint.export import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from accelerate.checkpoint.export import id_tensor_storage as id_tensor_storage
+from accelerate.checkpoint.export import load as load
+from accelerate.checkpoint.export import load_state_dict as load_state_dict
+from accelerate.checkpoint.export import save as save
+from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
+from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accelerate.checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
+from accelerate.checkpoint.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from accelerate.checkpoint.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from accelerate.checkpoint.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accelerate.checkpoint.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+from accelerate.checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
+from accelerate.checkpoint.names import SCALER_NAME as SCALER_NAME
+from accelerate.checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
+from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accelerate.checkpoint.names import WEIGHTS_NAME as WEIGHTS_NAME
+from accelerate.checkpoint.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
+from accelerate.cli.config_classes import write_basic_config as write_basic_config
+from accelerate.core.enums import BaseEnum as BaseEnum
+from accelerate.core.enums import EnumWithContains as EnumWithContains
+from accelerate.core.handler import KwargsHandler as KwargsHandler
+from accelerate.core.tree import is_namedtuple as is_namedtuple
+from accelerate.core.units import show_bytes as convert_bytes
+from accelerate.core.versions import OPERATIONS as STR_OPERATION_TO_FUNC
+from accelerate.core.versions import compare_versions as compare_versions
+from accelerate.core.versions import is_torch_version as is_torch_version
+from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
+from accelerate.facade.available import is_fp16_available as is_fp16_available
+from accelerate.facade.available import is_torch_distributed_available as is_torch_distributed_available
+from accelerate.facade.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.facade.compile import compile_regions as compile_regions
+from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
+from accelerate.facade.enums import CustomDtype as CustomDtype
+from accelerate.facade.enums import DistributedType as DistributedType
+from accelerate.facade.enums import FP8BackendType as FP8BackendType
+from accelerate.facade.enums import LoggerType as LoggerType
+from accelerate.facade.enums import PrecisionType as PrecisionType
+from accelerate.facade.enums import RNGType as RNGType
+from accelerate.facade.enums import SageMakerDistributedType as SageMakerDistributedType
+from accelerate.facade.environment import CPUInformation as CPUInformation
+from accelerate.facade.environment import are_libraries_initialized as are_libraries_initialized
+from accelerate.facade.environment import clear_environment as clear_environment
+from accelerate.facade.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
+from accelerate.facade.environment import get_cpu_distributed_information as get_cpu_distributed_information
+from accelerate.facade.environment import get_current_device_type as get_current_device_type
+from accelerate.facade.environment import get_int_from_env as get_int_from_env
+from accelerate.facade.environment import parse_choice_from_env as parse_choice_from_env
+from accelerate.facade.environment import parse_flag_from_env as parse_flag_from_env
+from accelerate.facade.environment import patch_environment as patch_environment
+from accelerate.facade.environment import purge_accelerate_environment as purge_accelerate_environment
+from accelerate.facade.environment import str_to_bool as str_to_bool
+from accelerate.facade.fp8 import AORecipeKwargs as AORecipeKwargs
+from accelerate.facade.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.facade.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accelerate.facade.fp8 import TERecipeKwargs as TERecipeKwargs
+from accelerate.facade.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.facade.hardware import check_os_kernel as check_os_kernel
+from accelerate.facade.hardware import get_driver_version as get_driver_version
+from accelerate.facade.hardware import get_gpu_info as get_gpu_info
+from accelerate.facade.hardware import has_p2p_and_infiniband as check_cuda_p2p_ib_support
+from accelerate.facade.modules import LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
+from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
+from accelerate.facade.modules import dtype_byte_size as dtype_byte_size
+from accelerate.facade.modules import extract_model_from_parallel as extract_model_from_parallel
+from accelerate.facade.modules import get_model_tp_size as get_model_tp_size
+from accelerate.facade.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accelerate.facade.modules import get_module_class_from_name as get_module_class_from_name
+from accelerate.facade.modules import get_non_persistent_buffers as get_non_persistent_buffers
+from accelerate.facade.modules import has_compiled_regions as has_compiled_regions
+from accelerate.facade.modules import has_repeated_blocks as has_repeated_blocks
+from accelerate.facade.modules import is_compiled_module as is_compiled_module
+from accelerate.facade.modules import is_peft_model as is_peft_model
+from accelerate.facade.modules import is_repeated_blocks as is_repeated_blocks
+from accelerate.facade.modules import model_has_dtensor as model_has_dtensor
+from accelerate.facade.modules import named_module_tensors as named_module_tensors
+from accelerate.facade.objects import get_pretty_name as get_pretty_name
+from accelerate.facade.objects import merge_dicts as merge_dicts
+from accelerate.facade.objects import recursive_getattr as recursive_getattr
+from accelerate.facade.precision import get_grad_scaler as get_grad_scaler
+from accelerate.facade.precision import (
+    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+)
+from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
+from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
+from accelerate.precision.settings import DynamoBackend as DynamoBackend
+from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
+from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.utils import ao as ao
+from accelerate.utils import bnb as bnb
+from accelerate.utils import constants as constants
+from accelerate.utils import dataclasses as dataclasses
+from accelerate.utils import deepspeed as deepspeed
+from accelerate.utils import environment as environment
+from accelerate.utils import fsdp_utils as fsdp_utils
+from accelerate.utils import imports as imports
+from accelerate.utils import launch as launch
+from accelerate.utils import megatron_lm as megatron_lm
+from accelerate.utils import memory as memory
+from accelerate.utils import modeling as modeling
+from accelerate.utils import offload as offload
+from accelerate.utils import operations as operations
+from accelerate.utils import other as other
+from accelerate.utils import random as random
+from accelerate.utils import torch_xla as torch_xla
+from accelerate.utils import transformer_engine as transformer_engine
+from accelerate.utils import versions as versions
+from accelerate.utils.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from accelerate.utils.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
+from accelerate.utils.ao import filter_linear_layers as filter_linear_layers
+from accelerate.utils.ao import find_first_last_linear_layers as find_first_last_linear_layers
+from accelerate.utils.ao import has_ao_layers as has_ao_layers
+from accelerate.utils.bnb import get_keys_to_not_convert as get_keys_to_not_convert
+from accelerate.utils.bnb import get_parameter_device as get_parameter_device
+from accelerate.utils.bnb import get_quantized_model_device_map as get_quantized_model_device_map
+from accelerate.utils.bnb import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accelerate.utils.bnb import load_and_quantize_model as load_and_quantize_model
+from accelerate.utils.bnb import quantize_and_offload_8bit as quantize_and_offload_8bit
+from accelerate.utils.bnb import replace_with_bnb_layers as replace_with_bnb_layers
+from accelerate.utils.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
+from accelerate.utils.constants import (
+    BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION,
+)
+from accelerate.utils.constants import BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION
+from accelerate.utils.constants import (
+    BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION,
+)
+from accelerate.utils.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
+from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
+from accelerate.utils.constants import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
+from accelerate.utils.constants import (
+    ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION as ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION,
+)
+from accelerate.utils.constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
+from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
+from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
+from accelerate.utils.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
+from accelerate.utils.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from accelerate.utils.constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
+from accelerate.utils.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
+from accelerate.utils.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
+from accelerate.utils.constants import (
+    MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
+)
+from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES as SAGEMAKER_PARALLEL_EC2_INSTANCES
+from accelerate.utils.constants import SAGEMAKER_PYTHON_VERSION as SAGEMAKER_PYTHON_VERSION
+from accelerate.utils.constants import SAGEMAKER_PYTORCH_VERSION as SAGEMAKER_PYTORCH_VERSION
+from accelerate.utils.constants import SAGEMAKER_TRANSFORMERS_VERSION as SAGEMAKER_TRANSFORMERS_VERSION
+from accelerate.utils.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
+from accelerate.utils.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
+from accelerate.utils.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS
+from accelerate.utils.constants import (
+    XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
+)
+from accelerate.utils.dataclasses import BnbQuantizationConfig as BnbQuantizationConfig
+from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accelerate.utils.dataclasses import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+)
+from accelerate.utils.dataclasses import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
+from accelerate.utils.dataclasses import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accelerate.utils.dataclasses import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.utils.dataclasses import (
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
+from accelerate.utils.dataclasses import parse_bert_config as parse_bert_config
+from accelerate.utils.dataclasses import parse_glm4_moe_config as parse_glm4_moe_config
+from accelerate.utils.dataclasses import parse_gpt2_config as parse_gpt2_config
+from accelerate.utils.dataclasses import parse_llama_config as parse_llama_config
+from accelerate.utils.dataclasses import parse_t5_config as parse_t5_config
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.utils.deepspeed import DummyOptim as DummyOptim
+from accelerate.utils.deepspeed import DummyScheduler as DummyScheduler
+from accelerate.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.utils.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+from accelerate.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
+from accelerate.utils.fsdp_utils import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+)
+from accelerate.utils.fsdp_utils import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
+from accelerate.utils.fsdp_utils import ensure_weights_retied as ensure_weights_retied
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac as fsdp2_apply_ac
+from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model as fsdp2_prepare_model
+from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
+from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.utils.fsdp_utils import get_parameters_from_modules as get_parameters_from_modules
+from accelerate.utils.fsdp_utils import load_fsdp_model as load_fsdp_model
+from accelerate.utils.fsdp_utils import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.utils.fsdp_utils import logger as logger
+from accelerate.utils.fsdp_utils import merge_fsdp_weights as merge_fsdp_weights
+from accelerate.utils.fsdp_utils import save_fsdp_model as save_fsdp_model
+from accelerate.utils.fsdp_utils import save_fsdp_optimizer as save_fsdp_optimizer
+from accelerate.utils.imports import USE_TORCH_XLA as USE_TORCH_XLA
+from accelerate.utils.imports import deepspeed_required as deepspeed_required
+from accelerate.utils.imports import is_4bit_bnb_available as is_4bit_bnb_available
+from accelerate.utils.imports import is_8bit_bnb_available as is_8bit_bnb_available
+from accelerate.utils.imports import is_aim_available as is_aim_available
+from accelerate.utils.imports import is_amdsmi_available as is_amdsmi_available
+from accelerate.utils.imports import is_bf16_available as is_bf16_available
+from accelerate.utils.imports import (
+    is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
+)
+from accelerate.utils.imports import is_bnb_available as is_bnb_available
+from accelerate.utils.imports import is_boto3_available as is_boto3_available
+from accelerate.utils.imports import is_clearml_available as is_clearml_available
+from accelerate.utils.imports import is_comet_ml_available as is_comet_ml_available
+from accelerate.utils.imports import is_cuda_available as is_cuda_available
+from accelerate.utils.imports import is_datasets_available as is_datasets_available
+from accelerate.utils.imports import is_deepspeed_available as is_deepspeed_available
+from accelerate.utils.imports import is_dvclive_available as is_dvclive_available
+from accelerate.utils.imports import is_fp8_available as is_fp8_available
+from accelerate.utils.imports import is_habana_gaudi1 as is_habana_gaudi1
+from accelerate.utils.imports import is_hpu_available as is_hpu_available
+from accelerate.utils.imports import is_import_timer_available as is_import_timer_available
+from accelerate.utils.imports import is_lomo_available as is_lomo_available
+from accelerate.utils.imports import is_matplotlib_available as is_matplotlib_available
+from accelerate.utils.imports import is_megatron_lm_available as is_megatron_lm_available
+from accelerate.utils.imports import is_mlflow_available as is_mlflow_available
+from accelerate.utils.imports import is_mlu_available as is_mlu_available
+from accelerate.utils.imports import is_mps_available as is_mps_available
+from accelerate.utils.imports import is_msamp_available as is_msamp_available
+from accelerate.utils.imports import is_musa_available as is_musa_available
+from accelerate.utils.imports import is_neuron_available as is_neuron_available
+from accelerate.utils.imports import is_npu_available as is_npu_available
+from accelerate.utils.imports import is_numpy_available as is_numpy_available
+from accelerate.utils.imports import is_pandas_available as is_pandas_available
+from accelerate.utils.imports import is_peft_available as is_peft_available
+from accelerate.utils.imports import is_pippy_available as is_pippy_available
+from accelerate.utils.imports import is_pynvml_available as is_pynvml_available
+from accelerate.utils.imports import is_pytest_available as is_pytest_available
+from accelerate.utils.imports import is_rich_available as is_rich_available
+from accelerate.utils.imports import is_rocm_available as is_rocm_available
+from accelerate.utils.imports import is_sagemaker_available as is_sagemaker_available
+from accelerate.utils.imports import is_schedulefree_available as is_schedulefree_available
+from accelerate.utils.imports import is_sdaa_available as is_sdaa_available
+from accelerate.utils.imports import is_swanlab_available as is_swanlab_available
+from accelerate.utils.imports import is_tensorboard_available as is_tensorboard_available
+from accelerate.utils.imports import is_timm_available as is_timm_available
+from accelerate.utils.imports import is_torch_xla_available as is_torch_xla_available
+from accelerate.utils.imports import is_torchao_available as is_torchao_available
+from accelerate.utils.imports import is_torchdata_available as is_torchdata_available
+from accelerate.utils.imports import (
+    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
+)
+from accelerate.utils.imports import is_torchvision_available as is_torchvision_available
+from accelerate.utils.imports import is_tqdm_available as is_tqdm_available
+from accelerate.utils.imports import is_trackio_available as is_trackio_available
+from accelerate.utils.imports import is_transformer_engine_available as is_transformer_engine_available
+from accelerate.utils.imports import (
+    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
+)
+from accelerate.utils.imports import is_transformers_available as is_transformers_available
+from accelerate.utils.imports import is_triton_available as is_triton_available
+from accelerate.utils.imports import is_wandb_available as is_wandb_available
+from accelerate.utils.imports import is_weights_only_available as is_weights_only_available
+from accelerate.utils.imports import is_xccl_available as is_xccl_available
+from accelerate.utils.imports import is_xpu_available as is_xpu_available
+from accelerate.utils.imports import torchao_required as torchao_required
+from accelerate.utils.launch import PrepareForLaunch as PrepareForLaunch
+from accelerate.utils.launch import env_var_path_add as env_var_path_add
+from accelerate.utils.launch import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.utils.launch import (
+    prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
+)
+from accelerate.utils.launch import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import prepare_tpu as prepare_tpu
+from accelerate.utils.launch import setup_fp8_env as setup_fp8_env
+from accelerate.utils.megatron_lm import AbstractTrainStep as AbstractTrainStep
+from accelerate.utils.megatron_lm import BertTrainStep as BertTrainStep
+from accelerate.utils.megatron_lm import GPTTrainStep as GPTTrainStep
+from accelerate.utils.megatron_lm import MegatronEngine as MegatronEngine
+from accelerate.utils.megatron_lm import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accelerate.utils.megatron_lm import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accelerate.utils.megatron_lm import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+from accelerate.utils.megatron_lm import T5TrainStep as T5TrainStep
+from accelerate.utils.megatron_lm import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from accelerate.utils.megatron_lm import finish_mpu_init as finish_mpu_init
+from accelerate.utils.megatron_lm import (
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+)
+from accelerate.utils.megatron_lm import initialize as initialize
+from accelerate.utils.megatron_lm import model_provider_func as model_provider_func
+from accelerate.utils.megatron_lm import prepare_data_loader as prepare_data_loader
+from accelerate.utils.megatron_lm import (
+    prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
+)
+from accelerate.utils.megatron_lm import prepare_optimizer as prepare_optimizer
+from accelerate.utils.megatron_lm import prepare_scheduler as prepare_scheduler
+from accelerate.utils.modeling import align_module_device as align_module_device
+from accelerate.utils.modeling import calculate_maximum_sizes as calculate_maximum_sizes
+from accelerate.utils.modeling import check_device_map as check_device_map
+from accelerate.utils.modeling import check_device_same as check_device_same
+from accelerate.utils.modeling import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accelerate.utils.modeling import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+)
+from accelerate.utils.modeling import clean_device_map as clean_device_map
+from accelerate.utils.modeling import compute_module_sizes as compute_module_sizes
+from accelerate.utils.modeling import compute_module_total_buffer_size as compute_module_total_buffer_size
+from accelerate.utils.modeling import fallback_allocate as fallback_allocate
+from accelerate.utils.modeling import find_tied_parameters as find_tied_parameters
+from accelerate.utils.modeling import get_balanced_memory as get_balanced_memory
+from accelerate.utils.modeling import get_max_layer_size as get_max_layer_size
+from accelerate.utils.modeling import get_max_memory as get_max_memory
+from accelerate.utils.modeling import get_module_leaves as get_module_leaves
+from accelerate.utils.modeling import get_module_size_with_ties as get_module_size_with_ties
+from accelerate.utils.modeling import get_state_dict_from_offload as get_state_dict_from_offload
+from accelerate.utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accelerate.utils.modeling import has_offloaded_params as has_offloaded_params
+from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map
+from accelerate.utils.modeling import load_checkpoint_in_model as load_checkpoint_in_model
+from accelerate.utils.modeling import load_offloaded_weights as load_offloaded_weights
+from accelerate.utils.modeling import retie_parameters as retie_parameters
+from accelerate.utils.modeling import set_module_tensor_to_device as set_module_tensor_to_device
+from accelerate.utils.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accelerate.utils.offload import PrefixedDataset as PrefixedDataset
+from accelerate.utils.offload import extract_submodules_state_dict as extract_submodules_state_dict
+from accelerate.utils.offload import load_offloaded_weight as load_offloaded_weight
+from accelerate.utils.offload import offload_state_dict as offload_state_dict
+from accelerate.utils.offload import offload_weight as offload_weight
+from accelerate.utils.offload import save_offload_index as save_offload_index
+from accelerate.utils.operations import GatheredParameters as GatheredParameters
+from accelerate.utils.operations import copy_tensor_to_devices as copy_tensor_to_devices
+from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
+from accelerate.utils.other import compile_regions_deepspeed as compile_regions_deepspeed
+from accelerate.utils.other import compile_regions_fsdp2 as compile_regions_fsdp2
+from accelerate.utils.torch_xla import install_xla as install_xla
+from accelerate.utils.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
+from accelerate.utils.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
+from accelerate.utils.transformer_engine import convert_model as convert_model
+from accelerate.utils.transformer_engine import has_transformer_engine_layers as has_transformer_engine_layers
+from accelerate.watch.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
+from accelerate.watch.progress import tqdm as tqdm
+from accelerate.watch.retry import clear_device_cache as clear_device_cache
+from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size
+from accelerate.watch.retry import release_memory as release_memory
+from accelerate.watch.retry import should_reduce_batch_size as should_reduce_batch_size
+from accelerate.world.affinity import override_numa_affinity as override_numa_affinity
+from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
+from accelerate.world.collective import DistributedOperationException as DistributedOperationException
+from accelerate.world.collective import barrier as wait_for_everyone
+from accelerate.world.collective import broadcast as broadcast
+from accelerate.world.collective import broadcast_object_list as broadcast_object_list
+from accelerate.world.collective import chained_operation as chained_operation
+from accelerate.world.collective import gather as gather
+from accelerate.world.collective import gather_object as gather_object
+from accelerate.world.collective import gather_tensor_shape as gather_tensor_shape
+from accelerate.world.collective import pad_across_processes as pad_across_processes
+from accelerate.world.collective import reduce as reduce
+from accelerate.world.collective import verify_operation as verify_operation
+from accelerate.world.ports import get_free_port as get_free_port
+from accelerate.world.ports import is_port_in_use as is_port_in_use
+from accelerate.world.rng import set_seed as set_seed
+from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state
+from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
+from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from accelerate.world.tensors import TensorInformation as TensorInformation
+from accelerate.world.tensors import concatenate as concatenate
+from accelerate.world.tensors import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accelerate.world.tensors import convert_to_fp32 as convert_to_fp32
+from accelerate.world.tensors import find_batch_size as find_batch_size
+from accelerate.world.tensors import find_device as find_device
+from accelerate.world.tensors import get_data_structure as get_data_structure
+from accelerate.world.tensors import get_shape as get_shape
+from accelerate.world.tensors import honor_type as honor_type
+from accelerate.world.tensors import ignorant_find_batch_size as ignorant_find_batch_size
+from accelerate.world.tensors import initialize_tensors as initialize_tensors
+from accelerate.world.tensors import is_tensor_information as is_tensor_information
+from accelerate.world.tensors import is_torch_tensor as is_torch_tensor
+from accelerate.world.tensors import listify as listify
+from accelerate.world.tensors import pad_input_tensors as pad_input_tensors
+from accelerate.world.tensors import recursively_apply as recursively_apply
+from accelerate.world.tensors import send_to_device as send_to_device
+from accelerate.world.tensors import slice_tensors as slice_tensors
+from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs

@@ -1,0 +1,44 @@
+# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# ruff: noqa
+
+from accelerate.core.tree import is_namedtuple as is_namedtuple
+from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
+from accelerate.world.collective import DistributedOperationException as DistributedOperationException
+from accelerate.world.collective import broadcast as broadcast
+from accelerate.world.collective import broadcast_object_list as broadcast_object_list
+from accelerate.world.collective import chained_operation as chained_operation
+from accelerate.world.collective import gather as gather
+from accelerate.world.collective import gather_object as gather_object
+from accelerate.world.collective import gather_tensor_shape as gather_tensor_shape
+from accelerate.world.collective import pad_across_processes as pad_across_processes
+from accelerate.world.collective import reduce as reduce
+from accelerate.world.collective import verify_operation as verify_operation
+from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from accelerate.world.tensors import concatenate as concatenate
+from accelerate.world.tensors import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accelerate.world.tensors import convert_to_fp32 as convert_to_fp32
+from accelerate.world.tensors import find_batch_size as find_batch_size
+from accelerate.world.tensors import find_device as find_device
+from accelerate.world.tensors import get_data_structure as get_data_structure
+from accelerate.world.tensors import get_shape as get_shape
+from accelerate.world.tensors import honor_type as honor_type
+from accelerate.world.tensors import ignorant_find_batch_size as ignorant_find_batch_size
+from accelerate.world.tensors import initialize_tensors as initialize_tensors
+from accelerate.world.tensors import is_tensor_information as is_tensor_information
+from accelerate.world.tensors import is_torch_tensor as is_torch_tensor
+from accelerate.world.tensors import listify as listify
+from accelerate.world.tensors import pad_input_tensors as pad_input_tensors
+from accelerate.world.tensors import recursively_apply as recursively_apply
+from accelerate.world.tensors import send_to_device as send_to_device
+from accelerate.world.tensors import slice_tensors as slice_tensors
+from typing import Any
+
+class GatheredParameters:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+
+def copy_tensor_to_devices(*args: Any, **kwargs: Any) -> Any: ...
+def is_torch_xpu_tensor(tensor: Any) -> bool: ...
+def __getattr__(name: str) -> Any: ...

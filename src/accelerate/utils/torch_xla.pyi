@@ -1,0 +1,7 @@
+# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# ruff: noqa
+
+from typing import Any
+
+def install_xla(*args: Any, **kwargs: Any) -> Any: ...
+def __getattr__(name: str) -> Any: ...
