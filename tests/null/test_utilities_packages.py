@@ -1,0 +1,248 @@
+"""Packages, versions and devices: asked about, never imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from packaging.version import Version
+
+from accelerate import device as devices
+from accelerate.core import packages
+from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.core.versions import compare_versions, is_torch_version
+from accelerate.facade import available
+from accelerate.utils import imports
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    packages._found.cache_clear()
+    packages.version.cache_clear()
+    yield
+    packages._found.cache_clear()
+    packages.version.cache_clear()
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of installed packages: ``site(name, version)`` adds one."""
+
+    def add(name: str, version: str = "1.0", distribution: str | None = None) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
+        info = tmp_path / f"{(distribution or name).replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution or name}\nVersion: {version}\n"
+        )
+        (info / "top_level.txt").write_text(name)
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return add
+
+
+def test_an_installed_package_is_found_and_not_imported(site):
+    site("toy_tracker")
+    assert packages.installed("toy_tracker")
+    assert not packages.installed("toy_absent")
+    assert not packages.installed("toy_absent.inner")
+    assert "toy_tracker" not in sys.modules
+
+
+def test_a_bare_folder_is_no_package(tmp_path, monkeypatch):
+    """Trackers leave folders of their own name where a script runs."""
+    (tmp_path / "toy_tracker").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not packages.installed("toy_tracker")
+
+
+def test_a_module_made_by_hand_counts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "toy_made", types.ModuleType("toy_made"))
+    assert packages.installed("toy_made")
+
+
+@pytest.mark.parametrize(
+    ("requirement", "expected"),
+    [
+        ("toy", True),
+        ("toy>=1.5", True),
+        ("toy>=2", False),
+        ("toy<2", True),
+        ("absent", False),
+        ("absent<9", False),
+    ],
+)
+def test_a_requirement_is_held_against_the_installed_version(site, requirement, expected):
+    site("toy", "1.5rc1" if requirement == "toy<2" else "1.5")
+    assert packages.satisfied(requirement) is expected
+
+
+def test_a_distribution_may_have_another_name_than_its_module(site):
+    site("toy_module", "3.1", distribution="toy-tools-for-all")
+    assert packages.version("toy_module") == Version("3.1")
+    assert packages.satisfied("toy_module>=3")
+
+
+def test_any_of_several_packages_and_a_flag(site, monkeypatch):
+    site("toy_b")
+    check = packages.checker("toy_a", "toy_b", flag="TOY_ENABLED")
+    assert check() is False
+    monkeypatch.setenv("TOY_ENABLED", "1")
+    assert check() is True
+    assert packages.checker("toy_a")() is False
+
+
+def test_a_needed_package_is_named_when_the_function_is_called(site):
+    @packages.requires("toy_engine")
+    def start(speed: int) -> int:
+        return speed
+
+    with pytest.raises(MissingExtraError, match="pip install toy_engine"):
+        start(1)
+    site("toy_engine")
+    packages._found.cache_clear()
+    assert start(2) == 2
+    assert start.__name__ == "start"
+
+
+def test_questions_about_packages_answer_truly():
+    assert imports.is_tqdm_available() is True
+    assert imports.is_numpy_available() is True
+    assert imports.is_numpy_available("99") is False
+    assert imports.is_weights_only_available() is True
+    assert imports.is_rich_available() is False
+    for name in ("wandb", "deepspeed", "peft"):
+        here = any(name == found.name.lower() for found in importlib.metadata.distributions() if found.name)
+        assert getattr(imports, f"is_{name}_available")() is here
+
+
+def test_asking_about_packages_and_versions_imports_no_torch():
+    code = (
+        "import sys; from accelerate import utils; utils.is_wandb_available(); utils.is_deepspeed_available()\n"
+        "utils.is_torch_version('>=', '2.0'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("found", "operation", "wanted", "expected"),
+    [
+        ("2.6.0+cpu", "==", "2.6.0", True),
+        ("2.6.0+cpu", ">", "2.6.0", False),
+        ("2.6.0+cpu", "<=", "2.6.0", True),
+        ("2.6.0+cpu", "==", "2.6.0+cu128", False),
+        ("2.6.0+cpu", "==", "2.6.0+cpu", True),
+        ("2.10.0", ">", "2.9.1", True),
+        ("2.7.0.dev20250101", "<", "2.7.0", True),
+        ("1.0", "!=", "1.0.0", False),
+    ],
+)
+def test_versions_compare_as_pip_compares_them(found, operation, wanted, expected):
+    assert compare_versions(Version(found), operation, wanted) is expected
+
+
+def test_versions_of_packages_and_wrong_operations():
+    assert compare_versions("torch", ">=", "2.6")
+    assert is_torch_version("==", importlib.metadata.version("torch").partition("+")[0])
+    with pytest.raises(SettingError, match="use one of: >, >="):
+        compare_versions("torch", "=>", "2.6")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        compare_versions("no-such-package", ">=", "1")
+
+
+class Absent:
+    """A device that is not here."""
+
+    type = "absent"
+
+    def available(self) -> bool:
+        return False
+
+
+class Toy(Absent):
+    """One that is."""
+
+    type = "toy"
+
+    def available(self) -> bool:
+        return True
+
+    def supports(self, dtype: str) -> bool:
+        return dtype == "bf16"
+
+    def name(self) -> str:
+        return "Toy TPU v1"
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    table = {"toy": Toy(), "absent": Absent()}
+    monkeypatch.setattr(devices, "get", table.__getitem__)
+    monkeypatch.setattr(devices, "detect", lambda: table["toy"])
+
+
+def test_device_questions_ask_the_devices_own_file(toys):
+    assert available.device_checker("toy")(check_device=True) is True
+    assert available.device_checker("absent")() is False
+    assert available.format_checker("toy", "bf16")() is True
+    assert available.format_checker("toy", "fp8")() is False
+    assert available.format_checker("absent", "bf16")() is False
+    assert available.model_checker("toy", "Toy TPU v1")() is True
+    assert available.model_checker("toy", "Toy TPU v2")() is False
+    assert available.version_checker("toy", "1.12")() is True
+    assert available.version_checker("toy", "1.12")("99.0") is False
+    assert available.is_fp16_available() is False
+    assert available.bf16_checker("other")(ignore_tpu=True) is True
+    assert available.bf16_checker("toy")(ignore_tpu=True) is False
+    assert available.bf16_checker("toy")() is True
+
+
+def test_a_kind_of_device_is_asked_for_one_at_a_time(toys):
+    check = available.kind_checker("toy")
+    assert check() is True
+    assert check(check_is_tpu=True) is True
+    assert check(check_is_gpu=True) is False
+    assert available.kind_checker("absent")(check_is_gpu=True) is False
+    with pytest.raises(SettingError, match="both"):
+        check(True, True)
+
+
+def test_a_question_takes_its_own_arguments_only(toys):
+    with pytest.raises(TypeError, match="check_devise"):
+        available.device_checker("toy")(check_devise=True)
+    with pytest.raises(TypeError):
+        available.device_checker("toy", argument="")(True)
+
+
+def test_questions_about_this_machine():
+    assert imports.is_cuda_available() is torch.cuda.is_available()
+    assert imports.is_torch_distributed_available() is torch.distributed.is_available()
+    assert imports.is_rocm_available() is (torch.version.hip is not None and torch.cuda.is_available())
+    assert imports.is_xccl_available() is False or torch.xpu.is_available()
+    for name in ("npu", "mlu", "musa", "sdaa", "neuron", "hpu"):
+        assert getattr(imports, f"is_{name}_available")() is hasattr(torch, name)
+
+
+def test_other_packages_are_asked_only_where_they_are(monkeypatch):
+    assert available.feature_checker("toy_absent:features", "fast")() is False
+    assert available.asking("toy_absent.inner:check")() is False
+    toy = types.ModuleType("toy_lib")
+    toy.features, toy.check = {"fast"}, lambda: (False, "too old")
+    monkeypatch.setitem(sys.modules, "toy_lib", toy)
+    assert available.feature_checker("toy_lib:features", "fast")() is True
+    assert available.feature_checker("toy_lib:features", "slow")() is False
+    assert available.asking("toy_lib:check")() is False
+    toy.check = lambda: (True, "")
+    assert available.asking("toy_lib:check")() is True
+
+
+def test_a_tensor_says_where_it_lives():
+    assert available.tensor_checker("cpu")(torch.ones(1)) is True
+    assert available.tensor_checker("cpu")("text") is False
+    assert available.tensor_checker("meta")(torch.ones(1, device="meta")) is True
