@@ -36,8 +36,8 @@ class Tied(nn.Module):
     def forward(self, x):
         return self.head(self.embed(x))
 
-what, safe, folder = sys.argv[1], sys.argv[2] == "safe", sys.argv[3]
-project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+what, folder = sys.argv[1:]
+project = ProjectConfiguration(folder)
 accelerator = Accelerator(cpu=True, project_config=project)
 set_seed(1 if what == "save" else 2)
 model = Tied()
@@ -46,53 +46,57 @@ scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 counter = Counter()
 accelerator.register_for_checkpointing(counter)
-if what == "save":
-    for _ in range(4):
-        loss = model(torch.randint(10, (8,))).square().mean()
-        accelerator.backward(loss)
-        optimizer.step(); scheduler.step(); optimizer.zero_grad()
-        counter.count += 1
-    accelerator.save_state(safe_serialization=safe)
-    draw = torch.rand(()).item()
-    big = nn.Sequential(*[nn.Linear(20, 20) for _ in range(5)])
-    accelerator.save_model(big, folder + "/export", max_shard_size="3KB", safe_serialization=safe)
-else:
-    accelerator.load_state()
-    draw = torch.rand(()).item()
-states = optimizer.state_dict()["state"].values()
-moments = [value.sum().item() for state in states for value in state.values()]
-print("RESULT", model.embed.weight.sum().item(), model.head.weight is model.embed.weight, moments,
-      scheduler.get_last_lr(), counter.count, draw)
+big = nn.Sequential(*[nn.Linear(20, 20) for _ in range(5)])
+for form in ("safe", "plain"):
+    if what == "save":
+        for _ in range(4):
+            loss = model(torch.randint(10, (8,))).square().mean()
+            accelerator.backward(loss)
+            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+            counter.count += 1
+        accelerator.save_state(f"{folder}/{form}", safe_serialization=form == "safe")
+        accelerator.save_model(big, f"{folder}/{form}-export", "3KB", safe_serialization=form == "safe")
+    else:
+        accelerator.load_state(f"{folder}/{form}")
+    states = optimizer.state_dict()["state"].values()
+    moments = [value.sum().item() for state in states for value in state.values()]
+    print("RESULT", form, model.embed.weight.sum().item(), model.head.weight is model.embed.weight, moments,
+          scheduler.get_last_lr(), counter.count, torch.rand(()).item())
 """
 
 
-def run(python: Path | str, *arguments: str) -> str:
-    """What the script reports under one of the two packages."""
-    done = subprocess.run(
-        [str(python), "-c", SCRIPT, *arguments], env=clean(), capture_output=True, text=True, timeout=100
-    )
+def run(python: Path | str, what: str, folder: Path) -> list[str]:
+    """What the script reports under one of the two packages, saving or loading in both formats."""
+    command = [str(python), "-c", SCRIPT, what, str(folder)]
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    return line
+    return [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[str]]]:
+    """Per package: a folder it has saved in, and what it reported."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
+    pythons = {"ours": sys.executable, "theirs": PEER}
+    return {name: (folder, run(pythons[name], "save", folder)) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("theirs", sys.executable), ("ours", PEER)])
+def test_checkpoints_travel_in_both_directions(
+    saved: dict[str, tuple[Path, list[str]]], writer: str, reader: Path | str
+) -> None:
+    folder, report = saved[writer]
+    assert len(report) == 2
+    assert run(reader, "load", folder) == report
 
 
 @pytest.mark.parametrize("form", ["safe", "plain"])
-@pytest.mark.parametrize("direction", ["theirs to ours", "ours to theirs"])
-def test_checkpoints_travel_in_both_directions(tmp_path: Path, direction: str, form: str) -> None:
-    pair = (PEER, sys.executable) if direction == "theirs to ours" else (sys.executable, PEER)
-    saved = run(pair[0], "save", form, str(tmp_path))
-    assert run(pair[1], "load", form, str(tmp_path)) == saved
+def test_exported_shards_are_named_and_indexed_alike(
+    saved: dict[str, tuple[Path, list[str]]], form: str
+) -> None:
+    def listing(name: str) -> dict[str, str | int]:
+        files = (saved[name][0] / f"{form}-export").iterdir()
+        return {p.name: p.read_text() if p.suffix == ".json" else p.stat().st_size // 64 for p in files}
 
-
-@pytest.mark.parametrize("form", ["safe", "plain"])
-def test_exported_shards_are_named_and_indexed_alike(tmp_path: Path, form: str) -> None:
-    listings = []
-    for python in (PEER, sys.executable):
-        folder = tmp_path / Path(python).parent.parent.name
-        run(python, "save", form, str(folder))
-        files = sorted((folder / "export").iterdir())
-        listings.append(
-            {p.name: p.read_text() if p.suffix == ".json" else p.stat().st_size // 64 for p in files}
-        )
-    assert listings[0] == listings[1]
-    assert len(listings[0]) == 6
+    assert listing("ours") == listing("theirs")
+    assert len(listing("ours")) == 6

@@ -217,6 +217,43 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all(
     assert left == ["c"]  # no folder of the failed save
 
 
+def save_too_much(folder: str, safe: bool, optimizer: bool) -> str:
+    import resource
+
+    open_world()
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    mine = Parts([torch.nn.Linear(1, 1)], [model]) if optimizer else Parts([model])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    return outcome(lambda: state.save(mine, folder, safe_serialization=safe))
+
+
+@pytest.mark.parametrize(
+    ("safe", "optimizer", "file"),
+    [(True, False, "model.safetensors"), (False, False, "pytorch_model.bin"), (True, True, "optimizer.bin")],
+)
+def test_a_file_system_that_takes_no_more_is_an_error_that_names_the_file(
+    ranks: RankServer, tmp_path: Path, safe: bool, optimizer: bool, file: str
+) -> None:
+    """The operating system really refuses; what was there stays."""
+    folder = tmp_path / "c"
+    ranks(1, save_here, str(folder))
+    (text,) = ranks(1, save_too_much, str(folder), safe, optimizer)
+    assert text.startswith("CheckpointError: cannot write ")
+    assert file in text
+    assert os.listdir(tmp_path) == ["c"]
+    assert value_in(folder) == (3, 4.0)
+
+
+def save_in(folder: str) -> str:
+    rank = open_world().rank
+    return outcome(lambda: state.save(parts(1, rank), folder))
+
+
+def test_a_folder_that_takes_no_files_is_named(ranks: RankServer) -> None:
+    text = same_on_all(ranks(2, save_in, "/proc/c"))
+    assert "rank 0 of 2: cannot make the folder /proc/.c.tmp-" in text
+
+
 def load_damaged(folder: str) -> tuple[str, bool]:
     rank = open_world().rank
     fresh = parts(8, rank)

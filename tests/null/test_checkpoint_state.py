@@ -619,6 +619,12 @@ def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
     path = state.save(Parts(optimizers=[part]), tmp_path / "c")
     state.load(Parts(optimizers=[part]), path, map_location="meta")
     assert holder["t"].device.type == "meta"
+    state.load(Parts(optimizers=[part]), path, load_kwargs={"map_location": "cpu"}, map_location="meta")
+    assert holder["t"].device.type == "cpu"
+    model = nn.Linear(2, 2)
+    state.save(Parts([model]), path, safe_serialization=False)
+    state.load(Parts([model]), path, load_kwargs={"map_location": "cpu", "mmap": False})
+    state.save(Parts(optimizers=[part]), path)
     state.load(Parts(optimizers=[part]), path, map_location="on_device")
     assert holder["t"].device.type == "cpu"
 

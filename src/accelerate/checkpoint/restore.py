@@ -135,7 +135,8 @@ class Reader:
             with file_errors("read", safe):
                 state, aliases = tensors.read(safe)
         else:
-            state, aliases = pickles.read(path, "cpu", **{"mmap": True, **self.load_kwargs}), {}
+            kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
+            state, aliases = pickles.read(path, **kwargs), {}
         like = model.state_dict()
         for alias, name in tensors.untied(aliases, like).items():
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
