@@ -1,0 +1,66 @@
+"""Batch sizes and logs of two processes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from accelerate.watch.logging import get_logger
+from accelerate.watch.retry import find_executable_batch_size
+from accelerate.world import world as worlds
+from tests.support.ranks import RanksError, RankServer
+
+
+def search(full_above: list[int], wrong_on: int | None) -> tuple[int, list[int]]:
+    world = worlds.open(cpu=True)
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=20)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        if world.rank == wrong_on:
+            raise KeyError("no such column")
+        if batch_size > full_above[world.rank]:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return batch_size
+
+    return train(), tried
+
+
+def test_all_ranks_end_with_the_same_batch_size(ranks: RankServer) -> None:
+    """C8: one rank's memory is smaller than the other's."""
+    first, second = ranks(2, search, [100, 15], None)
+    assert first == second == (14, [20, 18, 16, 14])
+
+
+def test_another_error_ends_the_search_on_all_ranks(ranks: RankServer) -> None:
+    """C8, C3: the rank that has room must not wait for the one that failed."""
+    with pytest.raises(RanksError) as caught:
+        ranks(2, search, [100, 100], 1)
+    first, second = caught.value.outcomes
+    assert (second.status, second.kind) == ("raised", "KeyError")
+    assert first.status in ("raised", "stopped")
+    if first.status == "raised":
+        assert "rank 1 failed" in first.message
+
+
+def log_in_turn() -> list[str]:
+    world = worlds.open(cpu=True)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(f"{record.filename} {record.getMessage()}")
+    logger = get_logger("turn", log_level="INFO" if world.rank == 0 else "ERROR")
+    logger.logger.addHandler(handler)
+    logger.warning("everyone in turn", in_order=True)
+    logger.error("only main")
+    logger.error("all", main_process_only=False)
+    return records
+
+
+def test_ranks_log_in_turn_whatever_their_levels(ranks: RankServer) -> None:
+    first, second = ranks(2, log_in_turn)
+    assert first == [
+        f"test_watch_ranks.py [RANK 0] {text}" for text in ("everyone in turn", "only main", "all")
+    ]
+    assert second == ["test_watch_ranks.py [RANK 1] all"]
