@@ -1,0 +1,431 @@
+"""Writes the tables of the documentation from the code that they describe: ``python docs/generate.py``.
+
+    docs/settings.md    every setting, from its declaration
+    README.md           what works where, from the registries; the figures, from benchmarks/RESULTS.md
+
+tests/null/test_docs.py holds the files against what this would write, and every claim against the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate.core.errors import NotBuiltError
+from accelerate.core.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[1]
+Column = Literal["built", "unrun", "planned"]
+
+
+# --- what works where ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that the table says.
+
+    Attributes:
+        text: the thing.
+        column: ``"built"`` and tested by ``make test``; ``"unrun"``, written to the real interface and tested
+            with a stand-in; or ``"planned"``, refused when it is asked for.
+        holds: whether it is so.
+        proof: what ``holds`` looks at, for the error of the test.
+    """
+
+    text: str
+    column: Column
+    holds: Callable[[], bool]
+    proof: str
+
+
+def tested(text: str, *tests: str) -> Claim:
+    """Something that tests cover: ``file::words``, words of the name of a test in that file of tests/."""
+    return Claim(text, "built", lambda: all(map(_is_tested, tests)), f"there are tests {', '.join(tests)}")
+
+
+def _is_tested(name: str) -> bool:
+    file, _, words = name.partition("::")
+    path = ROOT / "tests" / file
+    tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+    functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    return any(function.startswith("test_") and words in function for function in functions)
+
+
+def refused(text: str, use: Callable[[], object], proof: str) -> Claim:
+    """Something that raises NotBuiltError when it is used."""
+
+    def holds() -> bool:
+        try:
+            use()
+        except NotBuiltError:
+            return True
+        return False
+
+    return Claim(text, "planned", holds, f"{proof} raises NotBuiltError")
+
+
+def later(text: str, *names: str) -> Claim:
+    """Public names, as ``module:name`` below the package, that the table of names calls planned."""
+    from accelerate.core.lazy import Plan
+    from accelerate.names import HOMES
+
+    def holds() -> bool:
+        pairs = (name.split(":") for name in names)
+        return all(isinstance(HOMES[f"accelerate.{module}"][name], Plan) for module, name in pairs)
+
+    return Claim(text, "planned", holds, f"{', '.join(names)} are planned in accelerate.names")
+
+
+def unflagged(text: str, *flags: str) -> Claim:
+    """Flags of ``accelerate launch`` that are refused until their part is built."""
+    from accelerate.launch import later as refused_flags
+
+    known = refused_flags.flags().keys() | refused_flags.switches().keys()
+    return Claim(text, "planned", lambda: known >= {*flags}, f"accelerate.launch.later refuses {flags}")
+
+
+def plugins(registry: Registry[Any], column: Callable[[Any], Column], leave_out: str = "") -> list[Claim]:
+    """A claim per plug-in of a registry; it holds by being made from it."""
+    names = (name for name in registry.names() if name != leave_out)
+    return [
+        Claim(f"`{name}`", column(registry.get(name)), lambda: True, f"the registry of {registry.kind}s")
+        for name in names
+    ]
+
+
+def by_plan(plugin: Any) -> Column:
+    """A strategy or precision says itself when it is only planned."""
+    return "planned" if plugin.planned else "built"
+
+
+def by_run(device: Any) -> Column:
+    """The docstring of a device says where it was run; a test holds every device file to that."""
+    return "built" if re.search(r"\bRun on\b", type(device).__doc__ or "") else "unrun"
+
+
+def schedulers() -> Iterator[Claim]:
+    """Who may have started the processes, from world/clusters.py."""
+    from accelerate.world import clusters
+
+    kinds = (kind for kind in vars(clusters).values() if isinstance(kind, type))
+    for kind in kinds:
+        if issubclass(kind, clusters.Scheduler) and kind is not clusters.Scheduler:
+            proof = "world/clusters.py, tested on recorded environments"
+            if kind.name != "torchrun":
+                yield Claim(kind.name, "unrun", lambda: True, proof)
+
+
+def _launching() -> Iterator[Claim]:
+    yield tested("`python script.py`", "cpu/test_examples.py::python")
+    yield tested("`torchrun script.py`", "cpu/test_examples.py::torchrun")
+    yield tested(
+        "`accelerate launch` of one process or several on one machine",
+        "cpu/test_examples.py::launched_on_two_processes",
+    )
+    yield from schedulers()
+    yield unflagged("`accelerate launch` on several machines", "rdzv_endpoint", "max_restarts")
+    yield later("`notebook_launcher`", "launchers:notebook_launcher")
+    yield unflagged("`mpirun`", "mpirun_hostfile")
+    yield unflagged("TPU pods", "tpu", "tpu_use_cluster")
+    yield unflagged("Amazon SageMaker", "aws_access_key_id")
+
+
+def _devices() -> Iterator[Claim]:
+    from accelerate.device import DEVICES
+
+    yield from plugins(DEVICES, by_run, leave_out="null")
+    yield tested("any other type that torch has a module for, on a simulated one", "sim/test_sim_generic.py")
+
+
+def _data() -> Iterator[Claim]:
+    from torch.utils.data import DataLoader
+
+    from accelerate.data.loader import prepare_data_loader
+
+    def prepare(**options: Any) -> object:
+        return prepare_data_loader(DataLoader([1, 2, 3, 4]), num_processes=2, process_index=0, **options)  # type: ignore[arg-type]
+
+    yield tested(
+        "map-style datasets with any sampler",
+        "null/test_sharding.py",
+        "cpu/test_data_parallel.py::order_on_two_ranks",
+    )
+    yield tested("iterable datasets, a part for each process", "null/test_sharding.py::stream")
+    yield tested("exact metrics (`gather_for_metrics`)", "cpu/test_data_parallel.py::once_in_metrics")
+    yield refused(
+        "`dispatch_batches=True`", partial(prepare, dispatch_batches=True), "a loader with dispatch_batches"
+    )
+    yield refused(
+        "exact resume inside an epoch (`use_stateful_dataloader=True`)",
+        partial(prepare, use_stateful_dataloader=True),
+        "a loader with use_stateful_dataloader",
+    )
+
+
+def _checkpoints() -> Iterator[Claim]:
+    yield tested(
+        "`save_state` and `load_state`: whole or not at all, verified",
+        "cpu/test_checkpoint_ranks.py::killed_at_any_write",
+        "cpu/test_checkpoint_ranks.py::damage",
+    )
+    yield tested(
+        "loading on another number of processes", "cpu/test_checkpoint_ranks.py::another_number_of_ranks"
+    )
+    yield tested(
+        "a disk for each machine (`save_on_each_node`)", "cpu/test_checkpoint_ranks.py::each_machine"
+    )
+    yield tested("`save_model`, in shards", "null/test_checkpoint_export.py")
+    yield later("sharded checkpoints", "utils.fsdp_utils:save_fsdp_model", "utils.fsdp_utils:load_fsdp_model")
+    yield later("joining shards", "commands.merge:merge_command", "utils.fsdp_utils:merge_fsdp_weights")
+
+
+def _big_models() -> Iterator[Claim]:
+    yield later("`init_empty_weights`", "big_modeling:init_empty_weights")
+    yield later(
+        "`load_checkpoint_and_dispatch`, device maps, offload",
+        "big_modeling:load_checkpoint_and_dispatch",
+        "big_modeling:dispatch_model",
+        "utils.modeling:infer_auto_device_map",
+    )
+    yield later("8-bit and 4-bit quantization", "utils.bnb:load_and_quantize_model")
+    yield later("pipeline-parallel inference", "inference:prepare_pippy")
+
+
+def _trackers() -> Iterator[Claim]:
+    from accelerate.facade.enums import LoggerType
+    from accelerate.facade.options import refuse_unbuilt
+
+    for tracker in LoggerType:
+        if tracker != LoggerType.ALL:
+            ask = partial(refuse_unbuilt, str(tracker), None, None, None)
+            yield refused(f"`{tracker}`", ask, f"log_with={str(tracker)!r}")
+
+
+def _compilation() -> Iterator[Claim]:
+    from accelerate.facade.options import refuse_unbuilt
+
+    ask = partial(refuse_unbuilt, None, "inductor", None, None)
+    yield refused("compiling in `prepare` (`dynamo_backend`)", ask, "dynamo_backend='inductor'")
+
+
+def _commands() -> Iterator[Claim]:
+    from accelerate.cli.main import COMMANDS, PLANNED
+
+    for name in COMMANDS.names():
+        yield Claim(f"`accelerate {name.replace('_', '-')}`", "built", lambda: True, "the folder cli/")
+    for name in PLANNED:
+        here = name.replace("-", "_") not in COMMANDS
+        yield Claim(f"`accelerate {name}`", "planned", lambda here=here: here, "PLANNED in cli/main.py")
+
+
+def claims() -> dict[str, list[Claim]]:
+    """Everything that the table says, by row."""
+    from accelerate.precision import PRECISIONS
+    from accelerate.strategy import STRATEGIES
+
+    return {
+        "Launching": list(_launching()),
+        "Devices": list(_devices()),
+        "Strategies": plugins(STRATEGIES, by_plan),
+        "Mixed precision": plugins(PRECISIONS, by_plan),
+        "Compilation": list(_compilation()),
+        "Data": list(_data()),
+        "Checkpoints": list(_checkpoints()),
+        "Models larger than memory": list(_big_models()),
+        "Trackers": list(_trackers()),
+        "Commands": list(_commands()),
+    }
+
+
+def support_table() -> str:
+    """What works where, as Markdown."""
+    titles: dict[Column, str] = {
+        "built": "Built, and tested by `make test`",
+        "unrun": "Written to the real interface, not run here",
+        "planned": "Planned: refused until built",
+    }
+    rows = []
+    for row, found in claims().items():
+        cells = ("; ".join(claim.text for claim in found if claim.column == column) for column in titles)
+        rows.append([f"**{row}**", *(cell or "-" for cell in cells)])
+    return table(["", *titles.values()], rows)
+
+
+# --- figures ------------------------------------------------------------------------------------------------
+
+
+def figures() -> str:
+    """The newest table of ``make bench``, or where it will be."""
+    path = ROOT / "benchmarks" / "RESULTS.md"
+    if not path.is_file():
+        return (
+            "No figures are recorded yet. `make bench` measures against raw torch and against the public "
+            "package `accelerate==1.15.0`, and writes `benchmarks/RESULTS.md`; "
+            "[benchmarks/README.md](benchmarks/README.md) says how."
+        )
+    newest = path.read_text(encoding="utf-8").split("\n## ")[1]
+    lines = newest.splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    machine = [line.removeprefix("- ") for line in lines[1:] if line.startswith("- ")][:2]
+    head = f"Measured on {lines[0].strip()}: {'; '.join(machine)}."
+    foot = "Earlier runs, and what a figure does not say: [benchmarks/RESULTS.md](benchmarks/RESULTS.md)."
+    return "\n".join([head, "", *rows, "", foot])
+
+
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    from accelerate.cli.options import rows as every_setting
+    from accelerate.core import environ
+    from accelerate.launch import later as refused_flags
+
+    topics: dict[str, list[list[str]]] = {}
+    for row in every_setting():
+        topics.setdefault(row.topic, []).append(_setting(row))
+    parts = [_HEAD]
+    for topic, rows in topics.items():
+        parts += [f"## {topic}", table(["Flag", "Variable", "Key", "Default", "What it does"], rows)]
+    parts += ["## Variables that describe a run", _PROTOCOL]
+    parts.append(table(["Variable", "Meaning"], ([code(n), cell(t)] for n, t in environ.PROTOCOL.items())))
+    parts += ["## Which devices a process sees", _VISIBLE, table(["Device", "Variable"], _visible())]
+    parts += ["## Known and not built yet", _REFUSED]
+    parts.append(
+        table(
+            ["What will come", "Flags", "Keys of its table", "Other keys"],
+            ([cell(part.plan), *_promised(part)] for part in refused_flags.PARTS),
+        )
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+_HEAD = """<!-- Written by docs/generate.py. Change the declaration of the setting, then run it. -->
+
+# Settings
+
+Every setting is declared once, next to the code that uses it. Its flag, its environment variable, its key in
+a configuration file and this page are made from that declaration.
+
+Where several sources give a value, the first of these wins:
+
+1. the script's own code, such as `Accelerator(mixed_precision="bf16")`
+2. a flag of `accelerate launch`
+3. an environment variable
+4. a configuration file
+5. the default
+
+A wrong value is an error whether it wins or not. `accelerate env --explain` prints every setting with its
+value, its source and what it overrides. The flags of a launch may follow it.
+
+**Flags.** `--num_processes` and `--num-processes` are the same flag. This holds for all of them.
+
+**Variables.** An empty variable counts as unset. Yes is `1 true t yes y on`, no is `0 false f no n off`.
+
+**Files.** A configuration file is YAML, or JSON if its name ends in `.json`. `accelerate launch` uses the
+first of these that there is:
+
+1. the file that `--config_file` or `ACCELERATE_CONFIG_FILE` names
+2. `accelerate.yaml` in the working folder
+3. `accelerate/default_config.yaml` in `$HF_HOME`, by default `~/.cache/huggingface`; not with `--cpu`
+
+A file that was found and not named is announced in one line. An unknown key, at any depth, is an error that
+gives its line and the nearest known key. `python script.py` and `torchrun script.py` read no file.
+
+A key with a dot, `dynamo_config.dynamo_backend`, is a key of a nested table. There the prefix `dynamo_` may
+be left out."""
+
+_PROTOCOL = "They have no flag and no key: a launcher, a scheduler or the shell sets them."
+
+_VISIBLE = "`accelerate launch --gpu_ids 0,2` sets the variable of the device at hand for what it starts."
+
+_REFUSED = """These flags and keys are known. A key that asks for nothing (`false`, `none`, an empty table) is
+accepted. Everything else is refused with the plan, never ignored."""
+
+
+def _setting(row: Any) -> list[str]:
+    """The cells of one setting."""
+    text = cell(row.help)
+    if row.choices:
+        text += ": " + ", ".join(f"`{choice}`" for choice in row.choices)
+    flags = " ".join(map(code, row.flags))
+    key = code(row.path) if row.in_file else ""
+    default = "" if row.default is None else code(_shown(row.default))
+    return [flags, code(row.variable or ""), key, default, text]
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _visible() -> Iterator[list[str]]:
+    from accelerate.device import accelerators
+
+    for device in accelerators():
+        yield [code(device.type), code(device.visible_variable or "")]
+
+
+def _promised(part: Any) -> Iterator[str]:
+    known = [f"--{name}" for name in (*part.switches.split(), *part.flags.split())]
+    yield " ".join(map(code, known))
+    keys = " ".join(code(key) for key in (*part.keys.split(), *part.old_keys.split()))
+    yield f"{code(part.section)}: {keys}" if part.section else ""
+    yield " ".join(map(code, part.top_keys.split()))
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------
+
+
+def cell(text: str) -> str:
+    """Text that stays in its cell."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def code(text: str) -> str:
+    """Text as code, nothing for nothing."""
+    return f"`{text}`" if text else ""
+
+
+def table(titles: list[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """``text`` with what stands between ``<!-- name -->`` and ``<!-- /name -->`` replaced.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"the marks {begin} and {end} are missing")
+    head, rest = text.split(begin, 1)
+    return f"{head}{begin}\n{content}\n{end}{rest.split(end, 1)[1]}"
+
+
+def readme() -> str:
+    """README.md with its tables."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return filled(filled(text, "support", support_table()), "figures", figures())
+
+
+PAGES: dict[str, Callable[[], str]] = {"docs/settings.md": settings_page, "README.md": readme}
+
+
+def main() -> None:
+    """Writes all pages."""
+    for name, make in PAGES.items():
+        (ROOT / name).write_text(make(), encoding="utf-8")
+        print(name)
+
+
+if __name__ == "__main__":
+    main()
