@@ -296,6 +296,7 @@ class Accelerator(Loop, Saving, Later):
     def _prepare(self, bundle: Bundle) -> None:
         for model in bundle.of("model"):
             self._check_device_map(model)
+        bundle.replace("model", self._prepared_before)
         self._plan(bundle).apply(bundle)
         self._models += _unknown(bundle.of("model"), self._models)
         self._optimizers += _unknown(bundle.of("optimizer"), self._optimizers)
@@ -304,6 +305,10 @@ class Accelerator(Loop, Saving, Later):
         for item in bundle.objects:
             if item is not None:
                 item._is_accelerate_prepared = True
+
+    def _prepared_before(self, model: nn.Module) -> nn.Module:
+        """The prepared object of a user's model that is prepared again, else the model itself."""
+        return next((known for known in self._models if self.strategy.unwrap(known) is model), model)
 
     def _plan(self, bundle: Bundle) -> plans.Plan:
         wrappers = plans.Wrappers(self._wrap_optimizer, self._wrap_scheduler, self._wrap_loader)

@@ -3,9 +3,10 @@
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (arXiv:2006.15704), and ``torch.nn.parallel.DistributedDataParallel``, which does the work.
 
-torch's class is a wrapper around the model; here it stays behind it. Its work before and after a forward is
-attached to the user's module by forward hooks (as ``torch.distributed._composable.replicate`` does), so the
-prepared model keeps its class, methods, attributes and parameter names.
+torch's class wraps a model and hides what it is. Here the prepared model is a second object over the very
+state of the user's module (they share one ``__dict__``), of a subclass of the user's class that does torch's
+work around a call. So it keeps methods, attributes and parameter names, every method that calls the model
+synchronises, and the user's own object stays as plain as it was.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 # Torch reads the annotations of hooks as objects and refuses text, which they are in this file: none here.
 def _bf16_compress(group, bucket):
     """bfloat16 on the way; torch's own hook of this kind refuses every back end but NCCL and XCCL."""
-    group = group if group is not None else torch.distributed.group.WORLD
+    group: Any = group if group is not None else torch.distributed.group.WORLD
     whole = bucket.buffer()
     half = whole.to(torch.bfloat16).div_(group.size())
     work = torch.distributed.all_reduce(half, group=group, async_op=True)
@@ -125,58 +126,52 @@ def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class _BeforeForward:
-    """Torch's work before a forward, as a forward pre-hook of the user's module.
+class Replicated:
+    """What a replicated module does around a call; the first base of its class.
 
-    A copied or pickled module is a plain one: its hook does nothing, for the copy is not replicated.
+    A copied or pickled one is a plain module: the copy is not replicated.
     """
 
-    def __init__(self, replica: DistributedDataParallel) -> None:
-        self.replica = replica
+    _replica: ClassVar[DistributedDataParallel]
+    _user_module: ClassVar[nn.Module]
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        DistributedDataParallel._active_ddp_module = self.replica
-        return self.replica._pre_forward(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward between torch's work before and after it."""
+        replica = self._replica
+        args, kwargs = replica._pre_forward(*args, **kwargs)
+        DistributedDataParallel._active_ddp_module = replica
+        try:
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            DistributedDataParallel._active_ddp_module = None
+        return replica._post_forward(output)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inert, ()
-
-
-class _AfterForward(_BeforeForward):
-    """Torch's work after a forward, as a forward hook of the user's module."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        DistributedDataParallel._active_ddp_module = None
-        return self.replica._post_forward(output)
-
-
-def _nothing(*_: Any) -> None:
-    """The hook of a copy."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self._user_module,)
 
 
-def _inert() -> Callable[..., None]:
-    return _nothing
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def replica_of(module: nn.Module) -> DistributedDataParallel | None:
     """Torch's object behind a replicated module, or None."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, _BeforeForward):
-            return hook.replica
-    return None
+    return module._replica if isinstance(module, Replicated) else None
 
 
 def replicate(module: nn.Module, **options: Any) -> nn.Module:
-    """Replicates ``module`` in place and returns it.
+    """A replicated view of ``module``: another object of (a subclass of) its class over the same state.
 
     Args:
         module: the model, on its device; equal on all ranks afterwards (rank 0's values).
         options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
     """
-    replica = DistributedDataParallel(module, **options)
-    module.register_forward_pre_hook(_BeforeForward(replica), with_kwargs=True)
-    module.register_forward_hook(_AfterForward(replica))
-    return module
+    own = type(module)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    parts = {"_replica": DistributedDataParallel(module, **options), "_user_module": module}
+    view: Any = object.__new__(type(own.__name__, (Replicated, own), {**names, **parts}))
+    view.__dict__ = module.__dict__
+    return view
 
 
 class DDP(Strategy):
@@ -200,16 +195,15 @@ class DDP(Strategy):
             )
 
     def _replicate_all(self, bundle: Bundle) -> None:
-        for model in bundle.of("model"):
-            if (
-                _trains(model)
-                and not isinstance(model, DistributedDataParallel)
-                and replica_of(model) is None
-            ):
-                on_host = self.world.device.type == "cpu"
-                devices = None if on_host else [self.world.device]
-                replicate(model, device_ids=devices, output_device=None, **self.handler.to_kwargs())
-                self.handler.register_comm_hook(model)
+        bundle.replace("model", self._replicated)
+
+    def _replicated(self, model: nn.Module) -> nn.Module:
+        if not _trains(model) or _replica(model) is not None:
+            return model
+        devices = None if self.world.device.type == "cpu" else [self.world.device]
+        view = replicate(model, device_ids=devices, **self.handler.to_kwargs())
+        self.handler.register_comm_hook(view)
+        return view
 
     def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Without ``sync`` the reducers stay quiet."""
@@ -237,7 +231,9 @@ class DDP(Strategy):
         return module.load_state_dict(plain if plain.keys() & own or not own else state, strict=strict)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module inside torch's wrapper, when the user made one; ours has none."""
+        """The user's own object, also inside torch's wrapper when the user made one."""
+        if isinstance(model, Replicated):
+            return model._user_module
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
