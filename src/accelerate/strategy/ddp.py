@@ -109,10 +109,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
 # Torch reads the annotations of hooks as objects and refuses text, which they are in this file: none here.
 def _bf16_compress(group, bucket):
     """bfloat16 on the way; torch's own hook of this kind refuses every back end but NCCL and XCCL."""
-    group: Any = group if group is not None else torch.distributed.group.WORLD
+    shared: Any = group if group is not None else torch.distributed.group.WORLD
     whole = bucket.buffer()
-    half = whole.to(torch.bfloat16).div_(group.size())
-    work = torch.distributed.all_reduce(half, group=group, async_op=True)
+    half = whole.to(torch.bfloat16).div_(shared.size())
+    work = torch.distributed.all_reduce(half, group=shared, async_op=True)
     assert work is not None  # it is asynchronous
     return work.get_future().then(lambda done: whole.copy_(done.value()[0]))
 
