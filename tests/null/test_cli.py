@@ -43,7 +43,10 @@ def test_without_a_command_there_is_help_and_exit_code_1(cli: Run) -> None:
         assert re.search(rf"^  {name} +\w", result.out, re.MULTILINE), name
 
 
-def test_help_of_launch_tells_every_flag_with_its_variable_and_key(cli: Run) -> None:
+def test_help_of_launch_tells_every_flag_with_its_variable_and_key(
+    cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
     text = " ".join(cli("launch", "--help").out.split())
     for row in options.rows():
         if row.flags:

@@ -28,24 +28,28 @@ def main(seconds: float) -> None:
 
 
 def end(groups: set[int], seconds: float) -> None:
-    """Asks the leaders of process groups to stop, and kills what is left of the groups after ``seconds``."""
-    _signal(os.kill, groups, signal.SIGTERM)
+    """Asks the leaders of process groups to stop, and kills each group when its leader is gone.
+
+    Leaders that are still there after ``seconds`` are killed with their groups.
+    """
+    for leader in groups:
+        _reaches(os.kill, leader, signal.SIGTERM)
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and _signal(os.killpg, groups, 0):
+    while groups:
+        late = time.monotonic() >= deadline
+        for group in [group for group in groups if late or not _reaches(os.kill, group, 0)]:
+            _reaches(os.killpg, group, signal.SIGKILL)
+            groups.discard(group)
         time.sleep(0.05)
-    _signal(os.killpg, groups, signal.SIGKILL)
 
 
-def _signal(send: Callable[[int, int], None], targets: set[int], number: int) -> int:
-    """Sends a signal to all, and says how many were there to get it."""
-    reached = 0
-    for target in targets:
-        try:
-            send(target, number)
-        except (ProcessLookupError, PermissionError):
-            continue
-        reached += 1
-    return reached
+def _reaches(send: Callable[[int, int], None], target: int, number: int) -> bool:
+    """Sends a signal, and says whether there was anybody to get it."""
+    try:
+        send(target, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -102,10 +102,9 @@ def _watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
     """The command of a process that leaves its traceback in ``folder``."""
     if request.settings.no_python:
         return request.program
-    child = str(Path(__file__).with_name("child.py"))
     kind = "module" if request.settings.module else "script"
     files = (str(report.fault_file(folder, rank)), str(report.error_file(folder, rank)))
-    return (sys.executable, child, *files, kind, *request.program)
+    return (sys.executable, report.CHILD, *files, kind, *request.program)
 
 
 def _become(request: Request, env: dict[str, str]) -> None:

@@ -12,6 +12,8 @@ from accelerate.launch.ranks import End, Outcome
 
 # A process that dies without a word is noticed a moment later, when its peers may have complained already.
 UNNOTICED = 100_000_000  # ns
+# What starts the script in each rank; its frames are no part of the script's stack.
+CHILD = str(Path(__file__).with_name("child.py"))
 
 _HINTS = {
     signal.SIGKILL: "nothing in the job sends it; the system does when memory runs out",
@@ -56,7 +58,8 @@ def record(folder: Path, rank: int) -> Record | None:
         if at.isdigit():  # not killed while it wrote
             return Record(int(at), summary, text)
     crash = fault.read_text(encoding="utf-8", errors="replace") if fault.is_file() else ""
-    return Record(0, crash.split("\n")[0], crash) if crash else None
+    lines = [line for line in crash.splitlines() if CHILD not in line]
+    return Record(0, lines[0], "\n".join(lines)) if lines else None
 
 
 def failure(outcome: Outcome, folder: Path) -> RankError | None:

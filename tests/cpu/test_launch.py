@@ -1,0 +1,324 @@
+"""``accelerate launch`` as people use it: processes of its own, and scripts that tell what they see."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import MODULE, Running, accelerate, launch, start
+
+# What a rank was told, as one line of JSON.
+TELL = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+         "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
+told = {name: os.environ[name] for name in names if name in os.environ}
+print(json.dumps({**told, "argv": sys.argv[1:], "torch": "torch" in sys.modules}))
+"""
+
+
+def told(stdout: str) -> list[dict[str, object]]:
+    """What each rank said, by rank."""
+    lines = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: line.get("RANK", "0"))
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_two_processes_on_the_cpu_are_a_world_of_two() -> None:
+    """F1, F10: both short and long spellings; nothing of torch comes from the launcher."""
+    for flags in (("--cpu", "-n", "2"), ("--cpu", "--num-processes=2"), ("--cpu", "--nproc_per_node", "2")):
+        result = launch(*flags, script_text=TELL)
+        assert result.returncode == 0, result.output
+        ranks = told(result.stdout)
+        assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+        for rank in ranks:
+            assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["GROUP_RANK"]) == ("2", "2", "0")
+            assert rank["LOCAL_RANK"] == rank["RANK"]
+            assert (rank["MASTER_ADDR"], rank["ACCELERATE_USE_CPU"]) == ("127.0.0.1", "true")
+            assert rank["torch"] is False
+        assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
+        assert result.stderr == ""
+
+
+def test_one_process_becomes_the_script() -> None:
+    """It keeps the launcher's process id, and is told nothing about a world."""
+    running = Running([*MODULE, "launch"], script_text=f"{TELL}\nprint(os.getpid())")
+    result = running.wait()
+    assert result.stdout.splitlines()[-1] == str(running.pid)
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & told(result.stdout)[0].keys()
+
+
+def test_a_world_of_two_in_torch() -> None:
+    """F1: the group is real, and gathers from both."""
+    result = launch(
+        "--cpu",
+        "-n",
+        "2",
+        script_text="""
+            import torch
+            from accelerate import PartialState
+            from accelerate.utils import gather
+            state = PartialState()
+            ranks = gather(torch.tensor([state.process_index])).tolist()
+            print(state.num_processes, state.device.type, ranks)
+            state.destroy_process_group()
+        """,
+    )
+    assert result.returncode == 0, result.output
+    assert result.stdout.splitlines() == ["2 cpu [0, 1]"] * 2
+
+
+def test_torchrun_alone_makes_the_same_world() -> None:
+    """F2: without any variable of ours."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    result = Running(
+        torchrun,
+        script_text="""
+            from accelerate import PartialState
+            state = PartialState()
+            print("world", state.num_processes, state.device.type)
+            state.destroy_process_group()
+        """,
+    ).wait()
+    assert result.returncode == 0, result.output
+    assert result.stdout.splitlines() == ["world 2 cpu"] * 2
+
+
+def test_settings_travel_by_their_variables() -> None:
+    result = launch("--mixed_precision", "bf16", script_text=TELL, env={"ACCELERATE_USE_CPU": "yes"})
+    (rank,) = told(result.stdout)
+    assert (rank["ACCELERATE_MIXED_PRECISION"], rank["ACCELERATE_USE_CPU"]) == ("bf16", "true")
+
+
+# ---------------------------------------------------------------- the script sees what Python shows it
+
+ARGUMENTS = ["a b", "--", "--cpu", "-n", "3", 'it\'s "quoted"', "", "-m", "*", "$HOME", "\\"]
+MIRROR = """
+import sys
+if __name__ == "__main__":
+    import multiprocessing, os, pickle
+    class Here: pass
+    same = type(pickle.loads(pickle.dumps(Here()))) is Here
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        spawned = pool.apply(ord, "a")
+    here = os.path.dirname(os.path.abspath(sys.argv[0])) + os.sep
+    print([sys.argv[0].replace(here, "")], sys.argv[1:], sys.orig_argv[1:], __file__, __package__,
+          __spec__ and (__spec__.name, __spec__.origin), type(__loader__).__name__, __cached__, sys.path[:2],
+          sorted(name for name in globals() if name != "__conditional_annotations__"), same, spawned)
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "elsewhere", "module", "package", "folder", "link"])
+def test_a_rank_sees_what_python_would_show_it(tmp_path: Path, kind: str) -> None:
+    """F9: arguments, ``__main__``, its module attributes, the path, pickling and spawning: as without us."""
+    (tmp_path / "inner").mkdir()
+    for path in ("mirror.py", "inner/mirror.py", "inner/__main__.py"):
+        (tmp_path / path).write_text(MIRROR)
+    (tmp_path / "inner/__init__.py").touch()
+    (tmp_path / "link.py").symlink_to("inner/mirror.py")
+    program = {
+        "script": ["mirror.py"],
+        "elsewhere": ["inner/mirror.py"],
+        "module": ["-m", "inner.mirror"],
+        "package": ["-m", "inner"],
+        "folder": ["inner"],
+        "link": ["link.py"],
+    }[kind]
+    plain = Running([sys.executable, *program, *ARGUMENTS], cwd=tmp_path).wait()
+    assert plain.returncode == 0, plain.output
+    for processes in (1, 2):
+        result = launch("--cpu", "-n", str(processes), *program, *ARGUMENTS, cwd=tmp_path)
+        assert result.returncode == 0, result.output
+        assert result.stdout.splitlines() == plain.stdout.splitlines() * processes
+
+
+def test_a_program_that_is_no_python() -> None:
+    result = launch("--no_python", "--cpu", "-n", "2", "sh", "-c", 'echo "$RANK $1 $2"', "sh", "a b", "--")
+    assert sorted(result.stdout.splitlines()) == ["0 a b --", "1 a b --"]
+    result = launch("--no_python", "--cpu", "-n", "2", "no-such-program")
+    assert result.returncode == 2
+    assert "the program no-such-program cannot be started" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_first_rank_alone_reads_what_is_typed(tmp_path: Path) -> None:
+    """Several readers of one terminal would each get some of the lines."""
+    script = tmp_path / "reads.py"
+    script.write_text("import os, sys; print(os.environ['RANK'], sys.stdin.read())")
+    command = f"echo typed | {sys.executable} -m accelerate launch --cpu -n 2 {script}"
+    result = Running(["sh", "-c", command]).wait()
+    assert sorted(result.stdout.split("\n")) == ["", "", "0 typed", "1 "]
+
+
+# ---------------------------------------------------------------- ports
+
+
+def test_a_busy_port_is_replaced_and_one_line_says_so() -> None:
+    """F7."""
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        result = launch("--cpu", "-n", "2", "--main_process_port", str(port), script_text=TELL)
+    assert result.returncode == 0, result.output
+    (used,) = {rank["MASTER_PORT"] for rank in told(result.stdout)}
+    assert used not in ("0", str(port))
+    assert re.fullmatch(
+        rf"accelerate launch: port {port} is in use .*; rank 0 listens on {used} instead\n", result.stderr
+    )
+
+
+def test_two_launches_at_once_get_a_port_each() -> None:
+    """F7: also when both ask for the same one, before either's rank 0 listens on it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    wait = f"{TELL}\nimport time; time.sleep(1.5)"
+    flags = ((), ("--main_process_port", "0"), ("--master_port", port), ("--master-port", port))
+    jobs = [start("--cpu", "-n", "2", *each, script_text=wait) for each in flags]
+    results = [job.wait() for job in jobs]
+    assert [result.returncode for result in results] == [0] * 4
+    ports = [{str(rank["MASTER_PORT"]) for rank in told(result.stdout)} for result in results]
+    assert [len(each) for each in ports] == [1] * 4
+    assert len(set.union(*ports)) == 4
+    assert port in ports[2] | ports[3]
+    assert sum(f"port {port} is in use" in result.stderr for result in results) == 1
+
+
+def test_rank_0_can_listen_on_the_port_that_was_kept_for_it() -> None:
+    result = launch(
+        "--cpu",
+        "-n",
+        "2",
+        script_text="""
+            import os, socket
+            if os.environ["RANK"] == "0":
+                place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                try:
+                    socket.create_server(place, reuse_port=False).close()
+                    print("listened")
+                except OSError as error:
+                    print(error)
+        """,
+    )
+    assert result.stdout == "listened\n", result.output
+
+
+# ---------------------------------------------------------------- configuration files
+
+
+def test_a_default_file_is_used_only_with_one_line_that_says_so(tmp_path: Path) -> None:
+    """F6: --config_file and accelerate.yaml in the working folder win over it."""
+    default = tmp_path / "home/accelerate/default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("mixed_precision: bf16\n")
+    home = {"HF_HOME": str(tmp_path / "home")}
+
+    def run(*flags: str) -> tuple[object, str]:
+        result = launch(*flags, script_text=TELL, env=home, cwd=tmp_path)
+        assert result.returncode == 0, result.output
+        return told(result.stdout)[0].get("ACCELERATE_MIXED_PRECISION"), result.stderr
+
+    assert run() == ("bf16", f"accelerate launch: settings from {default} (--config_file names another)\n")
+    assert run("--quiet") == ("bf16", "")
+    (tmp_path / "accelerate.yaml").write_text("mixed_precision: fp16\n")
+    assert run() == (
+        "fp16",
+        "accelerate launch: settings from accelerate.yaml (--config_file names another)\n",
+    )
+    (tmp_path / "mine.yaml").write_text("mixed_precision: 'no'\n")
+    assert run("--config_file", "mine.yaml") == ("no", "")
+
+
+def test_a_file_says_how_many_processes(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nmixed_precision: no\n")
+    result = launch("--config_file", str(tmp_path / "job.yaml"), script_text=TELL)
+    ranks = told(result.stdout)
+    assert [(rank["RANK"], rank["WORLD_SIZE"]) for rank in ranks] == [(str(n), "3") for n in range(3)]
+    assert {rank["ACCELERATE_MIXED_PRECISION"] for rank in ranks} == {"no"}
+
+
+# ---------------------------------------------------------------- output
+
+NOISY = """
+import os, sys
+for line in range(200):
+    print("out", os.environ["RANK"], line)
+    print("err", os.environ["RANK"], line, file=sys.stderr)
+print("unfinished", end="")
+"""
+
+
+def test_lines_of_ranks_do_not_cut_into_each_other() -> None:
+    result = launch("--cpu", "-n", "2", script_text=NOISY.rsplit("\n", 2)[0])
+    assert sorted(result.stdout.splitlines()) == sorted(f"out {r} {n}" for r in (0, 1) for n in range(200))
+
+
+def test_output_is_logged_and_marked(tmp_path: Path) -> None:
+    result = launch("--cpu", "-n", "2", "--log_dir", str(tmp_path / "logs"), script_text=NOISY)
+    assert result.returncode == 0, result.output
+    for rank in (0, 1):
+        log = (tmp_path / f"logs/rank_{rank}.log").read_text().splitlines()
+        assert sorted(log) == sorted(
+            [*(f"{s} {rank} {n}" for s in ("out", "err") for n in range(200)), "unfinished"]
+        )
+        assert f"[rank {rank}] out {rank} 199" in result.stdout
+        assert f"[rank {rank}] err {rank} 199" in result.stderr
+
+
+def test_output_of_some_ranks_is_marked() -> None:
+    result = launch("--cpu", "-n", "2", "--tee", "1:1", script_text=NOISY)
+    assert "[rank 1] out 1 7\n" in result.stdout
+    assert "\nout 0 7\n" in result.stdout
+    assert "\nerr 1 7\n" in result.stderr
+
+
+# ---------------------------------------------------------------- as a function, as a command
+
+AS_FUNCTION = """
+import sys
+from accelerate.commands.launch import launch_command, launch_command_parser
+work = "import os, sys; print('rank', os.environ.get('RANK'), sys.argv[1:]); sys.exit(int(sys.argv[1]))"
+open("work.py", "w").write(work)
+for n in ("1", "2"):
+    launch_command(launch_command_parser().parse_args(["--cpu", "-n", n, "work.py", "0", "--x"]))
+print("returned", "torch" in sys.modules)
+try:
+    launch_command(launch_command_parser().parse_args(["--cpu", "-n", "1", "work.py", "3"]))
+except RuntimeError as error:
+    print("raised", type(error).__name__, error.code)
+"""
+
+
+def test_the_function_returns_or_raises_and_never_replaces_its_caller() -> None:
+    result = Running([sys.executable], script_text=AS_FUNCTION).wait()
+    assert result.returncode == 0, result.output
+    lines = result.stdout.splitlines()
+    ranks = ["rank 0 ['0', '--x']", "rank 1 ['0', '--x']", "rank None ['0', '--x']", "rank None ['3']"]
+    assert sorted(line for line in lines if line.startswith("rank")) == ranks
+    assert [line for line in lines if not line.startswith("rank")] == ["returned False", "raised RankError 3"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--cpu", "--multi_gpu", "script.py"], "--cpu and --multi_gpu do not go together"),
+        (["--multi_gpu", "script.py"], "none was found on this machine"),
+        (["--machine_rank", "1", "script.py"], "--machine_rank is 1, but num_machines is 1 (the default)"),
+        (["scirpt.py"], "did you mean script.py?"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_no_traceback(tmp_path: Path, args: list[str], words: str) -> None:
+    (tmp_path / "script.py").touch()
+    result = accelerate("launch", *args, cwd=tmp_path)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
