@@ -15,7 +15,7 @@ import pytest
 import accelerate
 from accelerate.core import stubs
 from accelerate.core.errors import NotBuiltError
-from accelerate.core.lazy import Made, Names, Plan, Value
+from accelerate.core.lazy import Made, Names, Plan, Value, patched
 from accelerate.names import HOMES, NAMES
 from tests.laws.source import contract
 
@@ -190,6 +190,20 @@ def test_constants_have_the_promised_values():
     assert not wrong
 
 
+# Private names that programs in the wild touch: without them they break in silence.
+PRIVATE = [
+    ("accelerate.state", "PartialState", "_shared_state _reset_state"),
+    ("accelerate.state", "AcceleratorState", "_shared_state _reset_state"),
+    ("accelerate.state", "GradientState", "_set_sync_gradients _reset_state"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "wanted"), PRIVATE)
+def test_private_names_that_programs_touch_exist(module, name, wanted):
+    found = getattr(import_module(module), name)
+    assert [each for each in wanted.split() if not hasattr(found, each)] == []
+
+
 # --- how the table works
 
 
@@ -247,6 +261,18 @@ def test_a_name_is_looked_up_once_and_a_patch_stays(names, monkeypatch):
     from toy.inner import one
 
     assert one == 2
+
+
+def test_code_below_sees_what_a_user_put_in_a_public_module(names, monkeypatch):
+    def own() -> str:
+        return "own"
+
+    assert patched("toy.inner", "same", own) is own
+    from toy import inner
+
+    assert patched("toy.inner", "same", own) is own
+    monkeypatch.setattr(inner, "same", lambda: "patched")
+    assert patched("toy.inner", "same", own)() == "patched"
 
 
 def test_names_of_another_module_are_its_objects(names):

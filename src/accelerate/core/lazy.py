@@ -15,9 +15,11 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.core.errors import NotBuiltError, nearest
+
+T = TypeVar("T")
 
 
 class Made:
@@ -156,6 +158,20 @@ class Names:
             importlib.import_module(f"{module}.{clash}")
             space.pop(clash, None)
         return __getattr__, __dir__
+
+
+def patched(module: str, name: str, own: T) -> T:
+    """``own``, or what a user has put in its place in a public module.
+
+    Some programs replace a function of a public module (``accelerate.data_loader.prepare_data_loader``) and
+    expect this package to call theirs. Code that may be replaced so asks here when it makes the call.
+
+    Args:
+        module: the public module.
+        name: the public name.
+        own: what is behind the name when nobody replaced it.
+    """
+    return vars(sys.modules[module]).get(name, own) if module in sys.modules else own
 
 
 def planned(path: str, plan: Plan) -> Any:

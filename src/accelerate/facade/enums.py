@@ -1,7 +1,7 @@
 """The words of the contract: what files, flags and scripts write, as enumerations.
 
-Members equal their text. What a device is called is said in its own file; a device that another package
-adds is a member as soon as that package is installed.
+Members equal their text. What a device or a precision is called is said by its own file; one that another
+package adds is a member as soon as that package is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from accelerate import device as devices
 from accelerate.core.enums import BaseEnum
+from accelerate.precision import PRECISIONS
 
 
 class ComputeEnvironment(BaseEnum):
@@ -66,10 +67,14 @@ class RNGType(BaseEnum):
 class PrecisionType(BaseEnum):
     """In which number format a model computes."""
 
-    NO = "no"
-    FP8 = "fp8"
-    FP16 = "fp16"
-    BF16 = "bf16"
+    _ignore_ = ["each"]  # noqa: RUF012
+    if TYPE_CHECKING:
+        NO = "no"
+        FP8 = "fp8"
+        FP16 = "fp16"
+        BF16 = "bf16"
+    for each in PRECISIONS.names():
+        vars()[each.upper()] = each
 
 
 class FP8BackendType(BaseEnum):

@@ -85,8 +85,11 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     # A container or a scheduler may have taken cores away: only what is allowed already can be bound.
     cores = near & os.sched_getaffinity(0)
     if not cores:
-        if verbose:
-            logger.info("process %d is not bound: its NUMA node is unknown", local_process_index)
+        if device.type != "cpu":
+            logger.warning(
+                "process %d is not bound to cores: this system does not say which are near its device",
+                local_process_index,
+            )
         return
     bind(0, cores)
     if verbose:
