@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -24,7 +26,9 @@ HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MA
 @cache
 def empty_home() -> str:
     """An empty folder that stands for the user's cache, so that no configuration lying there is read."""
-    return tempfile.mkdtemp(prefix="accelerate-tests-home-")
+    folder = tempfile.mkdtemp(prefix="accelerate-tests-home-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def clean(values: Mapping[str, object | None] | None = None, *, accelerators: bool = False) -> dict[str, str]:
