@@ -67,6 +67,8 @@ def main() -> int:
     about = report.facts(subjects[0])
     for line in about:
         console.print(line, highlight=False)
+    if report.is_busy():
+        console.print("[yellow]the machine is busy: times will be longer, and spread wider, than they are[/]")
 
     rows = []
     for case in find(args.only or []):

@@ -92,6 +92,11 @@ def facts(ours: Subject) -> list[str]:
     ]
 
 
+def is_busy() -> bool:
+    """Whether other work takes so much of the machine that two processes cannot have a core each."""
+    return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+
+
 def processor() -> str:
     """The name of the CPU as the system knows it."""
     info = Path("/proc/cpuinfo")

@@ -17,7 +17,7 @@ PROCESSES = 2
 
 
 def measure(subject: Subject, quick: bool) -> Sample:
-    return worker(subject, __name__, "10" if quick else "60", processes=PROCESSES)
+    return worker(subject, __name__, "8" if quick else "24", processes=PROCESSES)
 
 
 CASES = (Case("DDP step, 2 processes, against raw DDP", "us", "ratio", 1.03, measure),)

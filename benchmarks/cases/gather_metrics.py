@@ -17,7 +17,7 @@ STEPS = -(-SAMPLES // (BATCH * PROCESSES))
 
 
 def measure(subject: Subject, quick: bool) -> Sample:
-    return worker(subject, __name__, "10" if quick else "60", processes=PROCESSES)
+    return worker(subject, __name__, "10" if quick else "40", processes=PROCESSES)
 
 
 CASES = (Case("`gather_for_metrics`, 2 processes, against `all_gather`", "us", "ratio", None, measure),)

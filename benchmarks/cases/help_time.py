@@ -18,7 +18,7 @@ def measure(*arguments: str):
             [subject.script("accelerate"), *arguments, "--help"],
             "total",
             scale=1e3,
-            repeats=3 if quick else 5,
+            repeats=2 if quick else 4,
             check=check,
         )
 

@@ -26,7 +26,7 @@ def measure(subject: Subject, quick: bool) -> Sample:
         [python, "-c", "import accelerate"],
         "added",
         scale=1e3,
-        repeats=3 if quick else 5,
+        repeats=2 if quick else 4,
     )
     _, text = subject.run([python, "-c", FACTS])
     memory, torch = text.split("\n")[:2]

@@ -18,7 +18,7 @@ def measure(subject: Subject, quick: bool) -> Sample:
             [subject.script("accelerate"), "launch", "--num_processes", "1", str(script)],
             "added",
             scale=1e3,
-            repeats=3 if quick else 5,
+            repeats=2 if quick else 4,
         )
 
 
