@@ -22,6 +22,7 @@ from accelerate.utils import (
     GradScalerKwargs,
     KwargsHandler,
     ProfileKwargs,
+    TorchDynamoPlugin,
 )
 
 
@@ -216,7 +217,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"log_with": "all"}, {"dynamo_backend": "inductor"}, {"mixed_precision": "fp8"}]
+    "arguments", [{"log_with": "all"}, {"parallelism_config": 1}, {"mixed_precision": "fp8"}]
 )
 def test_what_is_not_built_is_refused_not_ignored(arguments: dict[str, object]) -> None:
     with pytest.raises(NotBuiltError):
@@ -372,3 +373,28 @@ def test_a_profile_leaves_a_trace_per_rank(tmp_path: Path) -> None:
     assert any("mm" in event.key for event in profiler.key_averages())
     trace = json.loads((tmp_path / "traces" / "profile_0.json").read_text())
     assert trace["traceEvents"]
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_models_are_compiled_in_place(regional: bool) -> None:
+    """D9: names stay, and there is nothing to unwrap."""
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    accelerator = Accelerator(dynamo_plugin=plugin)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    model = nn.Sequential(nn.ModuleList([plain])[0], nn.Linear(3, 1))
+    expected = model(torch.ones(2, 3))
+    assert "torch.compile" in str(accelerator.plan(model))
+    prepared = accelerator.prepare(model)
+    assert prepared is model
+    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+    assert compiled, "something was compiled"
+    assert torch.equal(prepared(torch.ones(2, 3)), expected)
+    assert not any("_orig_mod" in name for name in accelerator.get_state_dict(prepared))
+
+
+def test_the_launchers_compiler_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    assert Accelerator().prepare(nn.Linear(1, 1))._compiled_call_impl is not None
+    with pytest.raises(SettingError, match="given twice"):
+        Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())

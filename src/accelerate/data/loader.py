@@ -319,7 +319,7 @@ def prepare_data_loader(
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
     count = collective.size() if num_processes is None else num_processes
     index = collective.rank() if process_index is None else process_index
-    _refuse_unbuilt(dispatch_batches, use_stateful_dataloader, count)
+    check_options(dispatch_batches, use_stateful_dataloader, count)
     base = _seedable(dataloader, data_seed) if use_seedable_sampler else dataloader
     if count > 1 and not is_sharded(base):
         base = _shard(base, count, index, split_batches, even_batches)
@@ -331,7 +331,12 @@ def prepare_data_loader(
     )
 
 
-def _refuse_unbuilt(dispatch_batches: bool | None, stateful: bool, count: int) -> None:
+def check_options(dispatch_batches: bool | None, stateful: bool, count: int) -> None:
+    """Refuses what is not built.
+
+    Raises:
+        NotBuiltError: names the option.
+    """
     if dispatch_batches and count > 1:
         raise NotBuiltError(
             "dispatch_batches=True is not built yet",

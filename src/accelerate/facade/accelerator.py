@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.core import environ, tree
+from accelerate.core import environ, lazy, tree
 from accelerate.core.errors import PrepareError
 from accelerate.core.handler import KwargsHandler
 from accelerate.data.active import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
-from accelerate.data.loader import DataLoaderShard, prepare_data_loader
+from accelerate.data.loader import DataLoaderShard, check_options, prepare_data_loader
 from accelerate.data.loader import skip_first_batches as skip
 from accelerate.facade import options
 from accelerate.facade import plan as plans
@@ -53,6 +53,7 @@ class Accelerator(Loop, Saving, Later):
         gradient_accumulation_plugin: accumulation with all its options.
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
         kwargs_handlers: options of single components.
+        dynamo_backend, dynamo_plugin: compile prepared models in place.
 
     Raises:
         SettingError: a value is wrong, or two contradict each other.
@@ -95,11 +96,13 @@ class Accelerator(Loop, Saving, Later):
             )
             if given is not None
         )
-        options.refuse_unbuilt(log_with, dynamo_backend, dynamo_plugin, parallelism_config)
+        options.refuse_unbuilt(log_with, parallelism_config)
+        compiler = options.of_compiler(dynamo_plugin, dynamo_backend)
         self.handlers = options.by_class(kwargs_handlers or [])
         self.state = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
+            dynamo_plugin=compiler,
             parallelism_config=parallelism_config,
             _from_accelerator=True,
             **self._group_options(),
@@ -296,6 +299,8 @@ class Accelerator(Loop, Saving, Later):
     def _prepare(self, bundle: Bundle) -> None:
         for model in bundle.of("model"):
             self._check_device_map(model)
+        if bundle.of("loader"):
+            check_options(self.dispatch_batches, self.use_stateful_dataloader, self.num_processes)
         bundle.replace("model", self._prepared_before)
         self._plan(bundle).apply(bundle)
         self._models += _unknown(bundle.of("model"), self._models)
@@ -312,7 +317,8 @@ class Accelerator(Loop, Saving, Later):
 
     def _plan(self, bundle: Bundle) -> plans.Plan:
         wrappers = plans.Wrappers(self._wrap_optimizer, self._wrap_scheduler, self._wrap_loader)
-        return plans.make(bundle, self.world, self.precision, self.strategy, wrappers)
+        compiler = self.state.dynamo_plugin
+        return plans.make(bundle, self.world, self.precision, self.strategy, wrappers, compiler)
 
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -340,7 +346,9 @@ class Accelerator(Loop, Saving, Later):
         if isinstance(loader, DataLoaderShard) and loader.active is self.gradient_state.loaders:
             return loader
         given = self.dataloader_config
-        shard = prepare_data_loader(
+        # Some programs replace this function; theirs is called then.
+        prepare = lazy.patched("accelerate.data_loader", "prepare_data_loader", prepare_data_loader)
+        shard = prepare(
             loader,
             self.device,
             split_batches=given.split_batches,

@@ -8,6 +8,7 @@ from accelerate.core.errors import NotBuiltError, SettingError
 from accelerate.core.handler import KwargsHandler
 from accelerate.core.setting import load
 from accelerate.data.configuration import DataLoaderConfiguration
+from accelerate.facade.compile import TorchDynamoPlugin
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientSettings
 from accelerate.precision import PRECISIONS
 from accelerate.strategy import STRATEGIES
@@ -15,19 +16,28 @@ from accelerate.watch.profile import ProfileKwargs
 from accelerate.world.world import InitProcessGroupKwargs
 
 
-def refuse_unbuilt(log_with: Any, dynamo_backend: Any, dynamo_plugin: Any, parallelism_config: Any) -> None:
-    compiled = dynamo_plugin is not None or str(dynamo_backend or "no").lower() != "no"
+def refuse_unbuilt(log_with: Any, parallelism_config: Any) -> None:
+    """Refuses arguments whose room is not built yet.
+
+    Raises:
+        NotBuiltError: with the plan.
+    """
     asked = {
-        "log_with": (log_with is not None, "trackers will come as one file each"),
-        "dynamo_backend": (
-            compiled,
-            "compiling prepared models in place will come; use model.compile() until then",
-        ),
-        "parallelism_config": (parallelism_config is not None, "named degrees of parallelism will come"),
+        "log_with": (log_with, "trackers will come as one file each"),
+        "parallelism_config": (parallelism_config, "named degrees of parallelism will come"),
     }
     for name, (given, planned) in asked.items():
-        if given:
+        if given is not None:
             raise NotBuiltError(f"Accelerator({name}=...) is not built yet", why=planned)
+
+
+def of_compiler(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
+    """How models are compiled: by the plugin, or by a backend's name, or as the launcher says."""
+    if plugin is not None and backend is not None:
+        raise SettingError(
+            "the compiler is given twice: as dynamo_backend and in dynamo_plugin", fix="keep the second"
+        )
+    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:

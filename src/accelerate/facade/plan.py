@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.units import show_bytes
+from accelerate.facade.compile import TorchDynamoPlugin, compile_regions
 from accelerate.facade.optimizer import move_to_device
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.precision.base import Precision
@@ -110,14 +111,24 @@ def bundle_of(
     return Bundle(list(objects), [kind_of(item) for item in objects], training, placed)
 
 
-def make(bundle: Bundle, world: World, precision: Precision, strategy: Strategy, wrappers: Wrappers) -> Plan:
+def make(
+    bundle: Bundle,
+    world: World,
+    precision: Precision,
+    strategy: Strategy,
+    wrappers: Wrappers,
+    compiler: TorchDynamoPlugin,
+) -> Plan:
     """What will be done to ``bundle``. Changes nothing."""
-    return Plan(tuple(_steps(bundle, world, precision, strategy, wrappers)))
+    steps = [*_model_steps(bundle, world, precision, strategy)]
+    if compiler.enabled and bundle.of("model"):
+        how = "block by block" if compiler.use_regional_compilation else "as a whole"
+        reason = f"torch.compile, {str(compiler.backend).lower()}, {how}, in place"
+        steps.append(Step("compile", reason, lambda b: _compile(b, compiler, strategy)))
+    return Plan((*steps, *_wrapping_steps(bundle, world, wrappers)))
 
 
-def _steps(
-    bundle: Bundle, world: World, precision: Precision, strategy: Strategy, wrappers: Wrappers
-) -> Iterator[Step]:
+def _model_steps(bundle: Bundle, world: World, precision: Precision, strategy: Strategy) -> Iterator[Step]:
     device, models = world.device, bundle.of("model")
     if any(bundle.place[i] and _elsewhere(bundle.objects[i], device) for i in bundle.positions("model")):
         size = sum(_bytes(model) for model in models)
@@ -127,6 +138,9 @@ def _steps(
     if models and precision.converts() and not strategy.owns_precision:
         yield Step("precision", precision.converts(), lambda b: _attach(b, precision))
     yield from strategy.steps(bundle)
+
+
+def _wrapping_steps(bundle: Bundle, world: World, wrappers: Wrappers) -> Iterator[Step]:
     if bundle.of("optimizer"):
         reason = "steps only when gradients are complete"
         yield Step("optimizer", reason, lambda b: b.replace("optimizer", wrappers.optimizer))
@@ -135,7 +149,9 @@ def _steps(
         yield Step("scheduler", reason, lambda b: b.replace("scheduler", wrappers.scheduler))
     if bundle.of("loader"):
         many = world.size
-        reason = f"each of {many} processes takes its own samples" if many > 1 else f"batches go to {device}"
+        reason = (
+            f"each of {many} processes takes its own samples" if many > 1 else f"batches go to {world.device}"
+        )
         yield Step("data", reason, lambda b: _wrap_loaders(b, wrappers))
 
 
@@ -201,6 +217,15 @@ def _attach(bundle: Bundle, precision: Precision) -> None:
         if bundle.training:
             precision.check_trainable(model.named_parameters())
         precision.attach(model)
+
+
+def _compile(bundle: Bundle, compiler: TorchDynamoPlugin, strategy: Strategy) -> None:
+    """In place: the model's class, names and state stay, and there is nothing to unwrap."""
+    for model in map(strategy.unwrap, bundle.of("model")):
+        if compiler.use_regional_compilation:
+            compile_regions(model, **compiler.to_kwargs())
+        else:
+            model.compile(**compiler.to_kwargs())
 
 
 def _wrap_loaders(bundle: Bundle, wrappers: Wrappers) -> None:

@@ -18,6 +18,7 @@ from accelerate.checkpoint.export import save_weights
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.state import Loaded, Part, Parts
 from accelerate.core.errors import PrepareError, SettingError
+from accelerate.facade.modules import extract_model_from_parallel
 from accelerate.facade.processes import Processes
 from accelerate.world import rng
 
@@ -48,11 +49,14 @@ class Saving(Processes):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module; a model prepared here already is it."""
-        inner = getattr(model, "_orig_mod", None)
-        if inner is not None and not keep_torch_compile:
-            model = inner
-        return self.strategy.unwrap(model)
+        """The user's own module.
+
+        Args:
+            model: a model, prepared or wrapped by hand.
+            keep_fp32_wrapper: kept for compatibility; a prepared model can be copied and pickled as it is.
+            keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made.
+        """
+        return self.strategy.unwrap(extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's full state, by the names of the user's module."""
