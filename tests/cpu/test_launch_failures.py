@@ -56,7 +56,8 @@ def says(stderr: str) -> list[str]:
 def test_the_exit_code_and_the_last_words_are_the_failing_ranks(
     how: str, code: int, line: str, end: str
 ) -> None:
-    result = launch(*TWO, script_text=FAILS.format(how=how))
+    env = {"PYTHONFAULTHANDLER": None}  # a crash is reported all the same
+    result = launch(*TWO, script_text=FAILS.format(how=how), env=env)
     assert result.returncode == code, result.output
     assert says(result.stderr) == [f"rank 1 of 2 {line}, the others were stopped"]
     assert end in result.stderr.splitlines()[-1]
@@ -261,7 +262,8 @@ def running(text: str, *flags: str) -> Running:
 )
 def test_giving_up_leaves_nothing(how: signal.Signals | str, code: int, text: str) -> None:
     """F8: the ranks, and what they started, are gone; the exit code is the shell's for that signal."""
-    job = running(text)
+    # The default gives them 3 seconds.
+    job = running(text, *(() if how == "ctrl-c" else ("--stop_timeout", "1")))
     job.interrupt() if how == "ctrl-c" else job.signal(how)  # type: ignore[arg-type]
     began = time.monotonic()
     result = job.wait()

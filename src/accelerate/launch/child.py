@@ -3,9 +3,9 @@
 Started by path, once per rank, as ``child.py FAULT_FILE ERROR_FILE script|module TARGET ARGUMENTS...``. It
 imports nothing that Python has not loaded already, so that starting it costs no more than starting Python.
 
-An exception that nobody catches goes to ERROR_FILE: a line of when and what, then the traceback as Python
-prints it, without the frames of this file. A crash of the interpreter goes to FAULT_FILE. The launcher prints
-those of the first failing rank last. When it is gone, everything goes to stderr as usual.
+An exception that nobody catches goes to ERROR_FILE: a line of when, exit code and what, then the traceback
+as Python prints it, without the frames of this file. A crash of the interpreter goes to FAULT_FILE. The
+launcher prints those of the first failing rank last. When it is gone, everything goes to stderr as usual.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def _first_on_path(folder: str) -> None:
 
 
 def _keep_crash(fault_file: str) -> None:
+    if faulthandler.is_enabled():  # somebody wants to see crashes as they happen
+        return
     try:
         # Left open for the life of the process: a crash cannot open it.
         faulthandler.enable(open(fault_file, "w"))  # noqa: SIM115
@@ -102,7 +104,7 @@ class Report:
     def __init__(self, path: str) -> None:
         self.path, self.launcher, self.rank = path, os.getppid(), os.getpid()
 
-    def open(self, summary: str) -> TextIO | None:
+    def open(self, code: int, summary: str) -> TextIO | None:
         """The file to write to, its first line written; None when nobody would read it."""
         # A process forked from this one inherits the hook; its errors are not the rank's.
         if os.getppid() != self.launcher or os.getpid() != self.rank:
@@ -111,7 +113,7 @@ class Report:
             file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         except OSError:
             return None
-        file.write(f"{time.monotonic_ns()} {summary}\n")
+        file.write(f"{time.monotonic_ns()} {code} {summary}\n")
         return file
 
     def exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -121,7 +123,7 @@ class Report:
         while trace is not None and trace.tb_frame.f_code.co_filename in inner:
             trace = trace.tb_next
         error = error.with_traceback(trace)
-        file = self.open(f"{kind.__name__}: {error}".split("\n")[0])
+        file = self.open(1, f"{kind.__name__}: {error}".split("\n")[0])
         stderr = sys.stderr
         sys.stderr = file or stderr
         try:
@@ -135,13 +137,13 @@ class Report:
         """Keeps the message of ``sys.exit("message")``, and of ``sys.exit(3)`` that it was called."""
         if stop.code in (None, 0):
             return
-        number = isinstance(stop.code, int)
-        text = "" if number else f"{stop.code}\n"
-        file = self.open(f"sys.exit({stop.code})" if number else text.split("\n")[0])
+        text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
+        code = stop.code if isinstance(stop.code, int) else 1
+        file = self.open(code, text.split("\n")[0] or f"sys.exit({code})")
         if file is not None:
             with file:
                 file.write(text)
-            stop.code = stop.code if number else 1
+            stop.code = code
 
 
 if __name__ == "__main__":

@@ -116,8 +116,7 @@ def _become(request: Request, env: dict[str, str]) -> None:
 
 
 def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
-    with tempfile.TemporaryDirectory(prefix="accelerate-") as name, _port(request, size) as port:
-        folder = Path(name)
+    with _folder() as folder, _port(request, size) as port:
         commands = [
             Command(_watched(request, folder, rank), environ.child(variables | own), *logs.pipes(rank))
             for rank, own in enumerate(_own_variables(request, size, port))
@@ -154,6 +153,19 @@ def _own_variables(request: Request, size: int, port: Port | None) -> Iterator[V
     }
     for rank in range(size):
         yield job | rank_variables(rank, size)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Where the ranks leave their tracebacks while the job runs."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="accelerate-")
+    except OSError as error:
+        raise LaunchError(
+            "no folder for temporary files can be made", why=str(error), fix="set TMPDIR to one with space"
+        ) from error
+    with made as name:
+        yield Path(name)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -36,6 +37,8 @@ class Logs:
                 raise LaunchError(
                     f"the folder {folder} (--log_dir) cannot be made", why=error.strerror or str(error)
                 ) from error
+            if not os.access(self.folder, os.W_OK):
+                raise LaunchError(f"the folder {folder} (--log_dir) cannot be written to")
         self.pumps: list[threading.Thread] = []
 
     @property

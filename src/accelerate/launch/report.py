@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ UNNOTICED = 100_000_000  # ns
 # What starts the script in each rank; its frames are no part of the script's stack.
 CHILD = str(Path(__file__).with_name("child.py"))
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "nothing in the job sends it; the system does when memory runs out",
     signal.SIGSEGV: "native code crashed",
     signal.SIGBUS: "native code crashed, often because /dev/shm is full",
@@ -25,18 +25,24 @@ _HINTS = {
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a rank left when it failed.
+class Failure:
+    """How one rank failed.
 
     Attributes:
-        at: when, in ns of the monotonic clock; 0 for a crash of the interpreter.
+        rank: its rank.
+        code: its exit code; -n when signal n killed it.
+        at: when, in ns of the monotonic clock.
         summary: one line: ``ValueError: no data``.
-        text: the traceback.
+        text: its traceback, or the stack of its crashed interpreter; may be empty.
+        known: it left a word about its failure.
     """
 
+    rank: int
+    code: int
     at: int
     summary: str
-    text: str
+    text: str = ""
+    known: bool = True
 
 
 def error_file(folder: Path, rank: int) -> Path:
@@ -49,17 +55,19 @@ def fault_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.fault"
 
 
-def record(folder: Path, rank: int) -> Record | None:
-    """What a rank left, or None."""
-    error, fault = error_file(folder, rank), fault_file(folder, rank)
-    if error.is_file():
-        head, _, text = error.read_text(encoding="utf-8").partition("\n")
-        at, _, summary = head.partition(" ")
-        if at.isdigit():  # not killed while it wrote
-            return Record(int(at), summary, text)
+def failure_of(end: End, folder: Path) -> Failure:
+    """How a rank failed, by its exit code and what it left."""
+    error, fault = error_file(folder, end.rank), fault_file(folder, end.rank)
+    head, _, text = error.read_text(encoding="utf-8").partition("\n") if error.is_file() else ("", "", "")
+    if head.count(" ") > 1:  # not killed while it wrote
+        at, code, summary = head.split(" ", 2)
+        # It was about to end with that code. What its libraries did while it shut down is not the news.
+        return Failure(end.rank, int(code) if end.code < 0 else end.code, int(at), summary, text)
+    # Giving up is what a communication library does when a peer is gone: a consequence, not a cause.
+    at = end.at if end.code == -signal.SIGABRT else end.at - UNNOTICED
     crash = fault.read_text(encoding="utf-8", errors="replace") if fault.is_file() else ""
-    lines = [line for line in crash.splitlines() if CHILD not in line]
-    return Record(0, lines[0], "\n".join(lines)) if lines else None
+    stack = "\n".join(line for line in crash.splitlines() if CHILD not in line)
+    return Failure(end.rank, end.code, at, _code(end.code), stack, known=bool(stack))
 
 
 def failure(outcome: Outcome, folder: Path) -> RankError | None:
@@ -71,82 +79,78 @@ def failure(outcome: Outcome, folder: Path) -> RankError | None:
     """
     if not outcome.failed:
         return None
-    records = {end.rank: record(folder, end.rank) for end in outcome.ends}
+    found = {end: failure_of(end, folder) for end in outcome.ends if end.code}
     if outcome.stopped_by is not None:
-        return _stopped(outcome.stopped_by, records)
-    count = len(outcome.ends)
-    # Whoever ended after it was asked to is a cause only if it had raised before: it left a record.
-    failed = [end for end in outcome.ends if end.code and (records[end.rank] or not end.asked)]
-    first = min(failed, key=lambda end: _time(end, records[end.rank]))
-    mine = records[first.rank]
-    same = [first.rank]
-    if mine is not None:
-        same += [
-            end.rank
-            for end in failed
-            if end is not first and (theirs := records[end.rank]) and theirs.summary == mine.summary
-        ]
-    others = [end for end in failed if end.rank not in same]
-    error = RankError(_sentence(first, sorted(same), count, count > len(failed)), why=_hint(first, mine))
-    error.code = first.code if first.code > 0 else 128 - first.code
-    error.others = _lines(others, records)
-    error.traceback = mine.text if mine else ""
+        return _stopped(outcome.stopped_by, found.values())
+    # Whoever ended after it was asked to is a cause only if it had raised before, and left a word.
+    causes = [each for end, each in found.items() if each.known or not end.asked] or list(found.values())
+    causes.sort(key=lambda each: each.at)
+    first = causes[0]
+    same = [each for each in causes if each is first or (each.text and each.summary == first.summary)]
+    stopped = len(outcome.ends) > len(causes)
+    error = RankError(_sentence(first, same, len(outcome.ends), stopped), why=_hint(first))
+    error.code = _shell(first.code)
+    error.others = _lines(each for each in causes if each not in same)
+    error.traceback = first.text
     return error
 
 
-def _time(end: End, mine: Record | None) -> int:
-    if mine is not None and mine.at:
-        return mine.at
-    # Giving up is what a communication library does when a peer is gone: a consequence, not a cause.
-    return end.at if end.code == -signal.SIGABRT else end.at - UNNOTICED
-
-
-def _stopped(number: int, records: dict[int, Record | None]) -> RankError:
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    left = [(rank, mine) for rank, mine in sorted(records.items()) if mine is not None]
-    error = RankError(f"stopped by {name}" + (f"; rank {left[0][0]} was here:" if left else ""))
-    error.code = 128 + number
-    error.traceback = left[0][1].text if left else ""
+def _stopped(number: int, found: Iterable[Failure]) -> RankError:
+    name = "Ctrl-C" if number == signal.SIGINT else _name(number)
+    left = min((each for each in found if each.text), key=lambda each: each.rank, default=None)
+    error = RankError(f"stopped by {name}" + (f"; rank {left.rank} was here:" if left else ""))
+    error.code = _shell(-number)
+    error.traceback = left.text if left else ""
     return error
 
 
-def _sentence(first: End, same: list[int], count: int, stopped: bool) -> str:
-    how = f"failed ({_code(first)})" if first.code > 0 else f"was killed by {_code(first)}"
+def _shell(code: int) -> int:
+    """The exit code as a shell gives it: 128 + n for signal n."""
+    return code if code > 0 else 128 - code
+
+
+def _code(code: int) -> str:
+    return f"exit code {code}" if code > 0 else _name(-code)
+
+
+def _name(number: int) -> str:
+    """``SIGTERM``; real-time signals have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _sentence(first: Failure, same: Sequence[Failure], count: int, stopped: bool) -> str:
+    were = "was" if len(same) == 1 else "were"
+    how = f"failed ({_code(first.code)})" if first.code > 0 else f"{were} killed by {_code(first.code)}"
+    ranks = sorted(each.rank for each in same)
     if count == 1:
         return f"the script {how}"
-    if len(same) == count:
+    if len(ranks) == count:
         return f"all {count} ranks {how}, in the same way"
-    rest = ", the others were stopped" if stopped else ""
-    if len(same) > 1:
-        return f"ranks {_numbers(same)} of {count} {how}, in the same way{rest}".replace(" was ", " were ")
-    return f"rank {first.rank} of {count} {how}{rest}"
+    who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {_numbers(ranks)}"
+    alike = ", in the same way" if len(ranks) > 1 else ""
+    return f"{who} of {count} {how}{alike}" + (", the others were stopped" if stopped else "")
 
 
-def _code(end: End) -> str:
-    return f"exit code {end.code}" if end.code > 0 else signal.Signals(-end.code).name
-
-
-def _hint(end: End, mine: Record | None) -> str:
-    if end.code < 0:
-        return _HINTS.get(signal.Signals(-end.code), "")
-    if mine is None:
+def _hint(first: Failure) -> str:
+    if first.code < 0:
+        return _HINTS.get(-first.code, "")
+    if not first.known:
         return "it left no traceback: it called os._exit, or printed its error itself"
-    return "" if mine.text else f"it called {mine.summary}"
+    return "" if first.text else f"it called {first.summary}"
 
 
-def _lines(ends: Iterable[End], records: dict[int, Record | None]) -> list[str]:
+def _lines(others: Iterable[Failure]) -> list[str]:
     """One line per way in which ranks ended after the first, with the ranks that ended so."""
     ways: dict[str, list[int]] = {}
-    for end in ends:
-        mine = records[end.rank]
-        ways.setdefault(mine.summary if mine else _code(end), []).append(end.rank)
+    for each in others:
+        ways.setdefault(each.summary, []).append(each.rank)
     return [
         f"rank{'s' if len(ranks) > 1 else ''} {_numbers(sorted(ranks))} stopped after it: {way}"
         for way, ranks in ways.items()
     ]
 
 
-def _numbers(ranks: list[int]) -> str:
+def _numbers(ranks: Sequence[int]) -> str:
     """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in ranks:
