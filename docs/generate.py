@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from accelerate.core.errors import NotBuiltError
@@ -143,10 +144,18 @@ def _devices() -> Iterator[Claim]:
     yield tested("any other type that torch has a module for, on a simulated one", "sim/test_sim_generic.py")
 
 
+def _more_strategies() -> Iterator[Claim]:
+    yield later("tensor, context and sequence parallelism", "parallelism_config:ParallelismConfig")
+    yield later("local SGD", "local_sgd:LocalSGD")
+
+
 def _data() -> Iterator[Claim]:
     from torch.utils.data import DataLoader
 
     from accelerate.data.loader import prepare_data_loader
+    from accelerate.facade.later import Later
+
+    several: Any = SimpleNamespace(use_distributed=True)
 
     def prepare(**options: Any) -> object:
         return prepare_data_loader(DataLoader([1, 2, 3, 4]), num_processes=2, process_index=0, **options)  # type: ignore[arg-type]
@@ -165,6 +174,9 @@ def _data() -> Iterator[Claim]:
         "exact resume inside an epoch (`use_stateful_dataloader=True`)",
         partial(prepare, use_stateful_dataloader=True),
         "a loader with use_stateful_dataloader",
+    )
+    yield refused(
+        "`join_uneven_inputs`", partial(Later.join_uneven_inputs, several, []), "on several ranks, it"
     )
 
 
@@ -198,20 +210,23 @@ def _big_models() -> Iterator[Claim]:
 
 
 def _trackers() -> Iterator[Claim]:
+    from accelerate import Accelerator
     from accelerate.facade.enums import LoggerType
-    from accelerate.facade.options import refuse_unbuilt
 
     for tracker in LoggerType:
         if tracker != LoggerType.ALL:
-            ask = partial(refuse_unbuilt, str(tracker), None, None, None)
-            yield refused(f"`{tracker}`", ask, f"log_with={str(tracker)!r}")
+            ask = partial(Accelerator, cpu=True, log_with=str(tracker))
+            yield refused(f"`{tracker}`", ask, f"Accelerator(log_with={str(tracker)!r})")
 
 
-def _compilation() -> Iterator[Claim]:
-    from accelerate.facade.options import refuse_unbuilt
-
-    ask = partial(refuse_unbuilt, None, "inductor", None, None)
-    yield refused("compiling in `prepare` (`dynamo_backend`)", ask, "dynamo_backend='inductor'")
+def _watching() -> Iterator[Claim]:
+    yield tested(
+        "loggers and progress bars that know ranks",
+        "null/test_utilities_watch.py::logs",
+        "null/test_utilities_watch.py::bar",
+    )
+    yield tested("`find_executable_batch_size`, one size for all", "null/test_utilities_watch.py")
+    yield tested("`Accelerator.profile`, a trace per rank", "null/test_accelerator.py::trace_per_rank")
 
 
 def _commands() -> Iterator[Claim]:
@@ -232,12 +247,13 @@ def claims() -> dict[str, list[Claim]]:
     return {
         "Launching": list(_launching()),
         "Devices": list(_devices()),
-        "Strategies": plugins(STRATEGIES, by_plan),
+        "Strategies": [*plugins(STRATEGIES, by_plan), *_more_strategies()],
         "Mixed precision": plugins(PRECISIONS, by_plan),
-        "Compilation": list(_compilation()),
+        "Compilation": [tested("`torch.compile` in place", "null/test_accelerator.py::compiled_in_place")],
         "Data": list(_data()),
         "Checkpoints": list(_checkpoints()),
         "Models larger than memory": list(_big_models()),
+        "Watching": list(_watching()),
         "Trackers": list(_trackers()),
         "Commands": list(_commands()),
     }
