@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from accelerate import device as devices
 from accelerate.cli.options import HANDED
 from accelerate.core.errors import LaunchError, NotBuiltError, SettingError, UnknownNameError
 from accelerate.device.machine import Machine
@@ -58,6 +59,7 @@ def where(request: Request, machine: Machine) -> tuple[str, int, str | None]:
         ({"gpu_ids": "0,2"}, ("cuda", 2, "0,2")),
         ({"gpu_ids": "3", "num_processes": "1"}, ("cuda", 1, "3")),
         ({"multi_gpu": True}, ("cuda", 4, None)),
+        ({"multi_gpu": True, "file": "distributed_type: NO"}, ("cuda", 4, None)),
         ({"use_cpu": True}, ("cpu", 1, None)),
         ({"use_cpu": True, "num_processes": "2"}, ("cpu", 2, None)),
         ({"file": "distributed_type: NO"}, ("cuda", 1, None)),
@@ -178,6 +180,17 @@ def test_a_script_that_is_not_there(
 def test_modules_and_programs_are_found_by_those_who_run_them(asks: Any) -> None:
     check(asks(program=("package.train",), module=True))
     check(asks(program=("bash", "-c", "true"), no_python=True))
+
+
+def test_devices_whose_launch_is_not_built_yet(
+    asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process needs no launcher of its own kind; several do."""
+    found = devices.get("xla")
+    monkeypatch.setattr("accelerate.device.probe", lambda machine: (found, 4))
+    assert place(asks(num_processes="1"), Machine(tmp_path, {}, {})).processes == 1
+    with pytest.raises(NotBuiltError, match="the xla devices here"):
+        place(asks(), Machine(tmp_path, {}, {}))
 
 
 def test_several_machines_are_not_built_yet(asks: Any) -> None:

@@ -85,7 +85,7 @@ def launch(request: Request, *, replace: bool = False) -> None:
     kind.run(request, replace=replace)
 
 
-def say(request: Request, line: str, *, only_debug: bool = False) -> None:
+def say(request: Request, line: str) -> None:
     """Prints one line about the launch on stderr, unless asked to be quiet."""
-    if not request.settings.quiet and (request.get("debug") or not only_debug):
+    if not request.settings.quiet:
         print(f"accelerate launch: {line}", file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ def _check_device_flags(request: Request) -> None:
             f"{cpu.where} and {ids.where} do not go together", why="a CPU has no device numbers"
         )
     processes = request.origin("num_processes")
-    if kind.value == ALONE and processes.source == "file" and processes.value not in (None, 1):
+    if _typed(kind, ALONE) and processes.source == "file" and processes.value not in (None, 1):
         raise SettingError(
             f"{processes.where} is {processes.value}, but {kind.where} is {ALONE}",
             why=f"{ALONE} means one process",
@@ -122,7 +122,7 @@ def check_program(request: Request) -> None:
     if request.settings.module or request.settings.no_python:
         return
     script = Path(request.program[0])
-    if script.is_file() or (script / "__main__.py").is_file():
+    if (script.exists() and not script.is_dir()) or (script / "__main__.py").is_file():
         return
     if script.is_dir():
         raise LaunchError(f"{script} is a folder without a __main__.py", fix="name the script inside it")
@@ -142,6 +142,7 @@ def place(request: Request, machine: Machine) -> Place:
 
     Raises:
         SettingError: what was asked does not fit the machine; the error names both.
+        NotBuiltError: processes on these devices are started in a way that is not built yet.
     """
     device, count = _device(request, machine)
     ids = _ids(request, device, device.present(machine)) if count else None
@@ -154,6 +155,10 @@ def place(request: Request, machine: Machine) -> Place:
             f"but there are {count} {device.type} devices ({_limit(request, device, machine, ids)})",
             why="each process needs a device of its own",
             fix=f"start {count}, or use the CPU: accelerate launch --cpu ...",
+        )
+    if processes > 1:
+        later.refuse_values(
+            [("distributed_type", f"the {device.type} devices here", device.distributed_type)]
         )
     return Place(device, count, ",".join(map(str, ids)) if ids is not None else None, processes)
 
@@ -228,7 +233,8 @@ def _processes(request: Request, machine: Machine, count: int) -> int:
     wanted = request.settings.num_processes
     if isinstance(wanted, int):
         return wanted
-    if wanted is None and _typed(request.origin("distributed_type"), ALONE):
+    alone = _typed(request.origin("distributed_type"), ALONE) and not request.settings.multi_gpu
+    if wanted is None and alone:
         return 1
     if wanted == "cpu":
         return cores(machine)

@@ -7,7 +7,7 @@ the public command line and of the configuration files, which is why they may st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,7 +200,7 @@ def refuse_keys(file: ConfigFile) -> None:
             raise _refusal(f"{file.at(key)}: {key}", part)
 
 
-def refuse_values(given: Iterator[tuple[str, str, Any]]) -> None:
+def refuse_values(given: Iterable[tuple[str, str, Any]]) -> None:
     """Refuses values that ask for something not built yet; ``given``: (setting, where it stands, value).
 
     Raises:

@@ -42,7 +42,9 @@ class Local(Kind):
         where = place(request, machine)
         logs = Logs(request.settings.tee, request.settings.log_dir)
         variables = shared_variables(request, where, machine)
-        say(request, f"{where.processes} process(es) on {where.device.type}", only_debug=True)
+        if where.processes > 1 and request.settings.num_processes is None:
+            count = f"{where.processes} processes, one for each {where.device.type} device"
+            say(request, f"{count} (--num_processes says another number)")
         if where.processes == 1 and replace and not logs.active:
             _become(request, environ.child(variables | _alone(request)))
         else:
