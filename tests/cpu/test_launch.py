@@ -175,12 +175,18 @@ def test_a_busy_port_is_replaced_and_one_line_says_so() -> None:
     )
 
 
-def test_two_launches_at_once_get_a_port_each() -> None:
+def test_two_launches_at_once_get_a_port_each(tmp_path: Path) -> None:
     """F7: also when both ask for the same one, before either's rank 0 listens on it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    wait = f"{TELL}\nimport time; time.sleep(1.5)"
+    # Every rank stays until all of all jobs are there.
+    wait = f"""{TELL}
+import tempfile, time
+tempfile.mkstemp(dir={str(tmp_path)!r})
+while len(os.listdir({str(tmp_path)!r})) < 8:
+    time.sleep(0.05)
+"""
     flags = ((), ("--main_process_port", "0"), ("--master_port", port), ("--master-port", port))
     jobs = [start("--cpu", "-n", "2", *each, script_text=wait) for each in flags]
     results = [job.wait() for job in jobs]
