@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 Weights = dict[str, torch.Tensor]
 # Half precision holds no more than 65504, and the default scale is 65536: the first steps would be skipped.
 FP16 = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=128.0)]}
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Generator[None]:
-    yield
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def samples() -> TensorDataset:
@@ -146,16 +137,16 @@ def test_gradients_are_clipped_at_their_true_size_in_fp16() -> None:
 def test_memory_goes_back_after_free_memory() -> None:
     accelerator = Accelerator()
     gc.collect()  # what earlier tests have left
-    before = torch.accelerator.memory_allocated(), torch.sim.memory_reserved()
+    before = torch.sim.memory_allocated(), torch.sim.memory_reserved()
     model = nn.Linear(512, 512)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.backward(model(torch.ones(4, 512, device=accelerator.device)).sum())
     optimizer.step()
     # Weights, gradients and two moments, of a MiB each.
-    assert torch.accelerator.memory_allocated() - before[0] > 4 * MiB
+    assert torch.sim.memory_allocated() - before[0] > 4 * MiB
     model, optimizer = accelerator.free_memory(model, optimizer)
     assert (model, optimizer) == (None, None)
-    assert torch.accelerator.memory_allocated() == before[0]
+    assert torch.sim.memory_allocated() == before[0]
     # During the call the caller's variables held both; what they freed since then is in the cache.
     accelerator.free_memory()
     assert torch.sim.memory_reserved() <= before[1]
@@ -171,7 +162,7 @@ def test_the_batch_size_shrinks_until_it_fits_the_device() -> None:
         rows = torch.empty(batch_size, MiB, dtype=torch.uint8, device="sim")
         return len(rows)
 
-    with sim.capacity(torch.accelerator.memory_allocated() + 20 * MiB):
+    with sim.capacity(torch.sim.memory_allocated() + 20 * MiB):
         assert train() <= 20
     assert tried[0] == 32
     assert max(tried[1:]) < 32
@@ -267,6 +258,7 @@ SCRIPT = """
     index = torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)
     line = f"{accelerator.device} {accelerator.num_processes} {accelerator.gather(index).tolist()}\\n"
     sys.stdout.write(line)  # whole, beside the other rank's
+    accelerator.end_training()
 """
 
 

@@ -203,9 +203,11 @@ class SimCCL final : public c10d::Backend {
 
   void setSequenceNumberForGroup() override { carrier_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return carrier_->getSequenceNumberForGroup(); }
-  void setTimeout(std::chrono::milliseconds timeout) { carrier_->setTimeout(timeout); }
-  void abort() { carrier_->abort(); }
-  void shutdown() { carrier_->shutdown(); }
+#if SIM_TORCH_AT_LEAST(9)
+  void setTimeout(std::chrono::milliseconds timeout) override { carrier_->setTimeout(timeout); }
+  void abort() override { carrier_->abort(); }
+  void shutdown() override { carrier_->shutdown(); }
+#endif
 
  private:
   static WorkPtr track(WorkPtr work, Tensors outputs) {

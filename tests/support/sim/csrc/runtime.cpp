@@ -6,6 +6,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#if !SIM_TORCH_AT_LEAST(9)
+#include <ATen/core/GeneratorForPrivateuseone.h>
+#endif
+
 #include <pthread.h>
 
 #include <array>
@@ -48,13 +52,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream(c10::StreamId id, c10::Device device) {
     return c10::Stream(c10::Stream::UNSAFE, with_index(device), id);
   }
-  c10::Stream getStream(c10::Device device) const override {
+  c10::Stream getStream(c10::Device device) const noexcept override {
     return stream(current_streams[with_index(device).index()], device);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream(0, device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return stream(next_stream++, device); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream exchangeStream(c10::Stream to) const override {
+  c10::Stream exchangeStream(c10::Stream to) const noexcept override {
     auto before = getStream(to.device());
     current_streams[to.device_index()] = to.id();
     return before;
@@ -103,6 +107,13 @@ struct SimGenerator final : c10::GeneratorImpl {
   at::Generator host;
 };
 
+at::Generator new_generator(c10::DeviceIndex index) {
+  return at::make_generator<SimGenerator>(index < 0 ? current : index);
+}
+#if !SIM_TORCH_AT_LEAST(9)
+REGISTER_GENERATOR_PRIVATEUSE1(new_generator)  // these versions do not ask the hooks
+#endif
+
 // ----------------------------------------------------------------------------------------------- hooks
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -124,9 +135,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
-  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
-    return at::make_generator<SimGenerator>(index < 0 ? current : index);
-  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override { return new_generator(index); }
 
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
