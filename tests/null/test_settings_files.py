@@ -221,7 +221,6 @@ def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
         "downcast_bf16: 'yes'",
         "tpu_use_cluster: true",
         "compute_environment: AMAZON_SAGEMAKER\niam_role_name: x",
-        "enable_cpu_affinity: true",
         "rdzv_backend: etcd",
     ],
 )

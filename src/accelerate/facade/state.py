@@ -14,6 +14,7 @@ from accelerate.facade.gradient import GradientState as GradientState
 from accelerate.facade.gradient import _SharedState
 from accelerate.facade.processes import Processes
 from accelerate.precision.settings import PrecisionSettings
+from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
 
@@ -68,7 +69,8 @@ class PartialState(Processes):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_use_sagemaker_dp", None)
-        worlds.open(cpu=cpu or None, **kwargs)
+        world = worlds.open(cpu=cpu or None, **kwargs)
+        affinity.bind_if_asked(world.local_rank)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""

@@ -64,11 +64,6 @@ PARTS = (
         },
     ),
     Part(
-        "binding each process to the cores next to its device comes with the launcher's plan",
-        switches="enable_cpu_affinity",
-        top_keys="enable_cpu_affinity",
-    ),
-    Part(
         "starting the ranks with mpirun comes with its own kind of launch",
         section="mpirun_config",
         keys="mpirun_hostfile",

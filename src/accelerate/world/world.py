@@ -6,7 +6,9 @@ law: ``WORLD_SIZE=2`` gives a group of two processes on any device, the CPU incl
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -171,6 +173,15 @@ def open(
     return _current
 
 
+def _close_at_exit() -> None:
+    """A group left open may abort the interpreter, when its threads outlive it.
+
+    After an error only a host group is closed: a device's may wait for peers that are gone.
+    """
+    if _current is not None and (_current.device.type == "cpu" or not hasattr(sys, "last_value")):
+        close()
+
+
 def close() -> None:
     """Closes the world; destroys the process group if it was opened here."""
     global _current
@@ -238,6 +249,7 @@ def _together(
     if adopted is None:
         assert cluster is not None
         _open_group(cluster, device, backend, timeout, group)
+        atexit.register(_close_at_exit)
     elif adopted != (rank, size):
         raise WorldError(
             f"the open process group says rank {adopted[0]} of {adopted[1]}, "
