@@ -11,13 +11,11 @@ from accelerate.facade.gradient import GradientSettings
 from accelerate.launch import later
 from accelerate.launch.job import declarations
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
-from accelerate.world.affinity import AffinitySettings
 from accelerate.world.world import WorldSettings
 
 # What a launch hands on to the script, in the order of its help.
 HANDED: tuple[type[Any], ...] = (
     WorldSettings,
-    AffinitySettings,
     PrecisionSettings,
     GradientSettings,
     CompileSettings,

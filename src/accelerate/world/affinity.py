@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import WorldError
-from accelerate.core.setting import load, setting
+from accelerate.core.setting import load
 from accelerate.device.machine import Machine
 from accelerate.world import world as worlds
 
@@ -24,19 +23,6 @@ if TYPE_CHECKING:
     from accelerate.device.base import Device
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AffinitySettings:
-    """On which cores the processes run."""
-
-    __topic__ = "Hardware"
-
-    enable_cpu_affinity: bool = setting(
-        False,
-        variable="ACCELERATE_CPU_AFFINITY",
-        help="bind each process to the cores next to its device (Linux only)",
-    )
 
 
 def parse_cpu_list(text: str) -> list[int]:
@@ -119,5 +105,5 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 def bind_if_asked(local_rank: int) -> None:
     """Binds this process when ``ACCELERATE_CPU_AFFINITY`` says so; once, however often it is called."""
-    if load(AffinitySettings).value.enable_cpu_affinity:
+    if load(worlds.WorldSettings).value.enable_cpu_affinity:
         set_numa_affinity(local_rank)

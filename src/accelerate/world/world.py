@@ -44,6 +44,11 @@ class WorldSettings:
         variable="ACCELERATE_DEBUG_MODE",
         help="check the shapes of every collective on all ranks before it runs",
     )
+    enable_cpu_affinity: bool = setting(
+        False,
+        variable="ACCELERATE_CPU_AFFINITY",
+        help="bind each process to the cores next to its device (Linux only)",
+    )
 
 
 @dataclass
