@@ -156,6 +156,24 @@ def test_an_epoch_without_batches_is_said(ranks: RankServer) -> None:
     assert "9 samples do not fill one" in same_on_all(ranks(2, emptied))
 
 
+def streams(types: list[str] | None) -> tuple[float, float]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(rng_types=types)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
+    before = torch.rand(()).item()
+    next(iter(loader))
+    return before, torch.rand(()).item()
+
+
+def test_asked_streams_are_taken_over_from_rank_zero_in_every_epoch(ranks: RankServer) -> None:
+    for types, alike in (["torch"], True), (None, False):
+        (a, b), (c, d) = ranks(2, streams, types)
+        assert a != c
+        assert (b == d) == alike
+
+
 class Words(Dataset[str]):
     def __len__(self) -> int:
         return 5

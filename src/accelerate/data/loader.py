@@ -24,6 +24,7 @@ from accelerate.data.shard import (
     SkipBatchSampler,
 )
 from accelerate.world import collective
+from accelerate.world.rng import synchronize_rng_states
 from accelerate.world.tensors import send_to_device
 
 
@@ -103,7 +104,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset, kwargs: those of ``torch.utils.data.DataLoader``.
         device: where batches go; None leaves them.
-        rng_types, synchronized_generator: kept for compatibility; the order is agreed by the sampler.
+        rng_types, synchronized_generator: random streams that all processes take over from rank 0 at the
+            start of every epoch; the order of the samples is agreed without them.
         skip_batches: leave out so many batches of the first epoch.
         iteration: number of the next epoch.
     """
@@ -172,6 +174,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.begin()
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
         try:
             yield from self._batches()
         finally:
@@ -310,6 +314,7 @@ def prepare_data_loader(
         dataloader: the user's loader over the whole data, the same on every process.
         device: where batches go if ``put_on_device``.
         num_processes, process_index: the shard; the world's when None.
+        rng_types: random streams that are taken over from rank 0 at the start of every epoch.
 
     Raises:
         PrepareError: the batch size cannot be split, or the object is no loader.
@@ -326,9 +331,12 @@ def prepare_data_loader(
         shared = count
     else:
         shared = 1
-    return DataLoaderShard.around(
+    prepared = DataLoaderShard.around(
         base, device=device if put_on_device else None, non_blocking=non_blocking, num_processes=shared
     )
+    prepared.rng_types = rng_types
+    prepared.synchronized_generator = getattr(get_sampler(base), "generator", None)
+    return prepared
 
 
 def check_options(dispatch_batches: bool | None, stateful: bool, count: int) -> None:

@@ -48,7 +48,8 @@ class Accelerator(Loop, Saving, Later):
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: compute on the CPU.
         dataloader_config: how loaders share data.
-        rng_types: kept for compatibility; the order of samples is agreed by the loaders themselves.
+        rng_types: random streams that all processes take over from rank 0 at the start of every epoch; the
+            order of the samples is agreed without them.
         project_dir, project_config: where checkpoints and logs go.
         gradient_accumulation_plugin: accumulation with all its options.
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
@@ -353,6 +354,7 @@ class Accelerator(Loop, Saving, Later):
             self.device,
             split_batches=given.split_batches,
             put_on_device=place,
+            rng_types=self.rng_types,
             dispatch_batches=given.dispatch_batches,
             even_batches=given.even_batches,
             use_seedable_sampler=given.use_seedable_sampler,
