@@ -69,6 +69,26 @@ def test_gather_joins_every_leaf_in_rank_order(ranks: RankServer) -> None:
     }
 
 
+def sized(rows: list[int], dtype: torch.dtype) -> list[object]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    mine = rows[accelerator.process_index]
+    tensor = (torch.arange(mine * 3).reshape(mine, 3) + accelerator.process_index).to(dtype)
+    found = accelerator.gather(tensor)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    return found.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("rows", [[2, 2], [0, 3], [0, 0], [400, 400], [1, 2000], [2000, 0]])
+def test_gather_of_any_size(ranks: RankServer, rows: list[int], dtype: torch.dtype) -> None:
+    """Few values travel with their shape, many after it; ranks may be on either side of that limit."""
+    plain = [(torch.arange(n * 3).reshape(n, 3) + rank).to(dtype) for rank, n in enumerate(rows)]
+    assert same_on_all(ranks(2, sized, rows, dtype)) == torch.cat(plain).tolist()
+
+
 def test_gather_on_one_process_has_the_types_and_shapes_of_two(ranks: RankServer) -> None:
     """C6."""
     (alone,) = ranks(1, gathered)

@@ -184,11 +184,13 @@ class Running:
         return described
 
     def kill(self) -> None:
-        """Kills every member and reaps the command."""
-        for process in self.members():
+        """Kills every member, waits until they are gone, and reaps the command."""
+        members = self.members()
+        for process in members:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()
+        psutil.wait_procs(members, timeout=5)
 
 
 def _describe(process: psutil.Process) -> str:

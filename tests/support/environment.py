@@ -19,6 +19,8 @@ PASSED = {
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CC", "CXX"),
 }
 PASSED_PREFIXES = ("LC_", "PYTHON", "NVIDIA_", "COVERAGE_")
+# Not these of Python's: one makes two ranks' lines run into each other, the other makes every start slow.
+LEFT_OUT = {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 # A machine of tests may have accelerators; a test sees one only when it asks for one.
 HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
 
@@ -34,6 +36,7 @@ def empty_home() -> str:
 def clean(values: Mapping[str, object | None] | None = None, *, accelerators: bool = False) -> dict[str, str]:
     """A clean environment plus ``values`` (None removes one); accelerators are hidden unless asked for."""
     kept = {n: v for n, v in os.environ.items() if n in PASSED or n.startswith(PASSED_PREFIXES)}
+    kept = {n: v for n, v in kept.items() if n not in LEFT_OUT}
     kept |= {n: os.environ[n] for n in HIDING if n in os.environ} if accelerators else HIDING
     kept |= {"HF_HOME": empty_home(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for name, value in (values or {}).items():

@@ -82,8 +82,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
+    # Torch's own guards attributes that live in the base, and costs as much as moving a batch.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return len(self.base_dataloader)

@@ -152,7 +152,7 @@ class GradientState:
             loader.micro_steps += 1
             last = loader.end_of_dataloader and loader.micro_steps >= loader.micro_steps_before
             closes = last and self.sync_with_dataloader
-        self.sync_gradients = closes or self.step % self.num_steps == 0
+        self.sync_gradients = closes or self.step % (self.plugin_kwargs.get("num_steps") or 1) == 0
         if closes:
             self.step = 0
         return self.sync_gradients

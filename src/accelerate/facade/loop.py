@@ -87,7 +87,9 @@ class Loop(Processes):
         strategy, steps = self.strategy, self.gradient_state.num_steps
         if steps != 1 and not strategy.owns_step:
             loss = loss / steps
-        strategy.backward(loss if strategy.owns_precision else self.precision.scale(loss), **kwargs)
+        if self.precision.scales and not strategy.owns_precision:
+            loss = self.precision.scale(loss)
+        strategy.backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Takes the loss scale out of the gradients of one optimizer, several, or (None) all."""

@@ -137,16 +137,18 @@ class AcceleratedOptimizer(Optimizer):
         if not self.gradient_state.sync_gradients:
             return None
         if self._strategy is not None and self._strategy.owns_step:
-            return self._strategy.optimizer_step(self.optimizer, lambda: self._step(closure))
-        return self._step(closure)
+            return self._strategy.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
+        if self.scaler is not None:
+            return self._scaled_step(closure)
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
+        """A step that does not happen when a gradient is not finite."""
         if self._precision is not None:
             stepped, result = self._precision.step(self.optimizer, closure)
             self._is_overflow = not stepped
             return result
-        if self.scaler is None:
-            return self.optimizer.step(closure)
+        assert self.scaler is not None
         scale = self.scaler.get_scale()
         result = self.scaler.step(self.optimizer, closure)
         self.scaler.update()

@@ -29,6 +29,7 @@ class AcceleratedScheduler:
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
         self.step_with_optimizer, self.split_batches = step_with_optimizer, split_batches
         self.gradient_state = GradientState()
+        self._total_steps: int | None = getattr(scheduler, "total_steps", None)
 
     def bind(self, gradients: GradientState) -> AcceleratedScheduler:
         """Ties it to one ``Accelerator``; returns itself."""
@@ -50,11 +51,17 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        for _ in range(1 if self.split_batches else collective.size()):
-            # A one-cycle schedule raises when it is stepped past its end.
-            total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler._step_count <= total:
-                self.scheduler.step(*args, **kwargs)
+        if self.split_batches or collective.size() == 1:
+            self._advance(*args, **kwargs)
+            return
+        for _ in range(collective.size()):
+            self._advance(*args, **kwargs)
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        # A one-cycle schedule raises when it is stepped past its end.
+        total = self._total_steps
+        if total is None or self.scheduler._step_count <= total:
+            self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """The inner scheduler's."""

@@ -24,11 +24,13 @@ class Precision(ABC):
 
     Attributes:
         name: the value of ``mixed_precision`` that means it.
+        scales: whether it scales losses and judges steps; if not, loops leave it out of both.
         planned: what will come, for a precision that is not built yet.
         handler_classes: kwargs handlers that configure it.
     """
 
     name: ClassVar[str]
+    scales: ClassVar[bool] = False
     planned: ClassVar[str] = ""
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = ()
 

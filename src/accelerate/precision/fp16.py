@@ -33,6 +33,7 @@ class Float16(HalfPrecision):
 
     name: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype] = torch.float16
+    scales: ClassVar[bool] = True
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs, GradScalerKwargs)
 
     def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:

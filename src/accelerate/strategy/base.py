@@ -93,6 +93,10 @@ class Request:
         return self.handlers.get(kind) or kind()
 
 
+# Entered in every step: made once.
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class Strategy(ABC):
     """How one training is spread over processes.
 
@@ -147,7 +151,7 @@ class Strategy(ABC):
 
     def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; ``sync`` False keeps gradients local."""
-        return nullcontext()
+        return NOTHING
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:

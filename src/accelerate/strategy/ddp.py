@@ -12,7 +12,7 @@ synchronises, and the user's own object stays as plain as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate.core.enums import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.handler import KwargsHandler
-from accelerate.strategy.base import Bundle, Request, Step, Strategy
+from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy
 
 _PREFIX = "module."
 
@@ -207,7 +207,7 @@ class DDP(Strategy):
 
     def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Without ``sync`` the reducers stay quiet."""
-        return nullcontext() if sync else _quiet(models)
+        return NOTHING if sync else _quiet(models)
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:

@@ -11,8 +11,10 @@ contiguous before they are sent, since gloo refuses others on one side only and 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +29,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DistributedOperationException = CollectiveError
 
-# A signature travels as this many int64: dtype code, number of dimensions, then the dimensions.
+# A letter is a head of int64s (dtype code, number of dimensions, the dimensions) and a body of bytes.
+# The head keeps the body aligned for every dtype.
 _MAX_DIMS = 14
+_HEAD = 8 * (_MAX_DIMS + 2)
+_LETTER = 4096
 _DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 )
@@ -79,17 +84,18 @@ def gather(tensor: Any) -> Any:
 def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
-    count = size()
-    if count == 1:
+    if size() == 1:
         return tensor
-    shapes = _agreed_shapes(tensor)
-    lengths = [shape[0] for shape in shapes]
-    padded = pad_tensor(tensor, 0, max(lengths)) if min(lengths) != max(lengths) else tensor
-    joined = _all_gather(padded.detach(), count)
-    if padded is tensor and min(lengths) == max(lengths):
+    every = _exchange(tensor.detach())
+    _check_agreement(every)
+    if all(letter.body is not None for letter in every):
+        return torch.cat([letter.tensor() for letter in every])
+    lengths = [letter.shape[0] for letter in every]
+    longest = max(lengths)
+    joined = _all_gather(pad_tensor(tensor.detach(), 0, longest), len(every))
+    if min(lengths) == longest:
         return joined
-    parts = joined.split(max(lengths))
-    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return torch.cat([part[:n] for part, n in zip(joined.split(longest), lengths, strict=True)])
 
 
 def _all_gather(tensor: torch.Tensor, count: int) -> torch.Tensor:
@@ -112,18 +118,43 @@ def gather_tensor_shape(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     """The shapes that ``tensor`` has on the ranks, in rank order."""
     if size() == 1:
         return [tuple(tensor.shape)]
-    return [tuple(shape) for _, shape in _signatures(tensor)]
+    return [letter.shape for letter in _exchange(tensor)]
 
 
-def _signatures(tensor: torch.Tensor) -> list[tuple[torch.dtype, list[int]]]:
+@dataclass(frozen=True)
+class _Letter:
+    """What one rank says of its tensor, with the values when they are few."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    body: torch.Tensor | None
+
+    def tensor(self) -> torch.Tensor:
+        assert self.body is not None
+        return self.body.view(self.dtype).view(self.shape)
+
+
+def _exchange(tensor: torch.Tensor) -> list[_Letter]:
+    """Every rank's letter. They have one size, so one collective tells shapes and carries small tensors."""
     if tensor.dim() > _MAX_DIMS:
         raise CollectiveError(
             f"a tensor of {tensor.dim()} dimensions cannot be sent; the limit is {_MAX_DIMS}"
         )
-    mine = [_DTYPE_CODE[tensor.dtype], tensor.dim(), *tensor.shape]
-    mine += [0] * (_MAX_DIMS + 2 - len(mine))
-    every = _all_gather(torch.tensor([mine], device=_metadata_device()), size()).tolist()
-    return [(_DTYPES[row[0]], row[2 : 2 + row[1]]) for row in every]
+    device = _metadata_device()
+    head = [_DTYPE_CODE[tensor.dtype], tensor.dim(), *tensor.shape]
+    letter = torch.zeros(_LETTER, dtype=torch.uint8)
+    letter[:_HEAD] = torch.tensor(head + [0] * (_MAX_DIMS + 2 - len(head))).view(torch.uint8)
+    room = _LETTER - _HEAD
+    if tensor.device == device and 0 < tensor.nbytes <= room:
+        letter[_HEAD : _HEAD + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+    every = _all_gather(letter.to(device)[None], size())
+    letters: list[_Letter] = []
+    for row, said in zip(every, every[:, :_HEAD].contiguous().view(torch.int64).tolist(), strict=True):
+        dtype, shape = _DTYPES[said[0]], tuple(said[2 : 2 + said[1]])
+        bytes_ = math.prod(shape) * dtype.itemsize
+        carried = tensor.device == device and bytes_ <= room
+        letters.append(_Letter(dtype, shape, row[_HEAD : _HEAD + bytes_] if carried else None))
+    return letters
 
 
 def _metadata_device() -> torch.device:
@@ -134,18 +165,16 @@ def _metadata_device() -> torch.device:
     return torch.device("cpu") if "cpu:" in backend or world.device.type == "cpu" else world.device
 
 
-def _agreed_shapes(tensor: torch.Tensor) -> list[list[int]]:
-    every = _signatures(tensor)
-    if len({(dtype, len(shape), tuple(shape[1:])) for dtype, shape in every}) > 1:
+def _check_agreement(every: Sequence[_Letter]) -> None:
+    if len({(letter.dtype, len(letter.shape), letter.shape[1:]) for letter in every}) > 1:
         raise CollectiveError(
             "the ranks do not agree about a tensor to gather",
             why="\n       ".join(
-                f"rank {r}: {dtype} {tuple(shape)}" for r, (dtype, shape) in enumerate(every)
+                f"rank {r}: {letter.dtype} {letter.shape}" for r, letter in enumerate(every)
             ),
             fix="make all dimensions but the first equal: accelerator.pad_across_processes(tensor, dim=1) "
             "before gather",
         )
-    return [shape for _, shape in every]
 
 
 def gather_object(object: Any) -> Any:
@@ -237,7 +266,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         place = dim + leaf.dim() if dim < 0 else dim
         if size() == 1 or not 0 <= place < leaf.dim():
             return leaf
-        longest = max(shape[place] for _, shape in _signatures(leaf))
+        longest = max(letter.shape[place] for letter in _exchange(leaf))
         return pad_tensor(leaf, place, longest, pad_index, pad_first)
 
     return recursively_apply(one, tensor, error_on_other_type=True)

@@ -85,23 +85,27 @@ def send_to_device(
         non_blocking: do not wait for the copy (needs pinned host memory to have an effect).
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
     """
-    target = torch.device(device)
-    kept = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys or ())
+    kept = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    return _move(tensor, torch.device(device), non_blocking, kept)
 
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            # Comparing devices costs a tenth of a call that then moves nothing.
-            return value if value.device == target else value.to(target, non_blocking=non_blocking)
-        if type(value) in (list, tuple):
-            return type(value)([move(item) for item in value])
-        if hasattr(value, "to") and not isinstance(value, type):
-            return _move_by_method(value, target, non_blocking)
-        if tree.is_mapping(value):
-            moved = {key: item if key in kept else move(item) for key, item in value.items()}
-            return tree.like_mapping(value, moved)
-        return tree.same_type(value, [move(item) for item in value]) if tree.is_sequence(value) else value
 
-    return move(tensor)
+def _move(value: Any, device: torch.device, non_blocking: bool, kept: tuple[str, ...]) -> Any:
+    if isinstance(value, torch.Tensor):
+        # Comparing devices costs a tenth of a call that then moves nothing.
+        return value if value.device == device else value.to(device, non_blocking=non_blocking)
+    if type(value) in (list, tuple):
+        return type(value)([_move(item, device, non_blocking, kept) for item in value])
+    if hasattr(value, "to") and not isinstance(value, type):
+        return _move_by_method(value, device, non_blocking)
+    if tree.is_mapping(value):
+        moved = {
+            key: item if key in kept else _move(item, device, non_blocking, kept)
+            for key, item in value.items()
+        }
+        return tree.like_mapping(value, moved)
+    if tree.is_sequence(value):
+        return tree.same_type(value, [_move(item, device, non_blocking, kept) for item in value])
+    return value
 
 
 def _move_by_method(value: Any, device: Any, non_blocking: bool) -> Any:
