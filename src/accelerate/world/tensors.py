@@ -208,12 +208,14 @@ def slice_tensors(
 def convert_to_fp32(tensor: Any) -> Any:
     """``tensor`` (any tree) with its half precision tensors in float32."""
 
-    def upcast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
-            return leaf.float()
-        return leaf
+    # Most models give one tensor: no walk for it.
+    return _upcast(tensor) if isinstance(tensor, torch.Tensor) else tree.map_tree(_upcast, tensor)
 
-    return tree.map_tree(upcast, tensor)
+
+def _upcast(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
+        return leaf.float()
+    return leaf
 
 
 class ConvertOutputsToFp32:
