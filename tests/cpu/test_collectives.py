@@ -243,6 +243,6 @@ def late(seconds: float) -> tuple[float, str]:
 
 def test_a_barrier_gives_up_after_the_asked_timeout(ranks: RankServer) -> None:
     """C9."""
-    waited, text = ranks(2, late, 5.0)[0]
-    assert 1.5 < waited < 4.0
+    waited, text = ranks(2, late, 9.0)[0]
+    assert 1.5 < waited < 8.0, "after its 2 seconds, not when the late rank comes"
     assert text
