@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate.core.errors import PrepareError
 from tests.support.ranks import RankServer, same_on_all
@@ -193,6 +194,39 @@ def words() -> list[str]:
 def test_strings_count_once_in_metrics(ranks: RankServer) -> None:
     """C1 for objects."""
     assert same_on_all(ranks(2, words)) == list("abcde")
+
+
+class Unsized(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class Sized(Unsized):
+    def __len__(self) -> int:
+        return self.count
+
+
+def streamed(kind: type[Unsized], count: int, split: bool) -> list[int]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split))
+    loader = accelerator.prepare(DataLoader(kind(count), batch_size=4 if split else 2))
+    twice = [[i for x in loader for i in accelerator.gather_for_metrics(x).tolist()] for _ in range(2)]
+    assert twice[0] == twice[1]
+    return twice[0]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", [Sized, Unsized])
+@pytest.mark.parametrize("count", [1, 6, 7, 8])
+def test_every_sample_of_a_stream_counts_once_in_metrics(
+    ranks: RankServer, kind: type[Unsized], count: int, split: bool
+) -> None:
+    """A10 for evaluation: with and without a length."""
+    assert same_on_all(ranks(2, streamed, kind, count, split)) == list(range(count))
 
 
 def as_alone(shuffle_seed: int) -> list[int]:

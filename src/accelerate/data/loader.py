@@ -205,9 +205,17 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         while upcoming is not _END:
             batch = upcoming if device is None else send_to_device(upcoming, device, non_blocking)
             upcoming = next(iterator, _END)
-            self.end_of_dataloader = upcoming is _END
+            if upcoming is _END:
+                self._last_batch()
             self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
             yield batch
+
+    def _last_batch(self) -> None:
+        self.end_of_dataloader = True
+        # A stream knows its length when it has ended; one that workers read has ended in them.
+        stream = self.dataset
+        if isinstance(stream, IterableDatasetShard) and self.num_workers == 0 and not self._drop_last:
+            self.remainder = stream.remainder
 
     def _warn_if_empty(self) -> None:
         if self._drop_last and self._num_processes > 1 and len(self) == 0:
@@ -221,9 +229,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Samples of one step, all processes together."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.step_size
         sampler = getattr(self.base_dataloader, "batch_sampler", None)
         size = getattr(sampler, "batch_size", None) or self.base_dataloader.batch_size or 1
-        if getattr(sampler, "split_batches", False) or getattr(self.dataset, "split_batches", False):
+        if getattr(sampler, "split_batches", False):
             return size
         return size * self._num_processes
 

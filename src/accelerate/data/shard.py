@@ -161,6 +161,8 @@ class IterableDatasetShard(IterableDataset[Any]):
             split_batches,
         )
         self.epoch = 0
+        # How many samples of the last step are real, once the stream has ended; 0 when it was full.
+        self.remainder = -1
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to a stream that shuffles by epoch."""
@@ -169,30 +171,37 @@ class IterableDatasetShard(IterableDataset[Any]):
         if tell is not None:
             tell(epoch)
 
+    @property
+    def total_length(self) -> int:
+        """Samples of the whole stream, if it has a length."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
     def __len__(self) -> int:
-        step = self._step_size
-        samples = len(self.dataset)  # type: ignore[arg-type]
+        step = self.step_size
+        samples = self.total_length
         steps = samples // step if self.drop_last else -(-samples // step)
         return steps * (step // self.num_processes)
 
     @property
-    def _step_size(self) -> int:
+    def step_size(self) -> int:
         """Samples that all processes consume together in one step."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def __iter__(self) -> Iterator[Any]:
-        share = self._step_size // self.num_processes
+        share = self.step_size // self.num_processes
         mine = slice(self.process_index * share, (self.process_index + 1) * share)
         first: list[Any] = []
         group: list[Any] = []
+        self.remainder = -1
         for sample in self.dataset:
             group.append(sample)
-            if len(group) == self._step_size:
+            if len(group) == self.step_size:
                 yield from group[mine]
                 first = first or group
                 group = []
+        self.remainder = len(group)
         if group and not self.drop_last:
-            filled = list(islice(chain(group, cycle(first or group)), self._step_size))
+            filled = list(islice(chain(group, cycle(first or group)), self.step_size))
             yield from filled[mine]
 
 
