@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate.core.errors import PrepareError
 from tests.support.ranks import RankServer, same_on_all
@@ -227,6 +227,41 @@ def test_every_sample_of_a_stream_counts_once_in_metrics(
 ) -> None:
     """A10 for evaluation: with and without a length."""
     assert same_on_all(ranks(2, streamed, kind, count, split)) == list(range(count))
+
+
+class Buckets(BatchSampler):
+    """A user's batch sampler whose batches differ in size, over a part of the data."""
+
+    def __init__(self) -> None: ...
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3], [4, 5]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def sampled(kind: str) -> list[int]:
+    from accelerate import Accelerator
+
+    data = TensorDataset(torch.arange(20))
+    loader = {
+        "batch sampler": lambda: DataLoader(data, batch_sampler=Buckets()),
+        "sampler": lambda: DataLoader(data, batch_size=4, sampler=range(6)),
+        "workers": lambda: DataLoader(data, batch_size=4, sampler=range(6), num_workers=1),
+        "one by one": lambda: DataLoader(data, batch_size=None, sampler=range(6 - 1)),
+    }[kind]()
+    accelerator = Accelerator()
+    loader = accelerator.prepare(loader)
+    return [i for (x,) in loader for i in accelerator.gather_for_metrics(x).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("batch sampler", 6), ("sampler", 6), ("workers", 6), ("one by one", 5)]
+)
+def test_metrics_count_what_the_users_sampler_gives(ranks: RankServer, kind: str, count: int) -> None:
+    """C1 for samplers that are shorter than the data and batches that differ in size."""
+    assert same_on_all(ranks(2, sampled, kind)) == list(range(count))
 
 
 def as_alone(shuffle_seed: int) -> list[int]:

@@ -212,9 +212,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _last_batch(self) -> None:
         self.end_of_dataloader = True
-        # A stream knows its length when it has ended; one that workers read has ended in them.
+        # What was sharded knows how its last step was filled; a stream that workers read has ended in them.
         stream = self.dataset
-        if isinstance(stream, IterableDatasetShard) and self.num_workers == 0 and not self._drop_last:
+        if not isinstance(stream, IterableDatasetShard):
+            base = self.base_dataloader
+            sampler: Any = base.sampler if base.batch_sampler is None else base.batch_sampler
+            self.remainder = getattr(sampler, "remainder", self.remainder)
+        elif self.num_workers == 0 and not self._drop_last:
             self.remainder = stream.remainder
 
     def _warn_if_empty(self) -> None:
@@ -293,6 +297,11 @@ class _OneByOne(Sampler[Any]):
 
     def __init__(self, shard: BatchSamplerShard) -> None:
         self.batch_sampler = shard
+
+    @property
+    def remainder(self) -> int:
+        """The shard's."""
+        return self.batch_sampler.remainder
 
     def __iter__(self) -> Iterator[Any]:
         return (batch[0] for batch in self.batch_sampler)

@@ -43,6 +43,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_sampler = batch_sampler
         self.num_processes, self.process_index = num_processes, process_index
         self.split_batches, self.even_batches = split_batches, even_batches
+        # How many samples of the last step are real, once it was given out; 0 when all are.
+        self.remainder = -1
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         if split_batches and self.batch_size is not None and self.batch_size % num_processes:
@@ -73,6 +75,7 @@ class BatchSamplerShard(BatchSampler):
         return whole + 1 if self.even_batches else whole + (self.process_index < rest)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        self.remainder = 0
         if self.num_processes == 1:
             return iter(self.batch_sampler)
         return self._split() if self.split_batches else self._in_turn()
@@ -98,6 +101,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _last(self, group: list[list[Any]], first: list[list[Any]]) -> Iterator[list[Any]]:
         """The incomplete last step."""
+        self.remainder = sum(map(len, group))
         if not self.even_batches:
             if self.process_index < len(group):
                 yield group[self.process_index]
@@ -115,6 +119,7 @@ class BatchSamplerShard(BatchSampler):
         for batch in shared_order(self.batch_sampler, self.num_processes):
             first = first or batch
             size = self.batch_size or len(batch) + -len(batch) % self.num_processes
+            self.remainder = len(batch) % size
             if len(batch) < size:
                 if self.drop_last:
                     continue
