@@ -6,8 +6,8 @@ from accelerate.data.loader import DataLoaderShard as DataLoaderShard
 from accelerate.data.loader import DataLoaderStateMixin as DataLoaderStateMixin
 from accelerate.data.loader import SkipDataLoader as SkipDataLoader
 from accelerate.data.loader import get_sampler as get_sampler
-from accelerate.data.loader import prepare_data_loader as prepare_data_loader
 from accelerate.data.loader import skip_first_batches as skip_first_batches
+from accelerate.data.prepare import prepare_data_loader as prepare_data_loader
 from accelerate.data.shard import BatchSamplerShard as BatchSamplerShard
 from accelerate.data.shard import IterableDatasetShard as IterableDatasetShard
 from accelerate.data.shard import SeedableRandomSampler as SeedableRandomSampler

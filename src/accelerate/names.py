@@ -79,9 +79,10 @@ HOMES: dict[str, dict[str, Home]] = {
     ),
     "accelerate.data_loader": at(
         "data.loader",
-        "DataLoaderAdapter DataLoaderShard DataLoaderStateMixin SkipDataLoader "
-        "get_sampler prepare_data_loader skip_first_batches",
+        "DataLoaderAdapter DataLoaderShard DataLoaderStateMixin SkipDataLoader get_sampler "
+        "skip_first_batches",
     )
+    | at("data.prepare", "prepare_data_loader")
     | later("loaders that read on rank 0 and send each rank its part", "DataLoaderDispatcher")
     | at("data.shard", "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler"),
     "accelerate.hooks": later(

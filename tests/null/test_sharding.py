@@ -19,7 +19,8 @@ from torch.utils.data import (
 )
 
 from accelerate.core.errors import NotBuiltError, PrepareError
-from accelerate.data.loader import DataLoaderShard, prepare_data_loader, skip_first_batches
+from accelerate.data.loader import DataLoaderShard, skip_first_batches
+from accelerate.data.prepare import prepare_data_loader
 from accelerate.data.shard import (
     BatchSamplerShard,
     IterableDatasetShard,

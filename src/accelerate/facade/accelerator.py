@@ -16,8 +16,9 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.handler import KwargsHandler
 from accelerate.data.active import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
-from accelerate.data.loader import DataLoaderShard, check_options, prepare_data_loader
+from accelerate.data.loader import DataLoaderShard
 from accelerate.data.loader import skip_first_batches as skip
+from accelerate.data.prepare import check_options, prepare_data_loader
 from accelerate.facade import options
 from accelerate.facade import plan as plans
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
