@@ -46,12 +46,14 @@ format: $(VENV)/ready-dev  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(PEER)/ready:
-	@echo "a second environment in $(PEER) with the public package accelerate==1.15.0, to compare with"
+$(PEER)/constraints.txt:
+	@echo "a second environment in $(PEER) with the public package, to compare with"
 	@$(PYTHON) -m venv $(PEER)
 	@$(PEER)/bin/python $(PIP) install "$(TORCH)" numpy
-	@$(PEER)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(PEER)/constraints.txt
-	@$(PEER)/bin/python $(PIP) install -c $(PEER)/constraints.txt accelerate==1.15.0 scikit-learn
+	@$(PEER)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+
+$(PEER)/ready: $(PEER)/constraints.txt tests/clients/peer.txt
+	@$(PEER)/bin/python $(PIP) install -c $(PEER)/constraints.txt -r tests/clients/peer.txt
 	@touch $@
 
 bench-peer: $(PEER)/ready  ## make the environment of the public package
