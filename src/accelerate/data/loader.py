@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from accelerate.core.errors import NotBuiltError
 from accelerate.data.active import UNOWNED, ActiveLoaders
 from accelerate.data.order import inner_sampler
+from accelerate.data.position import Given, Skip
 from accelerate.data.shard import (
     IterableDatasetShard,
     SkipBatchSampler,
 )
 from accelerate.world.rng import synchronize_rng_states
-from accelerate.world.tensors import send_to_device
+from accelerate.world.tensors import ignorant_find_batch_size, send_to_device
 
 
 class DataLoaderStateMixin:
@@ -32,12 +33,14 @@ class DataLoaderStateMixin:
         end_of_dataloader: the batch in hand is the last one.
         remainder: how many samples of the last step are real when it was filled, all ranks together;
             -1 when unknown or when nothing is filled.
+        real: how many rows of the batch in hand, on this process, are no fillers; None when unknown.
         micro_steps: accumulation steps since the batch in hand was given.
         micro_steps_before: the same of the batch before, 0 before there was one.
     """
 
     end_of_dataloader: bool = False
     remainder: int = -1
+    real: int | None = None
     micro_steps: int = 0
     micro_steps_before: int = 0
     active: ActiveLoaders = UNOWNED
@@ -46,6 +49,7 @@ class DataLoaderStateMixin:
         """Before an epoch."""
         self.end_of_dataloader = False
         self.remainder = -1
+        self.real = None
 
     def begin(self) -> None:
         """An epoch begins."""
@@ -183,40 +187,62 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def begin(self) -> None:
         """An epoch begins: how many samples of its last step will be real."""
         super().begin()
-        if self._num_processes > 1 and not self._drop_last:
+        if not self._drop_last:
             try:
                 self.remainder = self.total_dataset_length % self.total_batch_size
             except TypeError:  # a stream without a length
                 self.remainder = -1
 
     def _batches(self) -> Iterator[Any]:
-        """Each batch on the device; one is read ahead, so that the last one is known as such."""
+        """Each batch on the device."""
         device, non_blocking = self.device, self._non_blocking
+        empty = True
+        for given in self._source(Skip(self.skip_batches)):
+            empty = False
+            batch = given.batch if device is None else send_to_device(given.batch, device, non_blocking)
+            self.real = given.real
+            if given.last:
+                self.end_of_dataloader, self.remainder = True, given.remainder
+            self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
+            yield batch
+        if empty:
+            self._warn_if_empty()
+
+    def _source(self, skip: Skip) -> Iterator[Given]:
+        """This process's batches of one epoch, on the host, with what is known of each.
+
+        The seam between what a loader is for its user and where its batches come from: a loader that is fed
+        otherwise (by another process, say) overrides this alone. It is called when the first batch of an
+        epoch is asked for, on every process. Moving to the device, the marks of the last batch
+        (``end_of_dataloader``, ``remainder``, ``real``) and the position are made of what it yields; the
+        last batch must say that it is the last.
+
+        Args:
+            skip: what to leave out at the beginning of the epoch.
+        """
         iterator = iter(self.base_dataloader)
-        for _ in range(self.skip_batches):
+        for _ in range(skip.batches):
             if next(iterator, _END) is _END:
                 return
         upcoming = next(iterator, _END)
-        if upcoming is _END:
-            self._warn_if_empty()
         while upcoming is not _END:
-            batch = upcoming if device is None else send_to_device(upcoming, device, non_blocking)
+            batch = upcoming
             upcoming = next(iterator, _END)
             if upcoming is _END:
-                self._last_batch()
-            self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
-            yield batch
+                yield Given(batch, last=True, remainder=self._filled())
+            else:
+                yield Given(batch)
 
-    def _last_batch(self) -> None:
-        self.end_of_dataloader = True
+    def _filled(self) -> int:
         # What was sharded knows how its last step was filled; a stream that workers read has ended in them.
         stream = self.dataset
         if not isinstance(stream, IterableDatasetShard):
             base = self.base_dataloader
             sampler: Any = base.sampler if base.batch_sampler is None else base.batch_sampler
-            self.remainder = getattr(sampler, "remainder", self.remainder)
-        elif self.num_workers == 0 and not self._drop_last:
-            self.remainder = stream.remainder
+            return getattr(sampler, "remainder", self.remainder)
+        if self.num_workers == 0 and not self._drop_last:
+            return stream.remainder
+        return self.remainder
 
     def _warn_if_empty(self) -> None:
         if self._drop_last and self._num_processes > 1 and len(self) == 0:
