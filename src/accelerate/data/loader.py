@@ -229,11 +229,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             batch = upcoming
             upcoming = next(iterator, _END)
             if upcoming is _END:
-                yield Given(batch, last=True, remainder=self._filled())
+                yield Given(batch, last=True, remainder=self._filled(batch))
             else:
                 yield Given(batch)
 
-    def _filled(self) -> int:
+    def _filled(self, batch: Any) -> int:
+        if self._num_processes == 1 and self.remainder < 0:
+            # A lone process fills nothing, but a loss repeated to the full batch size counts like its batch.
+            rows, full = ignorant_find_batch_size(batch) or 0, self.batch_size or 0
+            return rows if rows < full else 0
         # What was sharded knows how its last step was filled; a stream that workers read has ended in them.
         stream = self.dataset
         if not isinstance(stream, IterableDatasetShard):
