@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.case import ROOT, Case, Sample, Subject
@@ -129,6 +130,14 @@ def on_screen(rows: Sequence[Row]) -> Table:
         colour = colours.get(verdict)
         table.add_row(*cells, f"[{colour}]{verdict}[/]" if colour else verdict)
     return table
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """The rows and their notes on the screen."""
+    console.print(on_screen(rows))
+    for row in rows:
+        for note in row.notes():
+            console.print(note, highlight=False)
 
 
 def section(rows: Sequence[Row], about: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.case import Case, Sample, Subject, alternate, report, worker
+from benchmarks.case import Case, Sample, Subject, alternate, leave, report, worker
 
 STEPS = 50
 BATCH = 16
@@ -73,6 +73,7 @@ def main(blocks: int) -> None:
     if accelerator.is_main_process:
         report(sample)
     accelerator.end_training()
+    leave()
 
 
 if __name__ == "__main__":

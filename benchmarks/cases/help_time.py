@@ -18,7 +18,7 @@ def measure(*arguments: str):
             [subject.script("accelerate"), *arguments, "--help"],
             "total",
             scale=1e3,
-            repeats=2 if quick else 4,
+            repeats=1 if quick else 4,
             check=check,
         )
 
@@ -26,6 +26,6 @@ def measure(*arguments: str):
 
 
 CASES = (
-    Case("`accelerate --help`", "ms", "total", 120, measure()),
-    Case("`accelerate launch --help`", "ms", "total", 120, measure("launch")),
+    Case("`accelerate --help`", "ms", "total", 120, measure(), rounds=3, peer_rounds=1),
+    Case("`accelerate launch --help`", "ms", "total", 120, measure("launch"), rounds=3, peer_rounds=1),
 )

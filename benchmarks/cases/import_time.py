@@ -26,11 +26,13 @@ def measure(subject: Subject, quick: bool) -> Sample:
         [python, "-c", "import accelerate"],
         "added",
         scale=1e3,
-        repeats=2 if quick else 4,
+        repeats=1 if quick else 4,
     )
     _, text = subject.run([python, "-c", FACTS])
     memory, torch = text.split("\n")[:2]
     return replace(sample, facts={"peak memory": memory, "torch imported": torch})
 
 
-CASES = (Case("`import accelerate`, beyond an empty Python", "ms", "added", 50, measure),)
+CASES = (
+    Case("`import accelerate`, beyond an empty Python", "ms", "added", 50, measure, rounds=3, peer_rounds=1),
+)

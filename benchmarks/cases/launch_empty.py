@@ -18,8 +18,18 @@ def measure(subject: Subject, quick: bool) -> Sample:
             [subject.script("accelerate"), "launch", "--num_processes", "1", str(script)],
             "added",
             scale=1e3,
-            repeats=2 if quick else 4,
+            repeats=1 if quick else 4,
         )
 
 
-CASES = (Case("`accelerate launch` of an empty script, beyond `python`", "ms", "added", 120, measure),)
+CASES = (
+    Case(
+        "`accelerate launch` of an empty script, beyond `python`",
+        "ms",
+        "added",
+        120,
+        measure,
+        rounds=3,
+        peer_rounds=1,
+    ),
+)

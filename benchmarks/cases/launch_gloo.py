@@ -34,9 +34,9 @@ def measure(subject: Subject, quick: bool) -> Sample:
             [subject.script("torchrun"), "--standalone", "--nproc_per_node", "2", str(script)],
             [subject.script("accelerate"), "launch", "--cpu", "--num_processes", "2", str(script)],
             "ratio",
-            repeats=2 if quick else 3,
+            repeats=1 if quick else 3,
             check=check,
         )
 
 
-CASES = (Case("launch of 2 processes that meet, against `torchrun`", "s", "ratio", 0.65, measure),)
+CASES = (Case("launch of 2 processes that meet, against `torchrun`", "s", "ratio", 0.65, measure, rounds=3),)
