@@ -2,6 +2,7 @@
 
     docs/settings.md    every setting, from its declaration
     README.md           what works where, from the registries; the figures, from benchmarks/RESULTS.md
+    docs/*.md           tables of the options of a class, between <!-- options:NAME --> and <!-- /options:NAME -->
 
 tests/null/test_docs.py holds the files against what this would write, and every claim against the code.
 """
@@ -9,6 +10,9 @@ tests/null/test_docs.py holds the files against what this would write, and every
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -146,7 +150,7 @@ def _devices() -> Iterator[Claim]:
 
 def _more_strategies() -> Iterator[Claim]:
     yield later("tensor, context and sequence parallelism", "parallelism_config:ParallelismConfig")
-    yield later("local SGD", "local_sgd:LocalSGD")
+    yield tested("LocalSGD and DiLoCo", "cpu/test_local_sgd.py::what_the_paper_says")
 
 
 def _data() -> Iterator[Claim]:
@@ -395,6 +399,47 @@ def _promised(part: Any) -> Iterator[str]:
     yield " ".join(map(code, part.top_keys.split()))
 
 
+# --- options of a class -------------------------------------------------------------------------------------
+
+
+def options_table(cls: type) -> str:
+    """The fields of a dataclass with their defaults and what its docstring says about each."""
+    said = _attributes(inspect.getdoc(cls) or "")
+    rows = []
+    for each in dataclasses.fields(cls):
+        if each.init and not each.name.startswith("_"):
+            rows.append([code(each.name), code(_default(each)), cell(said.get(each.name, ""))])
+    return table(["Option", "Default", "What it does"], rows)
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """What stands under ``Attributes:``, by name; one entry may be for several names."""
+    _, _, rest = docstring.partition("Attributes:\n")
+    block = re.split(r"\n\S", f"{rest}\n", maxsplit=1)[0]
+    found: dict[str, str] = {}
+    for names, words in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", block, re.MULTILINE):
+        text = " ".join(words.replace("``", "`").split())
+        found |= dict.fromkeys(names.split(", "), text[:1].upper() + text[1:])
+    return found
+
+
+def _default(each: dataclasses.Field[Any]) -> str:
+    if each.default is not dataclasses.MISSING:
+        return f'"{each.default}"' if isinstance(each.default, str) else str(each.default)
+    made: Any = each.default_factory
+    return "" if made is dataclasses.MISSING else str(made())
+
+
+def page_of_options(path: Path) -> str:
+    """A page with its tables of options."""
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(r"<!-- options:(\w+) -->", text):
+        text = filled(
+            text, f"options:{name}", options_table(getattr(importlib.import_module("accelerate.utils"), name))
+        )
+    return text
+
+
 # --- Markdown -----------------------------------------------------------------------------------------------
 
 
@@ -433,7 +478,21 @@ def readme() -> str:
     return filled(filled(text, "support", support_table()), "figures", figures())
 
 
-PAGES: dict[str, Callable[[], str]] = {"docs/settings.md": settings_page, "README.md": readme}
+def with_options() -> dict[str, Callable[[], str]]:
+    """The pages that hold a table of options."""
+    paths = sorted((ROOT / "docs").glob("*.md"))
+    return {
+        f"docs/{path.name}": partial(page_of_options, path)
+        for path in paths
+        if "<!-- options:" in path.read_text()
+    }
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/settings.md": settings_page,
+    "README.md": readme,
+    **with_options(),
+}
 
 
 def main() -> None:

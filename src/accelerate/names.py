@@ -96,7 +96,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     ),
     "accelerate.launchers": later(NOTEBOOK, "debug_launcher notebook_launcher test_launch"),
-    "accelerate.local_sgd": later("local SGD: averaging parameters every few steps", "LocalSGD"),
+    "accelerate.local_sgd": at("outer.local_sgd", "LocalSGD") | at("outer.diloco", "DiLoCo"),
     "accelerate.logging": at("watch.logging", "MultiProcessAdapter get_logger"),
     "accelerate.memory_utils": {},
     "accelerate.optimizer": at(

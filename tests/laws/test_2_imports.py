@@ -20,7 +20,7 @@ FLOORS = (
     ("core",),
     ("device",),
     ("world",),
-    ("data", "precision", "strategy", "checkpoint", "offload", "track", "watch"),
+    ("data", "precision", "strategy", "checkpoint", "offload", "outer", "track", "watch"),
     ("facade", "launch"),
     ("cli",),
 )

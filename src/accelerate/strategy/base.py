@@ -108,6 +108,7 @@ class Strategy(ABC):
         owns_precision: it casts and scales by itself; the precision then leaves models and loss alone.
         handler_class: the kwargs handler that configures it, if any.
         planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
+        replicates: every process holds a whole copy of each model, and could train it by itself for a while.
     """
 
     name: ClassVar[str]
@@ -116,6 +117,7 @@ class Strategy(ABC):
     owns_precision: ClassVar[bool] = False
     handler_class: ClassVar[type[KwargsHandler] | None] = None
     planned: ClassVar[str] = ""
+    replicates: ClassVar[bool] = False
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -152,6 +154,13 @@ class Strategy(ABC):
     def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; ``sync`` False keeps gradients local."""
         return NOTHING
+
+    def apart(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around steps that this process takes by itself: nothing of ``model`` is exchanged.
+
+        Only where the strategy ``replicates``.
+        """
+        return self.accumulating((model,), sync=False)
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:

@@ -178,6 +178,7 @@ class DDP(Strategy):
     """Replicated data parallel training by torch's reducer."""
 
     name: ClassVar[str] = "ddp"
+    replicates: ClassVar[bool] = True
     priority: ClassVar[int] = 1
     handler_class: ClassVar[type[KwargsHandler] | None] = DistributedDataParallelKwargs
 
@@ -208,6 +209,13 @@ class DDP(Strategy):
     def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Without ``sync`` the reducers stay quiet."""
         return NOTHING if sync else _quiet(models)
+
+    def apart(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Also buffers stay: the reducer would send them once more in the first forward."""
+        replica = _replica(model)
+        if replica is not None:
+            replica.require_forward_param_sync = False
+        return self.accumulating((model,), sync=False)
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ class Single(Strategy):
     """One process on one device."""
 
     name: ClassVar[str] = "single"
+    replicates: ClassVar[bool] = True
 
     @classmethod
     def claims(cls, request: Request) -> bool:

@@ -1,0 +1,450 @@
+"""LocalSGD and DiLoCo: what they compute, what they send, how they end and resume."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.local_sgd import DiLoCo, LocalSGD
+from accelerate.strategy.single import Single
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+from tests.support.ranks import RankServer, same_on_all
+
+
+class Net(nn.Module):
+    """A tied, a frozen and a normalising layer; a buffer of integers and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.tied(self.first(self.norm(x)).tanh()))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def prepared(name: str = "Adam", **options: Any) -> tuple[Accelerator, Net, Any]:
+    accelerator = Accelerator(cpu=True, **options)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = getattr(torch.optim, name)([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def take(accelerator: Accelerator, model: Net, optimizer: Any, step: int) -> None:
+    loss = (model(batch(accelerator.process_index, step)) - 1).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def numbers(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().double().reshape(-1) for each in model.state_dict().values()])
+
+
+def alone(ranks: int, steps: int, every: int, outer: tuple[float, float] = (1.0, 0.0)) -> list[torch.Tensor]:
+    """The same, written out for one process: copies, their mean, and the outer step by its formula."""
+    torch.manual_seed(0)
+    first = Net()
+    copies = [Net() for _ in range(ranks)]
+    for copy in copies:
+        copy.load_state_dict(first.state_dict())
+    optimizers = [torch.optim.Adam([p for p in c.parameters() if p.requires_grad], lr=0.05) for c in copies]
+    names = [name for name, p in first.named_parameters() if p.requires_grad]
+    momentum = {name: torch.zeros_like(first.get_parameter(name)) for name in names}
+    lr, mu = outer
+    for step in range(steps):
+        for rank, (copy, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
+            (copy(batch(rank, step)) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % every and step + 1 < steps:
+            continue
+        with torch.no_grad():
+            for name in names:
+                mean = torch.stack([copy.get_parameter(name) for copy in copies]).mean(0)
+                gradient = first.get_parameter(name) - mean
+                momentum[name].mul_(mu).add_(gradient)
+                first.get_parameter(name).sub_(lr * (gradient + mu * momentum[name]))
+                for copy in copies:
+                    copy.get_parameter(name).copy_(first.get_parameter(name))
+            for name in ("running_mean", "running_var"):
+                mean = torch.stack([getattr(copy.norm, name) for copy in copies]).mean(0)
+                for copy in copies:
+                    getattr(copy.norm, name).copy_(mean)
+    return [numbers(copy) for copy in copies]
+
+
+def train(kind: str, steps: int, every: int, **options: Any) -> torch.Tensor:
+    accelerator, model, optimizer = prepared()
+    local = (LocalSGD if kind == "local" else DiLoCo)(accelerator, model, every, **options)
+    with local:
+        for step in range(steps):
+            take(accelerator, model, optimizer, step)
+            local.step()
+    assert local.num_steps == steps
+    assert model.tied.weight is model.first.weight
+    return numbers(model)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "steps", "every", "options", "outer"),
+    [
+        (2, "local", 4, 1, {}, (1.0, 0.0)),
+        (3, "local", 5, 2, {}, (1.0, 0.0)),
+        (2, "diloco", 4, 1, {"outer_lr": 1.0, "outer_momentum": 0.0}, (1.0, 0.0)),
+        (2, "diloco", 7, 3, {}, (0.7, 0.9)),
+    ],
+)
+def test_it_computes_what_the_paper_says(ranks: RankServer, world, kind, steps, every, options, outer):
+    """Every step or every few; the last round is at the end, also when it comes early; all copies are one."""
+    found = same_on_all([*ranks(world, train_kind, kind, steps, every, options)])
+    expected = alone(world, steps, every, outer)
+    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-6)
+
+
+def train_kind(kind: str, steps: int, every: int, options: dict[str, Any]) -> torch.Tensor:
+    return train(kind, steps, every, **options)
+
+
+# --- what is sent
+
+
+def sent() -> int:
+    """Bytes that this process has sent over its TCP connections, as the kernel counts them."""
+    total = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as one:
+            facts = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            total += struct.unpack_from("Q", facts, 120)[0]  # tcpi_bytes_acked
+    return total
+
+
+def digits(kind: str) -> dict[str, Any]:
+    """Trains a small network on the digits; test accuracy, and the megabytes this process sent."""
+    from sklearn.datasets import load_digits
+
+    set_seed(0)
+    pixels, labels = load_digits(return_X_y=True)
+    images, classes = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(TensorDataset(images[:1400], classes[:1400]), 16, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    blocks: dict[str, Any] = {
+        "ddp": lambda: nullcontext(),
+        "local": lambda: LocalSGD(accelerator, model, local_sgd_steps=25),
+        "diloco": lambda: DiLoCo(accelerator, model, inner_steps=25),
+    }
+    before = sent()
+    with blocks[kind]() as local:
+        for _ in range(8):
+            for x, y in loader:
+                accelerator.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                if local is not None:
+                    local.step()
+    accelerator.wait_for_everyone()
+    bytes_ = sent() - before
+    with torch.no_grad():
+        right = (model(images[1400:]).argmax(1) == classes[1400:]).float().mean().item()
+    weights = sum(each.numel() for each in model.parameters()) * 4
+    return {"accuracy": right, "sent": bytes_, "weights": weights}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters of TCP connections are Linux's")
+def test_digits_at_a_tenth_of_the_communication(ranks: RankServer) -> None:
+    results = {kind: ranks(2, digits, kind) for kind in ("ddp", "local", "diloco")}
+    for rank in (0, 1):
+        ddp = results["ddp"][rank]
+        # 8 epochs of 43 steps; a ring of two sends as much as there is.
+        assert 344 * ddp["weights"] < ddp["sent"] < 1.1 * 344 * ddp["weights"]
+        assert ddp["accuracy"] > 0.9
+        for kind in ("local", "diloco"):
+            found = results[kind][rank]
+            assert 0 < found["sent"] < ddp["sent"] / 10, kind
+            assert found["accuracy"] > ddp["accuracy"] - 0.02, kind
+
+
+# --- how gradients, buffers and optimizers are treated
+
+
+def look_inside() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator, model, optimizer = prepared(gradient_accumulation_plugin=plugin)
+    rank = accelerator.process_index
+    user_own = accelerator.unwrap_model(model)
+    gradients, counts = [], []
+    with LocalSGD(accelerator, user_own, local_sgd_steps=2) as local:
+        model.cache.fill_(rank)
+        model.frozen.weight.data.fill_(rank)
+        for step in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch(rank, step)).square().mean())
+                gradients.append(model.first.weight.grad.clone())
+                optimizer.step()
+                optimizer.zero_grad()
+            local.step()
+            counts.append(local.num_steps)
+        apart = numbers(model)
+        moments = [v.clone() for row in optimizer.state.values() for v in row.values()]
+    found["gradients"], found["counts"] = torch.stack(gradients), counts
+    found["apart"], found["together"] = apart, numbers(model)
+    found["moments apart"] = torch.cat([v.reshape(-1) for v in moments])
+    found["moments"] = torch.cat([v.reshape(-1) for row in optimizer.state.values() for v in row.values()])
+    found["cache"], found["frozen"] = model.cache.item(), model.frozen.weight.mean().item()
+    # After the block gradients are averaged again, and the copies stay one.
+    model.frozen.weight.data.zero_()
+    for step in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch(rank, step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    found["after"] = numbers(model)[: model.first.weight.numel()]
+    return found
+
+
+def test_gradients_stay_local_and_only_what_trains_is_sent(ranks: RankServer) -> None:
+    """The user's own object may be given. Steps are counted, not micro-batches: 6 of these are 3 of those."""
+    first, second = ranks(2, look_inside)
+    for index in range(6):
+        assert not torch.equal(first["gradients"][index], second["gradients"][index])
+    assert first["counts"] == second["counts"] == [0, 1, 1, 2, 2, 3]
+    assert not torch.equal(first["apart"], second["apart"])
+    assert (first["cache"], second["cache"]) == (0, 1), "a buffer that is not saved is each process's own"
+    assert (first["frozen"], second["frozen"]) == (0, 1), "frozen weights are not sent"
+    trained = first["together"] != second["together"]
+    assert trained.sum() == 16, "all the same but the 16 frozen weights that this test has changed"
+    mean = (first["moments apart"] + second["moments apart"]) / 2
+    assert not torch.equal(first["moments apart"], second["moments apart"])
+    for found in (first, second):
+        torch.testing.assert_close(found["moments"], mean)
+    assert torch.equal(first["after"], second["after"])
+
+
+def leave_early(kind: str, breaks: bool) -> tuple[torch.Tensor, int, float]:
+    """Rank 0 takes 5 steps, rank 1 leaves after 3 and takes part in the rounds that follow."""
+    accelerator, model, optimizer = prepared("SGD")
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9))
+    local = LocalSGD(accelerator, model, 2) if kind == "local" else DiLoCo(accelerator, model, 2)
+    with local:
+        for step in range(5 if accelerator.process_index == 0 or breaks else 3):
+            take(accelerator, model, optimizer, step)
+            scheduler.step()
+            local.step()
+            if accelerator.process_index == 1 and breaks and step == 2:
+                break
+    return numbers(model), local.num_steps, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("kind", "breaks"), [("local", True), ("diloco", False)])
+def test_who_leaves_early_takes_part_until_all_have_left(ranks: RankServer, kind: str, breaks: bool) -> None:
+    first, second = ranks(2, leave_early, kind, breaks, timeout=20)
+    same_on_all([first[0], second[0]])
+    assert (first[1], second[1]) == (5, 3)
+    assert first[2] == second[2]
+
+
+def raise_inside(everywhere: bool) -> tuple[str, bool]:
+    accelerator, model, optimizer = prepared()
+    local = LocalSGD(accelerator, model, 10)
+    caught = ""
+    try:
+        with local:
+            take(accelerator, model, optimizer, 0)
+            local.step()
+            raise KeyError("no such column")
+    except KeyError as error:
+        caught = str(error)
+    both = accelerator.gather(model.first.weight.detach()[None])
+    take(accelerator, model, optimizer, 1)  # gradients are averaged again
+    gradients = accelerator.gather(model.first.bias.detach()[None])
+    return caught, bool(torch.equal(*both)) or not bool(torch.isfinite(gradients).all())
+
+
+def test_after_an_error_nobody_is_waited_for(ranks: RankServer) -> None:
+    assert ranks(2, raise_inside, True, timeout=20) == [("'no such column'", False)] * 2
+
+
+def scale_apart() -> tuple[list[float], float]:
+    """fp16: one process has an overflow, so that loss scales and skipped steps differ inside the block."""
+    accelerator, model, optimizer = prepared("SGD", mixed_precision="fp16")
+    scaler = accelerator.scaler
+    assert scaler is not None
+    inside: list[float] = []
+    with LocalSGD(accelerator, model, 2) as local:
+        for step in range(3):
+            loss = model(batch(0, step)).square().mean()
+            bad = step == 1 and accelerator.process_index == 1
+            accelerator.backward(loss * (float("inf") if bad else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            inside.append(accelerator.scaler.get_scale())
+    return inside, accelerator.scaler.get_scale()
+
+
+def test_loss_scales_differ_inside_and_agree_after(ranks: RankServer) -> None:
+    (first, after), (second, other) = ranks(2, scale_apart)
+    assert first == [65536.0] * 3
+    assert second == [65536.0, 32768.0, 32768.0]
+    assert after == other == 65536.0
+
+
+def reduce_in_half() -> tuple[bool, bool]:
+    """A bfloat16 model: the mean of 1 and 1 + 2^-7 is not representable; the anchor keeps it."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1, bias=False).to(torch.bfloat16))
+    model.weight.data.fill_(1.0)
+    local = DiLoCo(accelerator, model, 1, outer_lr=1.0, outer_momentum=0.0)
+    with local:
+        model.weight.data.fill_(1.0 + accelerator.process_index * 2**-7)
+        local.step()
+    anchor = local.state_dict()["anchor"]["weight"]
+    return model.weight.dtype == torch.bfloat16, bool((anchor == 1.0 + 2**-8).all())
+
+
+def test_half_precision_weights_are_averaged_in_float32(ranks: RankServer) -> None:
+    assert ranks(2, reduce_in_half) == [(True, True)] * 2
+
+
+# --- resume
+
+
+def resume(kind: str, folder: str, cut: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A whole run, and one that saves after ``cut`` steps and goes on in fresh objects."""
+
+    def start() -> tuple[Accelerator, Net, Any, Any]:
+        accelerator, model, optimizer = prepared()
+        local = LocalSGD(accelerator, model, 3) if kind == "local" else DiLoCo(accelerator, model, 3)
+        accelerator.register_for_checkpointing(local)
+        return accelerator, model, optimizer, local
+
+    def go(first: int, last: int, accelerator: Accelerator, model: Net, optimizer: Any, local: Any) -> None:
+        for step in range(first, last):
+            take(accelerator, model, optimizer, step)
+            local.step()
+
+    whole = start()
+    with whole[-1]:
+        go(0, steps, *whole)
+    saved = start()
+    with saved[-1]:
+        go(0, cut, *saved)
+        saved[0].save_state(folder)
+    fresh = start()
+    with torch.no_grad():
+        for parameter in fresh[1].parameters():
+            parameter.zero_()
+    fresh[0].load_state(folder)
+    with fresh[-1]:
+        go(cut, steps, *fresh)
+    return numbers(whole[1]), numbers(fresh[1]), fresh[-1].num_steps
+
+
+@pytest.mark.parametrize(("kind", "cut"), [("local", 4), ("diloco", 4), ("diloco", 3)])
+def test_resume_is_exact_between_and_within_rounds(
+    ranks: RankServer, tmp_path: Path, kind: str, cut: int
+) -> None:
+    for whole, resumed, steps in ranks(2, resume, kind, str(tmp_path / "saved"), cut, 8):
+        assert torch.equal(whole, resumed)
+        assert steps == 8
+
+
+def load_and_end(folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    accelerator, model, _ = prepared()
+    local = DiLoCo(accelerator, model, 3)
+    accelerator.register_for_checkpointing(local)
+    accelerator.load_state(folder)
+    copies = torch.load(Path(folder, "custom_checkpoint_0.pkl"), weights_only=False)["ranks"]
+    return model.first.weight.detach(), [copy["model"]["first.weight"] for copy in copies]
+
+
+def test_on_another_number_of_processes_the_copies_are_averaged(ranks: RankServer, tmp_path: Path) -> None:
+    ranks(2, resume, "diloco", str(tmp_path / "saved"), 4, 5)
+    found, copies = load_and_end(str(tmp_path / "saved"))
+    assert len(copies) == 2
+    assert not torch.equal(*copies)
+    torch.testing.assert_close(found, torch.stack(copies).mean(0))
+
+
+# --- one process
+
+
+def test_alone_local_sgd_does_nothing_and_diloco_follows_its_outer_optimizer() -> None:
+    accelerator, model, optimizer = prepared()
+    with LocalSGD(accelerator, model, 1) as local:
+        take(accelerator, model, optimizer, 0)
+        local.step()
+    assert (local.enabled, local.num_steps) == (False, 0)
+    torch.testing.assert_close(train("diloco", 7, 3), alone(1, 7, 3, (0.7, 0.9))[0], rtol=1e-5, atol=1e-6)
+
+
+def test_disabled_it_does_nothing() -> None:
+    accelerator, model, _ = prepared()
+    before = model.first.weight.clone()
+    with DiLoCo(accelerator, model, 1, outer_lr=5.0, enabled=False) as local:
+        local.step()
+    assert torch.equal(model.first.weight, before)
+    state = local.state_dict()
+    DiLoCo(accelerator, model, 1).load_state_dict(state)
+
+
+def test_wrong_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, _ = prepared()
+    with pytest.raises(SettingError, match="local_sgd_steps is 0"):
+        LocalSGD(accelerator, model, 0)
+    with pytest.raises(SettingError, match="inner_steps is 2"):
+        DiLoCo(accelerator, model, 2.5)
+    with pytest.raises(SettingError, match="outer_lr"):
+        DiLoCo(accelerator, model, 1, outer_lr=0)
+    with pytest.raises(SettingError, match="outer_momentum"):
+        DiLoCo(accelerator, model, 1, outer_momentum=1)
+    with pytest.raises(PrepareError, match="not prepared"):
+        DiLoCo(accelerator, Net(), 1)
+    local = DiLoCo(accelerator, model, 1)
+    with pytest.raises(PrepareError, match="outside of its block"):
+        local.step()
+    with local, pytest.raises(PrepareError, match="entered already"):
+        local.__enter__()
+    monkeypatch.setattr(Single, "replicates", False)
+    with pytest.raises(NotImplementedError, match="does not work with the strategy"):
+        DiLoCo(accelerator, model, 1)
+    DiLoCo(accelerator, model, 1, enabled=False)
+
+
+def test_a_parameter_that_begins_to_train_joins_at_the_next_round() -> None:
+    accelerator, model, optimizer = prepared("SGD")
+    local = DiLoCo(accelerator, model, 1)
+    with local:
+        take(accelerator, model, optimizer, 0)
+        local.step()
+        model.frozen.requires_grad_(True)
+        for step in (1, 2):
+            take(accelerator, model, optimizer, step)
+            local.step()
+    assert "frozen.weight" in local.state_dict()["anchor"]
