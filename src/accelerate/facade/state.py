@@ -82,9 +82,9 @@ class PartialState(Processes):
 
     @staticmethod
     def _reset_state() -> None:
-        """Closes the world."""
+        """Forgets the world; its process group stays for the next one."""
         PartialState._overrides.clear()
-        worlds.close()
+        worlds.forget()
 
     @property
     def world(self) -> World:

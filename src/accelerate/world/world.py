@@ -139,6 +139,8 @@ class World:
 
 
 _current: World | None = None
+# Whether the open process group is ours to destroy, also while no world stands on it.
+_opened_group = False
 
 
 def current() -> World | None:
@@ -183,18 +185,29 @@ def _close_at_exit() -> None:
 
     After an error only a host group is closed: a device's may wait for peers that are gone.
     """
-    if _current is not None and (_current.device.type == "cpu" or not hasattr(sys, "last_value")):
+    on_host = _current is None or _current.device.type == "cpu"
+    if on_host or not hasattr(sys, "last_value"):
         close()
 
 
 def close() -> None:
     """Closes the world; destroys the process group if it was opened here."""
-    global _current
-    if _current is not None and _current.owns_group and not environ.flag("FORK_LAUNCHED"):
+    global _current, _opened_group
+    if _opened_group and not environ.flag("FORK_LAUNCHED"):
         import torch.distributed as dist
 
         if dist.is_initialized():
             dist.destroy_process_group()
+    _current, _opened_group = None, False
+
+
+def forget() -> None:
+    """Closes the world but leaves its process group, for the next ``open`` to stand on.
+
+    Some programs start afresh several times in one process. Destroying and opening the group each time would
+    be slow, and ranks that are not at the same place would meet the wrong group.
+    """
+    global _current
     _current = None
 
 
@@ -237,6 +250,7 @@ def _together(
 ) -> World:
     import torch.distributed as dist
 
+    global _opened_group
     if cluster is None:
         # The user opened the group by hand and no launcher described it: all ranks are taken to be local.
         rank, size = adopted or (0, 1)
@@ -254,12 +268,15 @@ def _together(
     if adopted is None:
         assert cluster is not None
         _open_group(cluster, device, backend, timeout, group)
+        _opened_group = True
         atexit.register(_close_at_exit)
     elif adopted != (rank, size):
         raise WorldError(
             f"the open process group says rank {adopted[0]} of {adopted[1]}, "
             f"{cluster.name if cluster else 'the environment'} says rank {rank} of {size}"
         )
+    elif timeout is not None and _opened_group:
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # pyright: ignore[reportPrivateUsage]
     _share_cores(device, place["local_size"])
     return World(
         rank=rank,
@@ -271,7 +288,7 @@ def _together(
         port=cluster.port if cluster else None,
         timeout=timeout,
         debug=settings.debug,
-        owns_group=adopted is None,
+        owns_group=_opened_group,
     )
 
 

@@ -1,0 +1,63 @@
+"""A program that starts afresh several times in one process: its group of processes stays."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from accelerate.facade.state import AcceleratorState, PartialState
+from accelerate.world import collective, world
+from tests.support.ranks import RankServer, same_on_all
+
+
+def _again(times: int) -> list[float]:
+    """Starts afresh ``times`` times, each rank at its own pace."""
+    sums, group = [], None
+    for turn in range(times):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert PartialState._shared_state == {}
+        state = PartialState(cpu=True, backend=None, timeout=timedelta(seconds=60))
+        group = group or dist.group.WORLD
+        assert dist.group.WORLD is group
+        if state.process_index == turn % 2:
+            time.sleep(0.05)
+        sums.append(collective.reduce(torch.ones(()) * turn, "sum").item())
+    assert state.world.owns_group
+    world.close()
+    assert not dist.is_initialized()
+    return sums
+
+
+def test_fresh_starts_keep_the_group(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, _again, 6)) == [0, 2, 4, 6, 8, 10]
+
+
+def _shorter() -> str:
+    PartialState(cpu=True, timeout=timedelta(seconds=600))
+    PartialState._reset_state()
+    state = PartialState(cpu=True, timeout=timedelta(seconds=1))
+    dist.barrier()
+    if state.process_index == 1:
+        time.sleep(3)
+        return ""
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_fresh_start_may_wait_less_long(ranks: RankServer) -> None:
+    said, _ = ranks(2, _shorter)
+    assert "Timed out" in said
+
+
+def test_forgotten_without_a_group() -> None:
+    PartialState(cpu=True)
+    PartialState._reset_state()
+    assert PartialState._shared_state == {}
+    assert world.current() is None
+    assert PartialState().num_processes == 1
