@@ -108,12 +108,20 @@ HOMES: dict[str, dict[str, Home]] = {
         "facade.state",
         "AcceleratorState GradientState PartialState ThreadLocalSharedDict do_nothing is_initialized",
     ),
-    "accelerate.tracking": later(
-        "experiment trackers",
-        "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS "
-        "MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers "
-        "get_available_trackers on_main_process register_tracker_class",
-    ),
+    "accelerate.tracking": at("track", "register_tracker_class")
+    | at("track.aim", "AimTracker")
+    | at("track.base", "GeneralTracker on_main_process")
+    | at("track.clearml", "ClearMLTracker")
+    | at("track.comet_ml", "CometMLTracker")
+    | at("track.dvclive", "DVCLiveTracker")
+    | at("track.jsonl", "JSONLTracker")
+    | at("track.mlflow", "MLflowTracker")
+    | at("track.swanlab", "SwanLabTracker")
+    | at("track.tensorboard", "TensorBoardTracker")
+    | at("track.trackio", "TrackioTracker")
+    | at("track.wandb", "WandBTracker")
+    | at("facade.tracking", "filter_trackers get_available_trackers")
+    | {"LOGGER_TYPE_TO_CLASS": Made("track:classes")},
     # --- accelerate.commands
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": at("cli.main", "main"),

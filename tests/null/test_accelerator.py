@@ -216,9 +216,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'bf16'" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"log_with": "all"}, {"parallelism_config": 1}, {"mixed_precision": "fp8"}]
-)
+@pytest.mark.parametrize("arguments", [{"parallelism_config": 1}, {"mixed_precision": "fp8"}])
 def test_what_is_not_built_is_refused_not_ignored(arguments: dict[str, object]) -> None:
     with pytest.raises(NotBuiltError):
         Accelerator(**arguments)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.saving import Saving
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
+from accelerate.facade.tracking import Tracking
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.strategy import choose
@@ -39,7 +40,7 @@ from accelerate.world.world import InitProcessGroupKwargs, World
 _UNSET: Any = object()
 
 
-class Accelerator(Loop, Saving, Later):
+class Accelerator(Loop, Saving, Tracking, Later):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -51,6 +52,8 @@ class Accelerator(Loop, Saving, Later):
         dataloader_config: how loaders share data.
         rng_types: random streams that all processes take over from rank 0 at the start of every epoch; the
             order of the samples is agreed without them.
+        log_with: the trackers that ``init_trackers`` starts: a name, a ``GeneralTracker``, or several; ``"all"``
+            is every one that is installed.
         project_dir, project_config: where checkpoints and logs go.
         gradient_accumulation_plugin: accumulation with all its options.
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
@@ -98,7 +101,7 @@ class Accelerator(Loop, Saving, Later):
             )
             if given is not None
         )
-        options.refuse_unbuilt(log_with, parallelism_config)
+        options.refuse_unbuilt(parallelism_config)
         compiler = options.of_compiler(dynamo_plugin, dynamo_backend)
         self.handlers = options.by_class(kwargs_handlers or [])
         self.state = AcceleratorState(
@@ -134,7 +137,7 @@ class Accelerator(Loop, Saving, Later):
         )
         self._trigger = False
         self._start_saving()
-        self.trackers: list[Any] = []
+        self._start_tracking(log_with)
         self._forget()
 
     def _forget(self) -> None:
@@ -439,10 +442,11 @@ class Accelerator(Loop, Saving, Later):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Closes trackers and the world. The last call of a script."""
-        for tracker in self.trackers:
-            tracker.finish()
-        self.state.destroy_process_group()
+        """Ends the runs of trackers, and closes the world. The last call of a script."""
+        try:
+            self._end_tracking()
+        finally:
+            self.state.destroy_process_group()
 
 
 def _unknown(items: list[Any], known: list[Any]) -> list[Any]:

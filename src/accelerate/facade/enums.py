@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from accelerate import device as devices
 from accelerate.core.enums import BaseEnum
 from accelerate.precision import PRECISIONS
+from accelerate.track import TRACKERS
 
 
 class ComputeEnvironment(BaseEnum):
@@ -103,16 +104,21 @@ class CustomDtype(Enum):
 class LoggerType(BaseEnum):
     """An experiment tracker; ALL means every one that is installed."""
 
+    _ignore_ = ["each"]  # noqa: RUF012 - the enumeration's own protocol
     ALL = "all"
-    AIM = "aim"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-    SWANLAB = "swanlab"
+    if TYPE_CHECKING:
+        AIM = "aim"
+        CLEARML = "clearml"
+        COMETML = "comet_ml"
+        DVCLIVE = "dvclive"
+        JSONL = "jsonl"
+        MLFLOW = "mlflow"
+        SWANLAB = "swanlab"
+        TENSORBOARD = "tensorboard"
+        TRACKIO = "trackio"
+        WANDB = "wandb"
+    for each in TRACKERS.names():
+        vars()[each.replace("_", "").upper()] = each
 
 
 class SageMakerDistributedType(BaseEnum):

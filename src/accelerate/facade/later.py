@@ -24,25 +24,6 @@ def _refuse(name: str, planned: str) -> NoReturn:
 class Later(Processes):
     """What will come."""
 
-    trackers: list[Any]
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Starts the trackers of ``log_with``; there are none: it is refused until they come."""
-
-    def log(
-        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Logs to them; there are none."""
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name."""
-        _refuse("get_tracker", "trackers will come as one file each")
-
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:

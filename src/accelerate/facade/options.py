@@ -16,14 +16,13 @@ from accelerate.watch.profile import ProfileKwargs
 from accelerate.world.world import InitProcessGroupKwargs
 
 
-def refuse_unbuilt(log_with: Any, parallelism_config: Any) -> None:
+def refuse_unbuilt(parallelism_config: Any) -> None:
     """Refuses arguments whose room is not built yet.
 
     Raises:
         NotBuiltError: with the plan.
     """
     asked = {
-        "log_with": (log_with, "trackers will come as one file each"),
         "parallelism_config": (parallelism_config, "named degrees of parallelism will come"),
     }
     for name, (given, planned) in asked.items():

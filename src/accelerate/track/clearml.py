@@ -1,0 +1,127 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.errors import SettingError
+from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
+
+# Prefixes of names that are the series of a plot, as scripts write them: eval_loss is loss of "eval".
+SERIES = ("eval", "test", "train")
+
+
+class ClearMLTracker(GeneralTracker):
+    """A task. Run here: clearml 2.1, offline mode, its file of metrics read back.
+
+    A task that the script has opened itself is used, and left open at the end.
+
+    Args:
+        run_name: name of project and task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` say others.
+        kwargs: options of ``Task.init``.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+    packages = ("clearml",)
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.user_provided_run_name, self.init_kwargs = run_name, kwargs
+        self._initialized_externally = False
+
+    @property
+    def tracker(self) -> Any:
+        """The task."""
+        return self.task
+
+    @on_main_process
+    def start(self) -> None:
+        """Opens the task, or takes the one that is open."""
+        from clearml import Task
+
+        self.task: Any = Task.current_task()
+        self._initialized_externally = self.task is not None
+        if self.task is None:
+            names = {
+                "project_name": environ.get("CLEARML_PROJECT", self.user_provided_run_name),
+                "task_name": environ.get("CLEARML_TASK", self.user_provided_run_name),
+            }
+            self.task = Task.init(**{**names, **self.init_kwargs})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Stores the configuration, nested as it is."""
+        self.task.connect_configuration(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs numbers: ``eval_loss`` is the series eval of the plot loss; without a step, a single value.
+
+        A dict of numbers is one plot, its keys are the series. ``kwargs`` go to the method that reports.
+        """
+        report = self.task.get_logger()
+        for key, value in scalars(values).items():
+            rows = value if isinstance(value, dict) else {None: value}
+            for inner, each in rows.items():
+                title, series = self._get_title_series(key) if inner is None else (key, inner)
+                if not isinstance(each, int | float):
+                    self.refuse(key, each)
+                elif step is None:
+                    name = key if inner is None else f"{key}/{inner}"
+                    report.report_single_value(name=name, value=each, **kwargs)
+                else:
+                    report.report_scalar(title=title, series=series, value=each, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs images, each an array or a PIL image, or a list of them; ``kwargs`` go to ``report_image``."""
+        report = self.task.get_logger()
+        for key, given in values.items():
+            title, series = self._get_title_series(key)
+            for image in given if isinstance(given, list | tuple) else [given]:
+                report.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Logs a table, given by its rows or as a data frame; ``kwargs`` go to ``report_table``.
+
+        Raises:
+            SettingError: neither rows nor a data frame are given.
+        """
+        if dataframe is None and data is None:
+            raise SettingError(f"the table {table_name!r} has no rows", fix="give data=[[...]] or dataframe=")
+        rows = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
+        title, series = self._get_title_series(table_name)
+        self.task.get_logger().report_table(
+            title=title, series=series, table_plot=rows, iteration=step, **kwargs
+        )
+
+    @on_main_process
+    def finish(self) -> None:
+        """Closes the task, unless the script opened it; one that failed is marked so."""
+        if self._initialized_externally:
+            return
+        if self.failed:
+            self.task.mark_failed(status_reason="the script ended by an error")
+        self.task.close()
+
+    @staticmethod
+    def _get_title_series(name: str) -> tuple[str, str]:
+        """(plot, series) of a name."""
+        for series in SERIES:
+            if name.startswith(f"{series}_"):
+                return name.removeprefix(f"{series}_"), series
+        return name, "train"
+
+
+PLUGIN = ClearMLTracker

@@ -1,0 +1,71 @@
+"""Comet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
+
+
+class CometMLTracker(GeneralTracker):
+    """An experiment of the project ``run_name``. Run here: comet_ml 3.58, offline, archive read back.
+
+    Args:
+        run_name: name of the project.
+        kwargs: options of ``comet_ml.start``.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+    packages = ("comet_ml",)
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.init_kwargs = run_name, kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Begins the experiment."""
+        import comet_ml
+
+        self.writer: Any = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Stores the configuration; the library removes its nesting."""
+        self.writer.log_parameters(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs numbers, dicts of numbers, and texts; ``kwargs`` go to the method that logs each."""
+        if step is not None:
+            self.writer.set_step(step)
+        for key, value in scalars(values).items():
+            if isinstance(value, int | float):
+                self.writer.log_metric(key, value, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.log_other(key, value, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.log_metrics(value, step=step, **kwargs)
+            else:
+                self.refuse(key, value)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs lists of images: arrays, PIL images, paths; ``kwargs`` go to ``log_image``."""
+        for key, images in values.items():
+            for image in images:
+                self.writer.log_image(image, name=key, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Ends the experiment."""
+        self.writer.end()
+
+
+PLUGIN = CometMLTracker

@@ -1,0 +1,156 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import islice
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.errors import SettingError
+from accelerate.track.base import GeneralTracker, flat, on_main_process, scalars
+
+# A server takes no more parameters in one request (mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH).
+BATCH = 100
+
+
+class MLflowTracker(GeneralTracker):
+    """A run of an experiment. Run here: mlflow 3.17, SQLite store, read back with its client.
+
+    Variables win over arguments, so that a job's environment decides where it is logged:
+    ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON), ``MLFLOW_NESTED_RUN``.
+
+    Args:
+        experiment_name: the experiment; made if it does not exist.
+        logging_dir: where the artifacts of a new experiment go.
+        run_id: continues this run.
+        tags: of the run, and of a new experiment; a dict, or JSON.
+        nested_run: make it a child of the run that is active.
+        run_name: the run's name.
+        description: the run's description.
+
+    Raises:
+        SettingError: the tags are no JSON object.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    packages = ("mlflow",)
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.experiment_name = environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = logging_dir
+        self.run_id = environ.get("MLFLOW_RUN_ID", run_id)
+        given = environ.get("MLFLOW_TAGS") or tags
+        self.tags: dict[str, Any] | None = _tags(given) if isinstance(given, str) else given
+        nested = environ.get("MLFLOW_NESTED_RUN") or nested_run
+        self.nested_run = (
+            environ.truth(nested, where="nested_run") if isinstance(nested, str) else bool(nested)
+        )
+        self.run_name, self.description = run_name, description
+
+    @property
+    def tracker(self) -> Any:
+        """The active run."""
+        return self.active_run
+
+    @on_main_process
+    def start(self) -> None:
+        """Begins the run."""
+        import mlflow
+
+        known = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
+        if known:
+            experiment: Any = known[0].experiment_id
+        else:
+            where = None if self.logging_dir is None else str(self.logging_dir)
+            experiment = mlflow.create_experiment(
+                name=self.experiment_name, artifact_location=where, tags=self.tags
+            )
+        self.active_run: Any = mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=experiment,
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Stores the configuration as parameters, without nesting, in batches that a server takes."""
+        import mlflow
+
+        rows = iter(flat(values).items())
+        while batch := dict(islice(rows, BATCH)):
+            mlflow.log_params(batch)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs numbers, and dicts of them as ``name/key``; ``kwargs`` go to ``log_metrics``."""
+        import mlflow
+
+        metrics: dict[str, Any] = {}
+        for key, value in scalars(values).items():
+            if isinstance(value, int | float):
+                metrics[key] = value
+            elif isinstance(value, dict):
+                metrics |= {f"{key}/{inner}": each for inner, each in value.items()}
+            else:
+                self.refuse(key, value)
+        mlflow.log_metrics(metrics, step=step, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Stores a figure of matplotlib or plotly as ``artifact_file``."""
+        import mlflow
+
+        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Stores a file, in the folder ``artifact_path`` of the run."""
+        import mlflow
+
+        mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Stores what a folder holds, in the folder ``artifact_path`` of the run."""
+        import mlflow
+
+        mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Ends the run; one that failed is marked so."""
+        import mlflow
+
+        if self.failed:
+            mlflow.end_run(status="FAILED")
+        else:
+            mlflow.end_run()
+
+
+def _tags(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise SettingError(f"the tags {text!r} are no JSON object", fix='write them as {"name": "value"}')
+    return found
+
+
+PLUGIN = MLflowTracker

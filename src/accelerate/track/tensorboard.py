@@ -1,0 +1,83 @@
+"""TensorBoard event files, by torch's writer."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accelerate.core import packages
+from accelerate.track.base import GeneralTracker, flat, on_main_process, plain, scalars
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Event files in ``logging_dir/run_name``. Run here: tensorboard 2.21, read back with its own reader.
+
+    Args:
+        run_name: name of the folder.
+        logging_dir: where it lies.
+        kwargs: options of ``SummaryWriter``.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    packages = ("tensorboard", "tensorboardX")
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.logging_dir_param, self.init_kwargs = run_name, logging_dir, kwargs
+        self.logging_dir = os.path.join(logging_dir, run_name)
+
+    @property
+    def tracker(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Opens the event file."""
+        if packages.installed("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        else:
+            from tensorboardX import SummaryWriter
+        self.writer: Any = SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Stores the configuration as hyperparameters, without nesting, and as it is in ``hparams.yml``."""
+        self.writer.add_hparams(flat(values), metric_dict={})
+        self.writer.flush()
+        folder = Path(self.logging_dir, str(time.time()))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(plain(values)), encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs numbers, texts, and dicts of numbers; ``kwargs`` go to ``add_scalar`` and its kin."""
+        for key, value in scalars(values).items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(key, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(key, value, global_step=step, **kwargs)
+            else:
+                self.refuse(key, value)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs batches of images, ``(n, 3, height, width)`` unless ``dataformats="NHWC"`` is given."""
+        for key, images in values.items():
+            self.writer.add_images(key, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Closes the event file."""
+        self.writer.close()
+
+
+PLUGIN = TensorBoardTracker

@@ -1,0 +1,82 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.track.base import GeneralTracker, on_main_process
+
+
+class WandBTracker(GeneralTracker):
+    """A run of the project ``run_name``. Run here: wandb 0.31, ``WANDB_MODE=offline``, its file read back.
+
+    Args:
+        run_name: name of the project; the run's own name is the option ``name``.
+        kwargs: options of ``wandb.init``.
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+    main_process_only = False
+    packages = ("wandb",)
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.init_kwargs = run_name, kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Begins the run."""
+        import wandb
+
+        self.run: Any = wandb.init(project=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Stores the configuration, nested as it is."""
+        self.run.config.update(values, allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs whatever the library takes; ``kwargs`` go to ``Run.log``."""
+        self.run.log(values, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs lists of images: arrays, PIL images, paths."""
+        import wandb
+
+        images = {key: [wandb.Image(image) for image in given] for key, given in values.items()}
+        self.log(images, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Logs a table, given by its rows or as a data frame."""
+        import wandb
+
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Ends the run; one that failed is marked so."""
+        if self.failed:
+            self.run.finish(exit_code=1)
+        else:
+            self.run.finish()
+
+
+PLUGIN = WandBTracker
