@@ -2,7 +2,7 @@
 
     docs/settings.md    every setting, from its declaration
     README.md           what works where, from the registries; the figures, from benchmarks/RESULTS.md
-    docs/*.md           tables of the options of a class, between <!-- options:NAME --> and <!-- /options:NAME -->
+    docs/*.md           options of a class NAME, after <!-- options:NAME -->; trackers; examples
 
 tests/null/test_docs.py holds the files against what this would write, and every claim against the code.
 """
@@ -405,10 +405,8 @@ def _promised(part: Any) -> Iterator[str]:
 def options_table(cls: type) -> str:
     """The fields of a dataclass with their defaults and what its docstring says about each."""
     said = _attributes(inspect.getdoc(cls) or "")
-    rows = []
-    for each in dataclasses.fields(cls):
-        if each.init and not each.name.startswith("_"):
-            rows.append([code(each.name), code(_default(each)), cell(said.get(each.name, ""))])
+    fields = (each for each in dataclasses.fields(cls) if each.init and not each.name.startswith("_"))
+    rows = ([code(each.name), code(_default(each)), cell(said.get(each.name, ""))] for each in fields)
     return table(["Option", "Default", "What it does"], rows)
 
 
@@ -430,13 +428,38 @@ def _default(each: dataclasses.Field[Any]) -> str:
     return "" if made is dataclasses.MISSING else str(made())
 
 
-def page_of_options(path: Path) -> str:
-    """A page with its tables of options."""
-    text = path.read_text(encoding="utf-8")
-    for name in re.findall(r"<!-- options:(\w+) -->", text):
-        text = filled(
-            text, f"options:{name}", options_table(getattr(importlib.import_module("accelerate.utils"), name))
+def trackers_table() -> str:
+    """Every tracker: what it writes and on what it was run, from its docstring."""
+    from accelerate.track import TRACKERS
+
+    rows = []
+    for tracker in TRACKERS:
+        writes, _, run = cell((inspect.getdoc(tracker) or "").splitlines()[0]).partition(" Run here: ")
+        package = " or ".join(map(code, tracker.packages)) or "-"
+        folder = "yes" if tracker.requires_logging_directory else "-"
+        rows.append(
+            [code(tracker.name), writes.replace("``", "`"), package, folder, run.replace("``", "`") or "-"]
         )
+    return table(["`log_with`", "What it writes", "Package", "Needs `project_dir`", "Run here"], rows)
+
+
+def examples_table() -> str:
+    """Every example and the first line of its docstring."""
+    rows = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        rows.append([code(f"examples/{path.name}"), cell(said.split("\n\n")[0].replace("\n", " "))])
+    return table(["File", "What it shows"], rows)
+
+
+def page(path: Path) -> str:
+    """A page with its tables."""
+    text = path.read_text(encoding="utf-8")
+    for name, make in {"trackers": trackers_table, "examples": examples_table}.items():
+        text = filled(text, name, make()) if f"<!-- {name} -->" in text else text
+    for name in re.findall(r"<!-- options:(\w+) -->", text):
+        cls = getattr(importlib.import_module("accelerate.utils"), name)
+        text = filled(text, f"options:{name}", options_table(cls))
     return text
 
 
@@ -478,20 +501,16 @@ def readme() -> str:
     return filled(filled(text, "support", support_table()), "figures", figures())
 
 
-def with_options() -> dict[str, Callable[[], str]]:
-    """The pages that hold a table of options."""
-    paths = sorted((ROOT / "docs").glob("*.md"))
-    return {
-        f"docs/{path.name}": partial(page_of_options, path)
-        for path in paths
-        if "<!-- options:" in path.read_text()
-    }
+def pages_with_tables() -> dict[str, Callable[[], str]]:
+    """The pages of docs/ in which a table is marked."""
+    paths = [path for path in sorted((ROOT / "docs").glob("*.md")) if "<!-- /" in path.read_text("utf-8")]
+    return {f"docs/{path.name}": partial(page, path) for path in paths}
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_page,
     "README.md": readme,
-    **with_options(),
+    **pages_with_tables(),
 }
 
 

@@ -187,8 +187,13 @@ def test_a_wrong_path_is_seen() -> None:
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
-    pages = [name for entry in yaml.safe_load(text("mkdocs.yml"))["nav"] for name in entry.values()]
-    assert sorted(pages) == sorted(path.name for path in ROOT.glob("docs/*.md"))
+    def pages(entries: list[dict[str, Any]]) -> Iterator[str]:
+        for value in (value for entry in entries for value in entry.values()):
+            yield from pages(value) if isinstance(value, list) else [value]
+
+    assert sorted(pages(yaml.safe_load(text("mkdocs.yml"))["nav"])) == sorted(
+        path.name for path in ROOT.glob("docs/*.md")
+    )
 
 
 @pytest.mark.parametrize("page", ["docs/coming.md", "docs/contributing.md", "docs/changelog.md"])
@@ -336,8 +341,9 @@ def test_figures_come_from_the_benchmarks() -> None:
     assert [row for row in rows if row not in measured] == []
 
 
-def test_the_page_of_settings_is_up_to_date() -> None:
-    assert text("docs/settings.md") == generate.settings_page(), "run: python docs/generate.py"
+@pytest.mark.parametrize("page", generate.PAGES)
+def test_what_is_generated_is_up_to_date(page: str) -> None:
+    assert text(page) == generate.PAGES[page](), "run: python docs/generate.py"
 
 
 def test_every_setting_is_on_its_page() -> None:

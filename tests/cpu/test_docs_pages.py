@@ -1,0 +1,76 @@
+"""The pages of the documentation, run: every Python block of a page in turn, on two processes.
+
+What a block prints on the main process must be what the ``text`` block below it shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.null.test_docs import FENCE, text
+from tests.support.environment import ROOT
+from tests.support.ranks import RankServer
+
+# Pages of other kinds: the start page has a test of its own, the rest shows no program of a user.
+OTHERS = {"index.md", "settings.md", "architecture.md", "contributing.md", "changelog.md"}
+PAGES = sorted(path.name for path in ROOT.glob("docs/*.md") if path.name not in OTHERS)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A Python block, and what the page says it prints; None: it does not say."""
+
+    code: str
+    line: int
+    printed: str | None
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The Python blocks of a page, in order; a ``text`` block belongs to the one right above it."""
+    source = text(f"docs/{page}")
+    found = [(m[1], m[3], source[: m.start()].count("\n") + 2) for m in FENCE.finditer(source)]
+    for (kind, body, line), (below, shown, _) in pairwise([*found, ("", "", 0)]):
+        if kind == "python":
+            yield Block(body, line, shown if below == "text" else None)
+
+
+def run(page: str, folder: str) -> list[tuple[int, str | None, str]]:
+    """(line, what the page shows, what was printed) of every block, on this process."""
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    results = []
+    for block in blocks(page):
+        # The lines of an error are those of the page.
+        program = compile("\n" * (block.line - 1) + block.code, f"docs/{page}", "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)
+            exec(program, space)
+        results.append((block.line, block.printed, printed.getvalue()))
+    return results
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_and_prints_what_it_shows(page: str, ranks: RankServer, tmp_path: Any) -> None:
+    expected = list(blocks(page))
+    if not expected:
+        pytest.skip("a page without programs")
+    main = ranks(2, run, page, str(tmp_path))[0]
+    assert len(main) == len(expected)
+    for line, shown, printed in main:
+        assert printed == (shown or ""), f"docs/{page}, the block at line {line}"
+
+
+def test_a_page_that_shows_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "```python\nprint(1 + 1)\n```\n\nIt prints:\n\n```text\n3\n```\n\n```python\nx = 1\n```\n"
+    monkeypatch.setattr(f"{__name__}.text", lambda _: page)
+    assert list(blocks("page.md")) == [Block("print(1 + 1)\n", 2, "3\n"), Block("x = 1\n", 12, None)]
+    assert [(shown, printed) for _, shown, printed in run("page.md", ".")] == [("3\n", "2\n"), (None, "")]
