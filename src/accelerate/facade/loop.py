@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import Strategy
-from accelerate.watch.profile import PROFILE_PATTERN_NAME, ProfileKwargs
+from accelerate.watch.profile import ProfileKwargs, recording
 
 
 class Loop(Processes):
@@ -151,18 +150,16 @@ class Loop(Processes):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Generator[Any]:
         """Profiles the block by ``torch.profiler``, which it yields.
 
-        With ``output_trace_dir``, each process leaves a Chrome trace ``profile_<rank>.json`` there.
+        With ``output_trace_dir``, each process leaves a Chrome trace ``profile_<rank>.json`` there, and with
+        ``memory_timeline`` a picture ``memory_<rank>.png``.
 
         Args:
             profile_handler: what to record; None takes the one given to the ``Accelerator``, or the defaults.
         """
         handler = profile_handler or self.handlers.get(ProfileKwargs) or ProfileKwargs()
-        with handler.build() as profiler:
+        with recording(handler, self.process_index) as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
-            folder = Path(handler.output_trace_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
             self.wait_for_everyone()
 
 

@@ -1,19 +1,24 @@
-"""What to profile, handed to torch.profiler."""
+"""What to profile, handed to torch.profiler; traces and pictures of the memory, one per process."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.core.errors import UnknownNameError
+from accelerate.core import packages
+from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.handler import KwargsHandler
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+MEMORY_PATTERN_NAME = "memory_{suffix}.png"
 
 
 @dataclass
@@ -26,7 +31,11 @@ class ProfileKwargs(KwargsHandler):
         schedule_option: arguments of ``torch.profiler.schedule``; ``active`` is needed. None records from
             the start to the end.
         on_trace_ready: called with the profiler whenever a recorded cycle is complete.
-        output_trace_dir: where ``Accelerator.profile`` writes one Chrome trace per rank; None writes none.
+        output_trace_dir: where ``Accelerator.profile`` writes one Chrome trace per process,
+            ``profile_<rank>.json``, when a cycle is complete; a later cycle replaces it. None writes none.
+        memory_timeline: beside each trace, ``memory_<rank>.png``: which kinds of tensors fill the memory of
+            each device over time. Turns on ``profile_memory``, ``record_shapes`` and ``with_stack``, from
+            which the kinds are told. Needs matplotlib.
     """
 
     activities: list[str] | None = None
@@ -38,26 +47,118 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
+    memory_timeline: bool = False
 
     def build(self) -> profile:
         """The profiler, not started yet.
 
         Raises:
             UnknownNameError: torch has no such activity.
+            SettingError: a memory timeline is asked for and no folder is given.
+            MissingExtraError: it needs matplotlib.
         """
         import torch
 
+        pictures = self.memory_timeline
+        if pictures:
+            self._check_pictures()
         schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
         return torch.profiler.profile(
             activities=None if self.activities is None else [_activity(name) for name in self.activities],
             schedule=schedule,
             on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
+            record_shapes=self.record_shapes or pictures,
+            profile_memory=self.profile_memory or pictures,
+            with_stack=self.with_stack or pictures,
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+    def _check_pictures(self) -> None:
+        if self.output_trace_dir is None:
+            raise SettingError(
+                "memory_timeline=True draws a picture, and no folder is given for it",
+                fix="ProfileKwargs(memory_timeline=True, output_trace_dir='traces')",
+            )
+        if not packages.installed("matplotlib"):
+            raise MissingExtraError("matplotlib", "ProfileKwargs(memory_timeline=True)")
+
+
+@contextmanager
+def recording(options: ProfileKwargs, rank: int) -> Generator[profile]:
+    """Profiles the block, and writes what ``options`` ask for whenever a cycle is complete.
+
+    A file is whole or absent. What was recorded before an error in the block is written too.
+
+    Args:
+        options: what to record and where to.
+        rank: this process, in the names of the files.
+
+    Raises:
+        SettingError: ``on_trace_ready`` has exported a trace that is to be exported here as well.
+    """
+    profiler = options.build()
+    folder = options.output_trace_dir
+    if folder is None:
+        with profiler:
+            yield profiler
+        return
+    written = ending = False
+
+    def write(ready: profile) -> None:
+        nonlocal written
+        if options.on_trace_ready is not None:
+            options.on_trace_ready(ready)
+        # A cycle that the end of the block cuts short does not replace a complete one.
+        if not (ending and written):
+            _write(ready, Path(folder), rank, pictures=options.memory_timeline)
+            written = True
+
+    profiler.on_trace_ready = write
+    with profiler:
+        try:
+            yield profiler
+        finally:
+            ending = True
+    if not written:
+        warnings.warn(
+            f"no trace was written to {folder}: the profile ended before a cycle of schedule_option="
+            f"{options.schedule_option} began to record; call profiler.step() after every step",
+            stacklevel=4,
+        )
+
+
+def _write(profiler: profile, folder: Path, rank: int, *, pictures: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _whole(folder / PROFILE_PATTERN_NAME.format(suffix=rank), lambda path: _export(profiler, path))
+    if pictures:
+        from accelerate.watch import timeline  # numpy and torch: only where a picture is drawn
+
+        lines = timeline.read(profiler)
+        _whole(folder / MEMORY_PATTERN_NAME.format(suffix=rank), lambda path: timeline.draw(lines, path))
+
+
+def _export(profiler: profile, path: Path) -> None:
+    try:
+        profiler.export_chrome_trace(str(path))
+    except RuntimeError as error:
+        if "already saved" not in str(error):
+            raise
+        raise SettingError(
+            "the trace was exported by on_trace_ready, and output_trace_dir exports it too",
+            why="torch writes a trace once",
+            fix="leave one of the two out",
+        ) from error
+
+
+def _whole(path: Path, fill: Callable[[Path], None]) -> None:
+    """The file at ``path``, written beside and renamed when it is whole."""
+    part = path.with_name(f".{path.name}")
+    try:
+        fill(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _activity(name: str) -> Any:

@@ -1,0 +1,164 @@
+"""Traces and pictures of the memory: what they show, when they are written, and that none is half."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from torch import nn
+from torch.profiler import profile
+
+from accelerate import Accelerator, ProfileKwargs
+from accelerate.core import packages
+from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.watch import timeline
+from accelerate.watch.profile import recording
+
+MB = 2**20
+
+
+def train(steps: int = 2) -> None:
+    """A weight of 1 MB, its Adam state of 2 MB, activations of 4 MB."""
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(2048, 512)).relu().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def events(path: Path) -> list[str]:
+    return [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+
+
+def test_a_trace_and_a_picture_of_what_fills_the_memory(tmp_path: Path) -> None:
+    options = ProfileKwargs(output_trace_dir=str(tmp_path / "new" / "traces"), memory_timeline=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    with accelerator.profile() as profiler:
+        train()
+    folder = tmp_path / "new" / "traces"
+    assert sorted(path.name for path in folder.iterdir()) == ["memory_0.png", "profile_0.json"]
+    assert "aten::mm" in events(folder / "profile_0.json")
+
+    (line,) = timeline.read(profiler)
+    assert line.device == "cpu"
+    top = {name: values.max() / MB for name, values in line.bytes.items()}
+    assert top["optimizer state"] >= 2
+    assert top["gradients"] >= 1
+    assert top["activations"] >= 4
+    assert (line.total >= 0).all()
+    assert (np.diff(line.seconds) >= 0).all()
+
+    pixels = imread(folder / "memory_0.png")[..., :3]
+    for name in ("optimizer state", "gradients", "activations"):
+        near = np.abs(pixels - np.array(to_rgb(timeline.KINDS[name]))).max(axis=2) < 0.02
+        assert near.mean() > 0.001, f"{name} is an area of the picture"
+
+
+def test_without_torchs_memory_profile_the_total_is_drawn(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(
+        next(each for each in profile.__mro__ if "_memory_profile" in vars(each)), "_memory_profile"
+    )
+    with recording(ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True), 3) as profiler:
+        kept = torch.ones(MB)
+        train()
+    (line,) = timeline.read(profiler)
+    assert list(line.bytes) == ["other"]
+    assert line.total.max() >= 4 * MB + 4 * MB
+    assert line.total[-1] >= kept.nbytes
+    assert (tmp_path / "memory_3.png").stat().st_size > 5000
+
+
+def test_many_moments_are_thinned_to_the_fullest() -> None:
+    count = 10 * timeline.MOMENTS
+    seconds = np.linspace(5, 6, count)
+    steps = np.zeros(count, dtype=np.int64)
+    steps[12345] = 7 * MB
+    line = timeline._timeline("cpu", seconds, {"other": steps, "inputs": np.zeros_like(steps)})
+    assert len(line.seconds) == timeline.MOMENTS
+    assert line.total.max() == 7 * MB
+    assert list(line.bytes) == ["other"]
+
+
+def test_no_allocation_makes_a_picture_too(tmp_path: Path) -> None:
+    timeline.draw([], tmp_path / "empty.png")
+    assert imread(tmp_path / "empty.png").shape[0] > 100
+
+
+def steps(options: ProfileKwargs, count: int) -> None:
+    with recording(options, 0) as profiler:
+        for index in range(count):
+            with torch.profiler.record_function(f"step {index}"):
+                torch.ones(4).sum()
+            profiler.step()
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_a_complete_cycle_is_kept_whatever_comes_after(tmp_path: Path, count: int) -> None:
+    """The profile may end while torch warms up for the next cycle, or records it: that one is left out."""
+    cycle = {"wait": 1, "warmup": 1, "active": 1}
+    seen: list[Any] = []
+    steps(ProfileKwargs(["cpu"], cycle, seen.append, output_trace_dir=str(tmp_path)), count)
+    assert len(seen) == (2 if count == 5 else 1), "torch calls it for a cycle that was cut short, too"
+    names = events(tmp_path / "profile_0.json")
+    assert "step 2" in names
+    assert "step 4" not in names
+
+
+def test_a_later_cycle_replaces_the_trace(tmp_path: Path) -> None:
+    steps(ProfileKwargs(["cpu"], {"wait": 0, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path)), 4)
+    names = events(tmp_path / "profile_0.json")
+    assert "step 3" in names
+    assert "step 1" not in names
+
+
+def test_a_schedule_that_never_records_is_announced(tmp_path: Path) -> None:
+    options = ProfileKwargs(["cpu"], {"wait": 9, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path))
+    with pytest.warns(UserWarning, match=r"no trace was written.*profiler\.step\(\)"):
+        steps(options, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_in_the_block_leaves_the_trace_until_then(tmp_path: Path) -> None:
+    def fail() -> None:
+        torch.ones(4).sum()
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError), recording(ProfileKwargs(output_trace_dir=str(tmp_path)), 0):
+        fail()
+    assert "aten::sum" in events(tmp_path / "profile_0.json")
+
+
+def test_an_error_of_writing_leaves_no_half_file(tmp_path: Path, monkeypatch) -> None:
+    def fill_the_disk(lines: Any, path: Path) -> None:
+        path.write_text("half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(timeline, "draw", fill_the_disk)
+    options = ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True)
+    with pytest.raises(OSError, match="no space"), recording(options, 0):
+        train(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["profile_0.json"]
+
+
+def test_options_that_cannot_take_effect_are_refused(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(SettingError, match="no folder is given"):
+        ProfileKwargs(memory_timeline=True).build()
+
+    def export(profiler: Any) -> None:
+        profiler.export_chrome_trace(str(tmp_path / "own.json"))
+
+    options = ProfileKwargs(["cpu"], on_trace_ready=export, output_trace_dir=str(tmp_path))
+    with pytest.raises(SettingError, match="leave one of the two out"), recording(options, 0):
+        torch.ones(4).sum()
+    assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
+
+    monkeypatch.setattr(packages, "installed", lambda module: module != "matplotlib")
+    with pytest.raises(MissingExtraError, match="pip install matplotlib"):
+        ProfileKwargs(memory_timeline=True, output_trace_dir=str(tmp_path)).build()
