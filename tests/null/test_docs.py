@@ -26,7 +26,7 @@ FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILIN
 # What the documentation names and a checkout does not have: made by targets, or planned.
 ABSENT = {
     *("site/", ".venv/bin/pre-commit", "benchmarks/RESULTS.md", "accelerate/default_config.yaml"),
-    *("offload/", "track/"),
+    "offload/",
 }
 
 
@@ -385,9 +385,10 @@ def test_the_registries_are_those_of_the_table() -> None:
     from accelerate.launch.base import KINDS
     from accelerate.precision import PRECISIONS
     from accelerate.strategy import STRATEGIES
+    from accelerate.track import TRACKERS
 
     known = {"DEVICES": DEVICES, "STRATEGIES": STRATEGIES, "PRECISIONS": PRECISIONS}
-    known |= {"KINDS": KINDS, "COMMANDS": COMMANDS}
+    known |= {"TRACKERS": TRACKERS, "KINDS": KINDS, "COMMANDS": COMMANDS}
     page = text("docs/architecture.md")
     for name, registry in known.items():
         assert f"| `{name}` | `src/{registry.package.replace('.', '/')}` |" in page

@@ -118,7 +118,19 @@ def facts() -> dict[str, Any]:
         "help": {name: help_of(name) for name in ("", "launch", "devices")},
         "devices": output_of("devices"),
         "double": train_in_double(),
+        "tracked": tracked(Path(sys.argv[1]) / "logs"),
     }
+
+
+def tracked(folder: Path) -> str:
+    """What the tracker of the example has written after two numbers."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=str(folder))
+    accelerator.init_trackers("run", config={"lr": 0.1})
+    accelerator.log({"loss": 0.5, "accuracy": 0.75}, step=3)
+    accelerator.end_training()
+    return (folder / "run.csv").read_text(encoding="utf-8")
 
 
 def output_of(*words: str) -> str:
@@ -179,7 +191,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_there_is_an_example_of_each_kind() -> None:
     rooms = sorted(title.removeprefix(PLUGINS).partition("/")[0] for title in plugins())
-    assert rooms == ["cli", "device", "precision", "strategy"]
+    assert rooms == ["cli", "device", "precision", "strategy", "track"]
     assert "a setting" in shown()
 
 
@@ -197,7 +209,8 @@ def test_the_device_inherits_the_laws_of_devices(found: dict[str, Any]) -> None:
 
 def test_every_example_appears_in_the_table_of_the_readme(found: dict[str, Any]) -> None:
     rows = {row.split("|")[1].strip(" *"): row for row in found["table"].splitlines()}
-    for row, name in [("Devices", "aurora"), ("Strategies", "averaging"), ("Mixed precision", "fp64")]:
+    new = {"Devices": "aurora", "Strategies": "averaging", "Mixed precision": "fp64", "Trackers": "csv"}
+    for row, name in new.items():
         assert f"`{name}`" in rows[row]
     assert "`accelerate devices`" in rows["Commands"]
     # It says that it was not run on one.
@@ -218,6 +231,10 @@ def test_the_precision_computes_in_double(found: dict[str, Any]) -> None:
     assert found["double"]["dtype"] == "torch.float64"
     assert found["double"]["equal"]
     assert "precision: weights and inputs become float64" in found["double"]["plan"]
+
+
+def test_the_tracker_writes_what_is_logged(found: dict[str, Any]) -> None:
+    assert found["tracked"].splitlines() == ["3,loss,0.5", "3,accuracy,0.75"]
 
 
 def test_another_package_adds_a_device_through_an_entry_point(
