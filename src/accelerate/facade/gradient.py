@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accelerate.core.errors import PrepareError
 from accelerate.core.handler import KwargsHandler
 from accelerate.core.setting import setting
 from accelerate.data.active import UNOWNED, ActiveLoaders
@@ -27,15 +28,18 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Attributes:
         num_steps: micro-batches per optimizer step.
-        adjust_scheduler: the scheduler only advances with the optimizer.
+        adjust_scheduler: kept for compatibility: a schedule advances with the optimizer, whatever it says.
         sync_with_dataloader: the last batch of a loader closes the window, however short.
         sync_each_batch: reduce gradients in every micro-batch (less memory under sharding, more traffic).
+        step_scheduler_once: each optimizer step advances a schedule by 1, so that the learning rate of step k
+            is that of a run on one process; otherwise by the number of processes, as in Accelerate 1.x.
     """
 
     num_steps: int | None = None
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    step_scheduler_once: bool = False
 
 
 class _SharedState:
@@ -60,6 +64,13 @@ class GradientState:
     plugin_kwargs: dict[str, Any]
     loaders: ActiveLoaders
     step: int
+    # The Window whose micro-batches are handed out now, or None; and what is said of one that was left early.
+    window: Any
+    abandoned: str
+    # The Items that ``backward(loss, num_items=...)`` counts, None before its first use; and whether
+    # gradients come from a backward without it.
+    items: Any
+    uncounted: bool
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         """The current one, with the options updated when some are given."""
@@ -79,6 +90,8 @@ class GradientState:
         state.plugin_kwargs = plugin.to_kwargs() if plugin is not None else {}
         state.loaders = ActiveLoaders() if loaders is None else loaders
         state.step = 0
+        state.window, state.abandoned = None, ""
+        state.items, state.uncounted = None, False
         state._synced_elsewhere = False
         cls._current = state
         return state
@@ -156,6 +169,19 @@ class GradientState:
         if closes:
             self.step = 0
         return self.sync_gradients
+
+    def refuse_abandoned(self, what: str) -> None:
+        """Refuses to go on with gradients of a window that was left before its last micro-batch.
+
+        Raises:
+            PrepareError: there are some.
+        """
+        if self.abandoned:
+            raise PrepareError(
+                f"{what} after {self.abandoned}",
+                why="its gradients are of a part of the window, and were not reduced over the processes",
+                fix="drop them with optimizer.zero_grad(), or let every window run to its end",
+            )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -45,10 +45,6 @@ class Later(Processes):
         """Splits sequences under context parallelism; without it, as always today, the block just runs."""
         yield
 
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """The fused backward of LOMO optimizers."""
-        _refuse("lomo_backward", "fused backward passes will come with the optimizers that need them")
-
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Splits the sequences of a loader's batches."""
         _refuse("deepspeed_ulysses_dl_adapter", "sequence parallelism will come with the sharded strategies")

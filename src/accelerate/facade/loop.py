@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient import GradientState
+from accelerate.facade.items import Items
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.processes import Processes
+from accelerate.facade.window import Windows
 from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES
@@ -76,22 +79,163 @@ class Loop(Processes):
             strategy.sync_next_backward(model)
         yield
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward pass of ``loss`` divided by ``gradient_accumulation_steps``, scaled by the precision.
+    def windows(
+        self, loader: Any, n: int | None = None, *, models: nn.Module | Iterable[nn.Module] | None = None
+    ) -> Windows:
+        """One pass over ``loader`` in windows of ``n`` micro-batches, each for one optimizer step.
+
+        Gradients stay local until the last micro-batch of a window. A loss is divided by the number of
+        micro-batches that the window really has: the last one may be shorter. ::
+
+            for window in accelerator.windows(loader, 4):
+                for batch in window:
+                    accelerator.backward(loss_of(batch))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+        Nothing is read ahead. A window that is left early must be dropped by ``optimizer.zero_grad()``: a
+        step or the next window is refused until then. Windows do not nest, and ``accumulate`` has no place in
+        them.
+
+        Args:
+            loader: a prepared loader, or anything with a length.
+            n: micro-batches of a window; None takes ``gradient_accumulation_steps``.
+            models: those whose gradients accumulate; all prepared ones when none is given.
+
+        Raises:
+            PrepareError: the loader's end cannot be known, or the windows are used in another way.
+        """
+        given = None if models is None else [models] if isinstance(models, nn.Module) else list(models)
+        steps = self.gradient_accumulation_steps if n is None else n
+
+        def trained() -> Iterable[torch.Tensor]:
+            held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
+            return dict.fromkeys([*(p for m in given or self._models for p in m.parameters()), *held])
+
+        return Windows(
+            self.gradient_state,
+            self.strategy,
+            loader,
+            steps,
+            lambda: self._models if given is None else given,
+            trained,
+        )
+
+    def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
+        """The backward pass of ``loss``, divided by the micro-batches of a window, scaled by the precision.
+
+        With ``num_items``, losses are weighted instead: the gradient of an optimizer step is that of the mean
+        over all items (tokens, samples) of its micro-batches on all processes, as of one big batch. Give the
+        number in every call of a window. ::
+
+            tokens = (labels != -100).sum()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean, by default
+            accelerator.backward(loss, num_items=tokens)
+
+        A loader that fills its last step with repeated samples says how many of a batch are real:
+        ``num_items=loader.real``, with a loss over those alone, counts every sample once.
+
+        Args:
+            loss: a scalar, the mean over its items.
+            num_items: of how many items of this process it is the mean; 0 adds exactly nothing, even where
+                such a mean is NaN. A tensor on an accelerator costs a synchronisation.
+            kwargs: arguments of ``loss.backward``; ``learning_rate`` runs ``lomo_backward``.
+
+        Raises:
+            PrepareError: the loss has no graph or is no scalar, ``num_items`` is no number above or equal 0,
+                or was given in some calls of a window only, or the strategy weights losses by itself.
+        """
+        gradients, strategy = self.gradient_state, self.strategy
+        if num_items is not None or gradients.items is not None or kwargs:
+            if num_items is not None:
+                self._weighted_backward(loss, num_items, kwargs)
+                return
+            if gradients.items is not None:
+                gradients.items.refuse_plain()
+            if kwargs.get("learning_rate") is not None:
+                self.lomo_backward(loss, kwargs["learning_rate"])
+                return
+        gradients.uncounted = True
+        try:
+            if not strategy.owns_step:
+                window = gradients.window
+                steps = gradients.num_steps if window is None else window.divisor
+                if steps != 1:
+                    loss = loss / steps
+            if self.precision.scales and not strategy.owns_precision:
+                loss = self.precision.scale(loss)
+            strategy.backward(loss, **kwargs)
+        except (RuntimeError, AttributeError, TypeError):
+            _check_loss(loss, kwargs)
+            raise
+
+    def _weighted_backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
+        gradients = self.gradient_state
+        if self.strategy.owns_step or "learning_rate" in kwargs:
+            raise PrepareError(
+                "backward(num_items=...) does not go with an engine or optimizer that steps by itself",
+                why="gradients have to be scaled between backward and step",
+                fix="leave num_items out, and weight the loss as the engine's documentation says",
+            )
+        if gradients.items is None:
+            gradients.items = Items(gradients, self.strategy, self.precision)
+        gradients.items.know(self._models, self._optimizers)
+        window = gradients.window
+        micro_batches = gradients.num_steps if window is None else window.n
+        try:
+            gradients.items.backward(loss, num_items, micro_batches, **kwargs)
+        except (RuntimeError, AttributeError, TypeError) as error:
+            if not isinstance(error, PrepareError):
+                _check_loss(loss, kwargs)
+            raise
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a prepared optimizer updates weights during backward, as LOMO does."""
+        return any(optimizer.fuses_backward for optimizer in self._optimizers)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """The backward pass of optimizers that update each weight as soon as its gradient is known.
+
+        No gradient is kept, so there is nothing to accumulate, clip or step: ``optimizer.step`` and
+        ``zero_grad`` do nothing for such an optimizer.
+
+        Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
+        (arXiv:2306.09782); the method ``fused_backward(loss, lr)`` of lomo-optim.
 
         Args:
             loss: a scalar.
-            kwargs: arguments of ``loss.backward``.
+            learning_rate: of this update.
+
+        Raises:
+            PrepareError: no prepared optimizer has ``fused_backward``, several have it, or gradients are
+                accumulated.
         """
-        strategy, steps = self.strategy, self.gradient_state.num_steps
-        if steps != 1 and not strategy.owns_step:
-            loss = loss / steps
-        if self.precision.scales and not strategy.owns_precision:
-            loss = self.precision.scale(loss)
-        strategy.backward(loss, **kwargs)
+        fused: list[Any] = [optimizer.optimizer for optimizer in self._optimizers if optimizer.fuses_backward]
+        if len(fused) != 1:
+            raise PrepareError(
+                f"lomo_backward needs one optimizer with fused_backward, and {len(fused)} are prepared",
+                why="a fused backward updates the weights of one optimizer during the pass",
+                fix="prepare an optimizer of lomo-optim, or call backward(loss) without learning_rate",
+            )
+        window = self.gradient_state.window
+        if (self.gradient_state.num_steps if window is None else window.n) != 1:
+            raise PrepareError(
+                "lomo_backward cannot accumulate gradients",
+                why="each backward has already changed the weights",
+                fix="use gradient_accumulation_steps=1",
+            )
+        fused[0].fused_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Takes the loss scale out of the gradients of one optimizer, several, or (None) all."""
+        """Takes the loss scale out of the gradients of one optimizer, several, or (None) all.
+
+        Does nothing while gradients are being accumulated: later ones would come on top with the scale.
+        """
+        if not self.sync_gradients:
+            return
         wanted = self._optimizers if optimizer is None else optimizer
         for item in wanted if isinstance(wanted, list | tuple) else [wanted]:
             self.precision.unscale(getattr(item, "optimizer", item))
@@ -173,6 +317,14 @@ class _Accumulation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         gradients = self.accelerator.gradient_state
+        if gradients.window is not None:
+            raise PrepareError(
+                "accumulate() inside a window",
+                why="the window accumulates already, and knows its last micro-batch",
+                fix="leave accumulate() out, or loop over the loader instead of accelerator.windows(loader)",
+            )
+        if gradients.abandoned:
+            gradients.refuse_abandoned("accumulate() began")
         sync = gradients.advance() or gradients.plugin_kwargs.get("sync_each_batch", False)
         models = self.models or self.accelerator._models
         self.inner = self.accelerator.strategy.accumulating(models, sync=sync)
@@ -180,3 +332,28 @@ class _Accumulation(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
+
+
+def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
+    """Says what is wrong with a loss that backward failed on, if the loss is the reason.
+
+    Raises:
+        PrepareError: it is.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise PrepareError(
+            f"backward was given a {type(loss).__name__}, not a tensor",
+            fix="give the loss itself: not loss.item(), not a model's whole output",
+        )
+    if not loss.requires_grad:
+        raise PrepareError(
+            "backward was given a loss that does not depend on any trained parameter",
+            why="it was computed under torch.no_grad(), from detached outputs, or all parameters are frozen",
+            fix="compute the loss from the outputs of the prepared model, outside torch.no_grad()",
+        )
+    if loss.numel() != 1 and kwargs.get("gradient") is None:
+        raise PrepareError(
+            f"backward was given a loss of shape {tuple(loss.shape)}, not a scalar",
+            why="a gradient is that of one number",
+            fix="reduce it, for example loss.mean()",
+        )

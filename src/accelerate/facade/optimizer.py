@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,10 @@ class AcceleratedOptimizer(Optimizer):
 
     ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
 
+    Attributes:
+        skipped_steps: how many steps were skipped because a gradient was not finite.
+        fuses_backward: it updates weights during ``Accelerator.lomo_backward``, and does not step.
+
     Args:
         optimizer: the user's.
         device_placement: kept for compatibility; ``prepare`` places the state.
@@ -39,6 +44,10 @@ class AcceleratedOptimizer(Optimizer):
         self._precision: Precision | None = None
         self._strategy: Strategy | None = None
         self._is_overflow = False
+        # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
+        self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
+        self.skipped_steps = 0
+        self._stepped = False
         self._is_accelerate_prepared = True
 
     def bind(
@@ -119,7 +128,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients, unless they are being accumulated."""
-        if not self.gradient_state.sync_gradients:
+        gradients = self.gradient_state
+        if not gradients.sync_gradients or self.fuses_backward:
             return
         zero = self.optimizer.zero_grad
         if set_to_none is not None:
@@ -131,28 +141,66 @@ class AcceleratedOptimizer(Optimizer):
             self._strategy.zero_grad(self.optimizer, zero)
         else:
             zero()
+        gradients.uncounted = False
+        if gradients.abandoned:
+            gradients.abandoned = ""
+        if gradients.items is not None:
+            gradients.items.used(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Takes a step, unless gradients are being accumulated; what the inner ``step`` returned."""
-        if not self.gradient_state.sync_gradients:
+        """Takes a step, unless gradients are being accumulated; what the inner ``step`` returned.
+
+        Raises:
+            PrepareError: the gradients are those of a window that was left early, or weighted by items and
+                not complete.
+        """
+        gradients = self.gradient_state
+        if not gradients.sync_gradients or self.fuses_backward:
             return None
+        if gradients.abandoned:
+            gradients.refuse_abandoned("optimizer.step()")
+        if not self._stepped:
+            self._first_step(closure)
+        if gradients.items is not None:
+            gradients.items.check_complete(self.optimizer)
         if self._strategy is not None and self._strategy.owns_step:
             return self._strategy.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
         if self.scaler is not None:
-            return self._scaled_step(closure)
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            result = self._scaled_step(closure)
+        else:
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        gradients.uncounted = False
+        if gradients.items is not None:
+            gradients.items.used(self.optimizer)
+        return result
+
+    def _first_step(self, closure: Callable[[], Any] | None) -> None:
+        """Warns if the first step will change nothing: a mistake that shows in no number but the loss."""
+        self._stepped = True
+        owns = self._strategy is not None and self._strategy.owns_step
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if closure is None and not owns and all(p.grad is None for p in parameters):
+            places = ", ".join(sorted({str(p.device) for p in parameters}))
+            warnings.warn(
+                f"the first optimizer.step() has no gradient for any of its {len(parameters)} parameters, on "
+                f"{places}, and changes nothing. Either no backward has run, or the optimizer was made for "
+                "other parameters than those of the prepared model: make it from that model's parameters()",
+                stacklevel=3,
+            )
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         """A step that does not happen when a gradient is not finite."""
         if self._precision is not None:
             stepped, result = self._precision.step(self.optimizer, closure)
             self._is_overflow = not stepped
+            self.skipped_steps += not stepped
             return result
         assert self.scaler is not None
         scale = self.scaler.get_scale()
         result = self.scaler.step(self.optimizer, closure)
         self.scaler.update()
         self._is_overflow = self.scaler.get_scale() < scale
+        self.skipped_steps += self._is_overflow
         return result
 
 

@@ -27,10 +27,14 @@ class AutocastKwargs(KwargsHandler):
     Attributes:
         enabled: False computes in the format of the weights.
         cache_enabled: keep cast weights for the length of the forward; None takes torch's default.
+        upcast_outputs: half precision outputs of a prepared model come out in float32, as in Accelerate 1.x;
+            False leaves them as they were computed. It says nothing to ``Accelerator.autocast``, which has no
+            outputs.
     """
 
     enabled: bool = True
     cache_enabled: bool | None = None
+    upcast_outputs: bool = True
 
 
 def autocast(
@@ -147,9 +151,14 @@ class HalfPrecision(Precision):
         return autocast(self.device, self.dtype, options or self.options)
 
     def attach(self, model: nn.Module) -> None:
-        """Autocast by hooks; outputs come out in float32."""
-        attach(model, self.device, self.dtype, self.options)
+        """Autocast by hooks."""
+        attach(model, self.device, self.dtype, self.options, upcast=self._upcasts)
+
+    @property
+    def _upcasts(self) -> bool:
+        return self.options is None or self.options.upcast_outputs
 
     def converts(self) -> str:
         """For the plan."""
-        return f"matrix products and convolutions compute in {self.dtype}, outputs come out in float32"
+        outputs = "come out in float32" if self._upcasts else "stay as computed"
+        return f"matrix products and convolutions compute in {self.dtype}, outputs {outputs}"

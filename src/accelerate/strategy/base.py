@@ -8,7 +8,7 @@ steps and sets ``owns_step``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -97,6 +97,22 @@ class Request:
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
+def leaves(loss: torch.Tensor) -> set[torch.Tensor]:
+    """The parameters and other leaves that the graph of ``loss`` reaches."""
+    found: set[torch.Tensor] = set()
+    seen: set[Any] = set()
+    ahead: list[Any] = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
 class Strategy(ABC):
     """How one training is spread over processes.
 
@@ -150,6 +166,28 @@ class Strategy(ABC):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Runs the backward pass of a loss that is scaled already."""
         loss.backward(**kwargs)
+
+    @property
+    def replicas(self) -> int:
+        """Over how many processes reducing a gradient takes the mean."""
+        return self.world.size
+
+    def synchronises(self, model: nn.Module) -> bool:
+        """Whether a backward through ``model`` now leaves gradients that are reduced over the processes."""
+        return True
+
+    def backward_zero(
+        self, models: Iterable[nn.Module], parameters: Sequence[torch.Tensor], reached: set[torch.Tensor]
+    ) -> None:
+        """A backward that adds zero to gradients, in which other processes find what they wait for.
+
+        Args:
+            models: those concerned.
+            parameters: their trained parameters.
+            reached: what the graph of the loss reaches; parameters that it does not use are left alone.
+        """
+        used = [parameter for parameter in parameters if parameter in reached] or parameters
+        torch.autograd.backward(tuple(used), tuple(torch.zeros_like(parameter) for parameter in used))
 
     def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; ``sync`` False keeps gradients local."""

@@ -11,7 +11,7 @@ synchronises, and the user's own object stays as plain as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -217,6 +217,20 @@ class DDP(Strategy):
             replica.require_forward_param_sync = False
         return self.accumulating((model,), sync=False)
 
+    def synchronises(self, model: nn.Module) -> bool:
+        """Unless ``no_sync`` is around it."""
+        replica = _replica(model)
+        return replica is None or replica.require_backward_grad_sync
+
+    def backward_zero(
+        self, models: Iterable[nn.Module], parameters: Sequence[torch.Tensor], reached: set[torch.Tensor]
+    ) -> None:
+        """The reducer waits for every parameter, but for those that it has found unused itself."""
+        replicas = [replica for replica in map(_replica, models) if replica is not None]
+        if not any(replica.find_unused_parameters for replica in replicas):
+            reached = set(parameters)
+        super().backward_zero(models, parameters, reached)
+
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
         """Arms the reducer for a backward whose forward ran quietly."""
@@ -253,12 +267,17 @@ def _replica(model: nn.Module) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else replica_of(model)
 
 
+def _learning(replica: DistributedDataParallel) -> bool:
+    """Whether a static graph is still to be learnt: torch does that in a backward that reduces."""
+    return replica.static_graph and not getattr(replica, "_static_graph_delay_allreduce_enqueued", False)
+
+
 @contextmanager
 def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for model in models:
             replica = _replica(model)
-            if replica is not None:
+            if replica is not None and not _learning(replica):
                 stack.enter_context(replica.no_sync())
         yield
 

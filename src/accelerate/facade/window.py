@@ -1,0 +1,185 @@
+"""Windows: the micro-batches of one optimizer step as a loop of their own, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import PrepareError
+from accelerate.data.loader import DataLoaderStateMixin
+from accelerate.facade.gradient import GradientState
+from accelerate.facade.items import scale_gradients
+from accelerate.strategy.base import Strategy
+
+_END = object()
+
+
+class Windows:
+    """The windows of one pass over a loader; iterate it once per epoch. Its length is their number.
+
+    Args:
+        gradients, strategy: of the ``Accelerator``.
+        loader: a prepared loader, or anything with a length.
+        n: micro-batches of a full window.
+        models: gives the models whose gradients accumulate, at each micro-batch.
+        trained: gives all parameters that a loss may reach.
+
+    Raises:
+        PrepareError: the end of ``loader`` cannot be known, or ``n`` is not a whole number above 0.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientState,
+        strategy: Strategy,
+        loader: Any,
+        n: int,
+        models: Callable[[], Sequence[nn.Module]],
+        trained: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        if not isinstance(n, int) or n < 1:
+            raise PrepareError(f"a window of {n!r} micro-batches", fix="use a whole number, 1 or more")
+        if not isinstance(loader, DataLoaderStateMixin) and not hasattr(loader, "__len__"):
+            raise PrepareError(
+                f"the end of a {type(loader).__name__} cannot be known before it is there",
+                why="the last window may be shorter, and its gradients are reduced in its last micro-batch",
+                fix="give the prepared loader itself: for window in accelerator.windows(loader, n)",
+            )
+        self.gradients, self.strategy = gradients, strategy
+        self.models, self.trained = models, trained
+        self.loader: Any = loader
+        self.n = n
+
+    def __len__(self) -> int:
+        return -(-len(self.loader) // self.n)
+
+    def __iter__(self) -> Iterator[Window]:
+        self.gradients.refuse_abandoned("windows() began")
+        source = _Source(self.loader)
+        # The first batch of a window is read before the window is handed out, or there would be one too
+        # many. Nothing is read ahead by this: the window before it has ended.
+        try:
+            while source.advance():
+                window = Window(self, source)
+                yield window
+                self.gradients.refuse_abandoned("the next window began")
+                if not window.done:
+                    raise PrepareError(
+                        "a window was not iterated",
+                        fix="for window in accelerator.windows(loader, n):\n"
+                        "           for batch in window: ...",
+                    )
+        finally:
+            source.iterator = iter(())  # a window that somebody keeps does not keep the loader in its loop
+
+
+class _Source:
+    """A loader's batches, and whether the one in hand is the last."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.iterator, self.batch, self.count = loader, iter(loader), _END, 0
+
+    def advance(self) -> bool:
+        """Reads the next batch; False at the end."""
+        self.batch = next(self.iterator, _END)
+        self.count += 1
+        return self.batch is not _END
+
+    @property
+    def last(self) -> bool:
+        """Whether the batch in hand is the last one."""
+        if isinstance(self.loader, DataLoaderStateMixin):
+            return self.loader.end_of_dataloader
+        return self.count >= len(self.loader)
+
+
+class Window:
+    """The micro-batches between two optimizer steps. Gradients stay local until the last of them.
+
+    Attributes:
+        n: how many micro-batches it is planned to have; the loader's end may close it earlier.
+        count: which micro-batch is in hand, from 1.
+        done: its last micro-batch was handed out.
+    """
+
+    def __init__(self, windows: Windows, source: _Source) -> None:
+        self.gradients, self.strategy = windows.gradients, windows.strategy
+        self.n, self.count, self.done = windows.n, 0, False
+        self._windows, self._source = windows, source
+        self._inner: AbstractContextManager[Any] | None = None
+        self._divided = False
+
+    @property
+    def divisor(self) -> int:
+        """What a loss of this micro-batch is divided by."""
+        self._divided = True
+        return self.count if self.done else self.n
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.count:
+            raise PrepareError("a window can be iterated once", why="its batches were handed out already")
+        if self.gradients.window is not None:
+            self.gradients.window.leave()
+            raise _nested()
+        self.gradients.window = self
+        try:
+            yield from self._batches()
+        finally:
+            self.leave()
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            self._enter()
+            yield self._source.batch
+            if self.gradients.window is not self:
+                raise _nested()
+            self._exit()
+            if self.done:
+                return
+            if not self._source.advance():
+                raise PrepareError(
+                    f"the loader said {len(self._source.loader)} batches and ended after "
+                    f"{self._source.count - 1}",
+                    why="the window waits for its last micro-batch, in which gradients are reduced",
+                    fix="give accelerator.windows() a prepared loader, which knows its end",
+                )
+
+    def _enter(self) -> None:
+        """A micro-batch begins."""
+        gradients = self.gradients
+        self.count += 1
+        self.done = self._source.last or self.count == self.n
+        models = self._windows.models()
+        if self.done and self.count < self.n and self._divided and not self.strategy.owns_step:
+            # Earlier losses were divided by n, before it was known that the window is shorter.
+            scale_gradients(self._windows.trained(), self.n / self.count)
+        gradients.sync_gradients = self.done
+        sync = self.done or gradients.plugin_kwargs.get("sync_each_batch", False)
+        self._inner = self.strategy.accumulating(models, sync=sync)
+        self._inner.__enter__()
+
+    def _exit(self) -> None:
+        if self._inner is not None:
+            self._inner.__exit__(None, None, None)
+            self._inner = None
+
+    def leave(self) -> None:
+        """It ends here, finished or not."""
+        self._exit()
+        gradients = self.gradients
+        if gradients.window is self:
+            gradients.window, gradients.sync_gradients = None, True
+            if not self.done:
+                gradients.abandoned = f"a window that was left in micro-batch {self.count} of {self.n}"
+
+
+def _nested() -> PrepareError:
+    return PrepareError(
+        "a window began inside another one",
+        why="whether gradients synchronise, and optimizers step, is one answer per Accelerator",
+        fix="finish a window before the next one, or take another Accelerator",
+    )

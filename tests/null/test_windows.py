@@ -1,0 +1,287 @@
+"""The window loop on one process: real sizes, early ends, wrong uses, positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.core.errors import PrepareError
+from accelerate.utils import GradientAccumulationPlugin
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Numbers from 0; it has no length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(float(self.count)))
+
+
+def line(**options: Any) -> tuple[Accelerator, nn.Module, Any]:
+    """A model y = w * x, whose gradient is the mean of the inputs of a window."""
+    accelerator = Accelerator(**options)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    return accelerator, model, optimizer
+
+
+def numbers(count: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(float(count))), batch_size=1)
+
+
+def value(batch: Any) -> torch.Tensor:
+    return (batch[0] if isinstance(batch, list) else batch).view(-1, 1)
+
+
+def walked(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, n: int) -> list[Any]:
+    """Per window: the inputs, the flags inside, and the gradient."""
+    found = []
+    for window in accelerator.windows(loader, n):
+        inputs, flags = [], ""
+        for batch in window:
+            accelerator.backward(model(value(batch)).sum())
+            inputs.append(float(value(batch)))
+            flags += "T" if accelerator.sync_gradients else "F"
+            before = model.weight.grad.clone()  # type: ignore[union-attr]
+            if not accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1e-9)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert torch.equal(before, model.weight.grad)  # type: ignore[arg-type]
+        assert accelerator.sync_gradients
+        found.append((inputs, flags, round(float(model.weight.grad), 5)))  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["map", "stream", "list", "skipped"])
+def test_a_loss_is_divided_by_the_micro_batches_that_there_are(kind: str, steps: int) -> None:
+    """B2: the last window of 5 in windows of 4 divides by 1; whatever gradient_accumulation_steps says."""
+    accelerator, model, optimizer = line(gradient_accumulation_steps=steps)
+    if kind == "list":
+        loader: Any = list(torch.arange(5.0))
+    elif kind == "skipped":
+        loader = accelerator.skip_first_batches(accelerator.prepare(numbers(7)), 2)
+    else:
+        loader = accelerator.prepare(numbers(5) if kind == "map" else DataLoader(Stream(5), batch_size=1))
+    first = 2.0 if kind == "skipped" else 0.0
+    full, rest = [first + i for i in range(4)], [first + 4]
+    expected = [(full, "FFFT", first + 1.5), (rest, "T", first + 4)]
+    for _ in range(1 if kind == "skipped" else 2):
+        assert walked(accelerator, model, optimizer, loader, 4) == expected
+    if kind != "stream":
+        assert len(accelerator.windows(loader, 4)) == 2
+
+
+@pytest.mark.parametrize(("count", "n"), [(1, 4), (4, 4), (7, 4), (6, 3), (3, 1), (11, 8)])
+def test_every_window_has_the_mean_of_its_own(count: int, n: int) -> None:
+    accelerator, model, optimizer = line()
+    loader = accelerator.prepare(numbers(count))
+    found = walked(accelerator, model, optimizer, loader, n)
+    assert [x for inputs, *_ in found for x in inputs] == list(map(float, range(count)))
+    for inputs, flags, gradient in found:
+        assert flags == "F" * (len(inputs) - 1) + "T"
+        assert gradient == pytest.approx(sum(inputs) / len(inputs), abs=1e-5)
+
+
+def test_no_number_given_takes_the_accumulation_steps() -> None:
+    accelerator, *_ = line(gradient_accumulation_steps=3)
+    assert [len(list(window)) for window in accelerator.windows(accelerator.prepare(numbers(7)))] == [3, 3, 1]
+
+
+def test_nothing_is_read_ahead() -> None:
+    """Between windows the loader stands where the last micro-batch was; its end is known in it."""
+    accelerator, *_ = line()
+    loader = accelerator.prepare(numbers(6))
+    seen = []
+    for window in accelerator.windows(loader, 3):
+        for batch in window:
+            gathered = accelerator.gather_for_metrics(batch[0])
+            seen.append((int(gathered), accelerator.gradient_state.end_of_dataloader))
+        assert accelerator.gradient_state.active_dataloader is loader
+    assert seen == [(i, i == 5) for i in range(6)]
+    assert accelerator.gradient_state.active_dataloader is None
+    assert loader.iteration == 1
+
+
+def test_a_loop_inside_a_window_changes_nothing() -> None:
+    """B4: an evaluation in the middle of a window, whole and broken off."""
+    accelerator, model, optimizer = line()
+    loader, evaluation = accelerator.prepare(numbers(4), numbers(3))
+    for window in accelerator.windows(loader, 4):
+        for count, batch in enumerate(window):
+            seen = []
+            for other in evaluation:
+                seen.append(int(accelerator.gather_for_metrics(other[0])))
+                if count % 2:
+                    break
+            assert seen == ([0] if count % 2 else [0, 1, 2])
+            accelerator.backward(model(value(batch)).sum())
+            assert accelerator.sync_gradients == (count == 3)
+        assert float(model.weight.grad) == 1.5  # type: ignore[arg-type]
+        optimizer.step()
+
+
+def test_leaving_a_loop_after_a_whole_window_is_fine() -> None:
+    accelerator, model, optimizer = line()
+    loader = accelerator.prepare(numbers(9))
+    for window in accelerator.windows(loader, 2):
+        for count, batch in enumerate(window, 1):
+            accelerator.backward(model(value(batch)).sum())
+            if count == 2:
+                break
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.gradient_state.end_of_dataloader:
+            break
+    assert len(walked(accelerator, model, optimizer, loader, 4)) == 3
+
+
+def test_a_window_that_was_left_early_must_be_dropped() -> None:
+    accelerator, model, optimizer = line(gradient_accumulation_steps=2)
+    loader = accelerator.prepare(numbers(8))
+
+    def leave() -> None:
+        for window in accelerator.windows(loader, 4):
+            for batch in window:
+                accelerator.backward(model(value(batch) + 1).sum())
+                break
+            break
+
+    leave()
+    said = "a window that was left in micro-batch 1 of 4"
+    for use in (optimizer.step, lambda: list(accelerator.windows(loader, 4)), lambda: enter(accelerator)):
+        with pytest.raises(PrepareError, match=said) as error:
+            use()
+        assert "optimizer.zero_grad()" in error.value.fix
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+    assert walked(accelerator, model, optimizer, loader, 8) == [(list(map(float, range(8))), "FFFFFFFT", 3.5)]
+
+
+def enter(accelerator: Accelerator) -> None:
+    with accelerator.accumulate():
+        pass
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    accelerator, model, optimizer = line()
+    loader = accelerator.prepare(numbers(4))
+
+    def fail() -> None:
+        for window in accelerator.windows(loader, 2):
+            for batch in window:
+                accelerator.backward(model(value(batch)).sum())
+                raise KeyError("in the loop")
+
+    with pytest.raises(KeyError):  # which keeps the traceback
+        fail()
+    assert accelerator.sync_gradients
+    assert accelerator.gradient_state.active_dataloader is None
+    optimizer.zero_grad()
+    assert len(walked(accelerator, model, optimizer, loader, 2)) == 2
+
+
+def test_two_loaders_may_take_turns() -> None:
+    accelerator, model, optimizer = line()
+    one, two = accelerator.prepare(numbers(4), numbers(6))
+    found = []
+    for windows in zip(accelerator.windows(one, 2), accelerator.windows(two, 3), strict=True):
+        for window in windows:
+            for batch in window:
+                accelerator.backward(model(value(batch)).sum())
+            found.append(float(model.weight.grad))  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found == [0.5, 1.0, 2.5, 4.0]
+
+
+def test_windows_of_two_accelerators_do_not_meet() -> None:
+    outer, inner = line(), line()
+    loaders = outer[0].prepare(numbers(2)), inner[0].prepare(numbers(3))
+    for window in outer[0].windows(loaders[0], 2):
+        for batch in window:
+            assert [f for _, f, _ in walked(*inner, loaders[1], 2)] == ["FT", "T"]
+            outer[0].backward(outer[1](value(batch)).sum())
+        assert float(outer[1].weight.grad) == 0.5  # type: ignore[arg-type]
+
+
+def wrong_uses() -> dict[str, Any]:
+    def nested(a: Accelerator, loader: Any) -> None:
+        for window in a.windows(loader, 2):
+            for _ in window:
+                for other in a.windows([torch.ones(1)], 1):
+                    list(other)
+
+    def twice(a: Accelerator, loader: Any) -> None:
+        for window in a.windows(loader, 2):
+            list(window)
+            list(window)
+
+    def inside(a: Accelerator, loader: Any) -> None:
+        for window in a.windows(loader, 2):
+            for _ in window:
+                enter(a)
+
+    def unread(a: Accelerator, loader: Any) -> None:
+        list(a.windows(loader, 2))
+
+    return {
+        "inside another one": nested,
+        "can be iterated once": twice,
+        "accumulate() inside a window": inside,
+        "was not iterated": unread,
+        "a window of 0": lambda a, loader: a.windows(loader, 0),
+        "a window of 2.0": lambda a, loader: a.windows(loader, 2.0),
+        "end of a enumerate cannot be known": lambda a, loader: a.windows(enumerate(loader), 2),
+        "said 3 batches and ended after 2": lambda a, loader: [list(w) for w in a.windows(Liar(), 4)],
+    }
+
+
+class Liar:
+    """Says it has more batches than it gives."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(2))
+
+
+@pytest.mark.parametrize("text", wrong_uses())
+def test_a_wrong_use_is_said(text: str) -> None:
+    accelerator, *_ = line()
+    loader = accelerator.prepare(numbers(4))
+    with pytest.raises(PrepareError) as error:
+        wrong_uses()[text](accelerator, loader)
+    assert text in str(error.value)
+
+
+def test_weights_may_be_given_in_windows() -> None:
+    accelerator, model, optimizer = line()
+    loader = accelerator.prepare(numbers(5))
+    found = []
+    for window in accelerator.windows(loader, 3):
+        for batch in window:
+            accelerator.backward(model(value(batch)).sum(), num_items=value(batch).sum())
+        found.append(float(model.weight.grad))  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == pytest.approx([(1 + 4) / 3, (9 + 16) / 7])
+
+
+def test_each_micro_batch_may_synchronise() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    accelerator, model, optimizer = line(gradient_accumulation_plugin=plugin)
+    loader = accelerator.prepare(numbers(4))
+    assert [row[1:] for row in walked(accelerator, model, optimizer, loader, 4)] == [("FFFT", 1.5)]
