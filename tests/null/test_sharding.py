@@ -251,7 +251,5 @@ def test_options_that_are_not_built_are_refused() -> None:
     loader = DataLoader(TensorDataset(torch.arange(4)))
     with pytest.raises(NotBuiltError, match="dispatch_batches"):
         prepare_data_loader(loader, num_processes=2, process_index=0, dispatch_batches=True)
-    with pytest.raises(NotBuiltError, match="use_stateful_dataloader"):
-        prepare_data_loader(loader, use_stateful_dataloader=True)
     with pytest.raises(PrepareError, match="a list is not a"):
         prepare_data_loader([1, 2])  # type: ignore[arg-type]

@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from accelerate.core.errors import NotBuiltError
 from accelerate.data.active import UNOWNED, ActiveLoaders
-from accelerate.data.order import inner_sampler
-from accelerate.data.position import Given, Skip
-from accelerate.data.shard import (
-    IterableDatasetShard,
-    SkipBatchSampler,
-)
+from accelerate.data.order import chain_of, inner_sampler
+from accelerate.data.position import Epoch, Given, Position, Skip
+from accelerate.data.reading import Feed, by_index, generators_of, pick, read, sampler_of
+from accelerate.data.shard import SkipBatchSampler
+from accelerate.data.stream import IterableDatasetShard, unmark
 from accelerate.world.rng import synchronize_rng_states
 from accelerate.world.tensors import ignorant_find_batch_size, send_to_device
 
@@ -67,12 +65,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
-        if use_stateful_dataloader:
-            raise NotBuiltError(
-                "use_stateful_dataloader=True is not built yet",
-                why="saving the position inside an epoch will come with exact resume, for every loader",
-            )
         self._wrap(DataLoader(dataset, batch_sampler=batch_sampler, **kwargs))
+        self.use_stateful_dataloader = use_stateful_dataloader
 
     def _wrap(self, base: DataLoader[Any]) -> None:
         # Straight into __dict__: torch's loader guards its attributes, and they all live in the base.
@@ -127,6 +121,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self._set_up(device, _drop_last, _non_blocking, iteration, skip_batches)
+        self.use_stateful_dataloader = use_stateful_dataloader
         self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
 
     def _set_up(
@@ -137,12 +132,31 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         skip: int = 0,
     ) -> None:
-        self.device, self.iteration, self.skip_batches = device, iteration, skip
+        self.device, self.skip_batches = device, skip
+        self.position = Position(iteration)
+        # What a twin that skips leaves out of every epoch, and the loader it leaves it out of.
+        self._skip: Skip = Skip()
+        self._unskipped: DataLoader[Any] | None = None
+        # A list, so that twins share its one item, and with it workers that persist.
+        self._fed: list[tuple[Any, DataLoader[Any], Feed]] = []
         self._drop_last, self._non_blocking = drop_last, non_blocking
         self.rng_types = self.synchronized_generator = None
         self._num_processes = 1
         self._is_accelerate_prepared = True
         self.use_stateful_dataloader = False
+
+    @property
+    def _whole(self) -> DataLoader[Any]:
+        return self.base_dataloader if self._unskipped is None else self._unskipped
+
+    @property
+    def iteration(self) -> int:
+        """Number of the next epoch, or of the one in progress."""
+        return self.position.iteration
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.position.iteration = iteration
 
     @classmethod
     def around(
@@ -165,21 +179,36 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is that of ``epoch``: told to every sampler and dataset that wants to know."""
         self.iteration = epoch
-        batch_sampler = getattr(self.base_dataloader, "batch_sampler", None)
+        self._tell(epoch)
+
+    def _tell(self, epoch: int) -> None:
         told: list[Any] = []
-        for item in (batch_sampler, inner_sampler(batch_sampler), self.base_dataloader.sampler, self.dataset):
+        base = self.base_dataloader
+        for item in (*chain_of(base.batch_sampler), *chain_of(base.sampler), self.dataset):
             tell: Any = getattr(item, "set_epoch", None)
-            if tell is not None and not any(item is other for other in told):
-                told.append(item)
+            # A shard passes it on by itself, and does not have it if the sampler below has not.
+            if tell is not None and not any(tell == other for other in told):
+                told.append(tell)
                 tell(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip, inside = self._skip.plus(self.skip_batches, self.total_batch_size), bool(self._skip)
+        record = self.position.record
+        if record is not None and record.complete and skip.samples is not None:
+            self.position.close()
+            return
+        if record is not None and self.use_stateful_dataloader and not (inside or record.complete):
+            skip, inside = Skip(record.batches, record.samples), True
+        epoch = self.position.begin(skip, isolated=inside)
+        self._tell(epoch.number)
         self.begin()
-        if self.rng_types is not None:
+        if self.rng_types is not None and not (inside and epoch.again):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         try:
-            yield from self._batches()
+            yield from self._batches(epoch)
+            epoch.complete = True
         finally:
+            self.position.end(epoch)
             self.end()
         self.iteration += 1
         self.skip_batches = 0
@@ -193,19 +222,23 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             except TypeError:  # a stream without a length
                 self.remainder = -1
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, epoch: Epoch) -> Iterator[Any]:
         """Each batch on the device."""
-        device, non_blocking = self.device, self._non_blocking
+        device, non_blocking, step = self.device, self._non_blocking, self.total_batch_size
+        epoch.samples = epoch.skip.batches * step if epoch.skip.samples is None else epoch.skip.samples
         empty = True
-        for given in self._source(Skip(self.skip_batches)):
+        for batch, last, samples, remainder, real in self._source(epoch.skip):
             empty = False
-            batch = given.batch if device is None else send_to_device(given.batch, device, non_blocking)
-            self.real = given.real
-            if given.last:
-                self.end_of_dataloader, self.remainder = True, given.remainder
+            if device is not None:
+                batch = send_to_device(batch, device, non_blocking)
+            epoch.batches += 1
+            epoch.samples += step if samples is None else samples
+            self.real = real
+            if last:
+                self.end_of_dataloader, self.remainder, epoch.complete = True, remainder, True
             self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
             yield batch
-        if empty:
+        if empty and not epoch.skip:
             self._warn_if_empty()
 
     def _source(self, skip: Skip) -> Iterator[Given]:
@@ -220,18 +253,30 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         Args:
             skip: what to leave out at the beginning of the epoch.
         """
-        iterator = iter(self.base_dataloader)
-        for _ in range(skip.batches):
-            if next(iterator, _END) is _END:
-                return
-        upcoming = next(iterator, _END)
-        while upcoming is not _END:
-            batch = upcoming
-            upcoming = next(iterator, _END)
-            if upcoming is _END:
-                yield Given(batch, last=True, remainder=self._filled(batch))
+        base, epoch = self._whole, self.position.current
+        assert epoch is not None
+        if by_index(base):
+            return pick(base, *self._feeding(base), epoch)
+        return self._read(base, epoch)
+
+    def _feeding(self, base: DataLoader[Any]) -> tuple[DataLoader[Any], Feed]:
+        """The loader with a feed in place of its sampler; one for all epochs, since workers may persist."""
+        sampler = sampler_of(base)
+        if not self._fed or self._fed[0][0] is not sampler:
+            feed = Feed(sampler)
+            name = "sampler" if base.batch_sampler is None else "batch_sampler"
+            self._fed[:] = [(sampler, with_parts(base, **{name: feed}), feed)]
+        return self._fed[0][1:]
+
+    def _read(self, base: DataLoader[Any], epoch: Epoch) -> Iterator[Given]:
+        for batch, last in read(base, epoch, self.total_batch_size):
+            batch, real, total = unmark(batch)
+            if not last:
+                yield Given(batch, samples=total, real=real)
+            elif total is not None:
+                yield Given(batch, True, total, total, real)
             else:
-                yield Given(batch)
+                yield Given(batch, True, remainder=self._filled(batch))
 
     def _filled(self, batch: Any) -> int:
         if self._num_processes == 1 and self.remainder < 0:
@@ -240,11 +285,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return rows if rows < full else 0
         # What was sharded knows how its last step was filled; a stream that workers read has ended in them.
         stream = self.dataset
-        if not isinstance(stream, IterableDatasetShard):
-            base = self.base_dataloader
-            sampler: Any = base.sampler if base.batch_sampler is None else base.batch_sampler
-            return getattr(sampler, "remainder", self.remainder)
-        if self.num_workers == 0 and not self._drop_last:
+        if isinstance(stream, IterableDatasetShard) and self.num_workers == 0 and not self._drop_last:
             return stream.remainder
         return self.remainder
 
@@ -279,12 +320,25 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return len(inner) if isinstance(inner, Sampler) and sampler is not None else len(data)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, as plain values that are equal on all processes."""
-        return {"epoch": self.iteration}
+        """Where the loader is, as plain values (JSON's); those of rank 0 hold for all processes.
+
+        The position is counted in samples of all processes together, up to the batch in hand, whatever
+        workers have read ahead.
+        """
+        return self.position.state_dict(generators_of(self._whole), self.total_batch_size)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there: the next iteration is that epoch's."""
-        self.set_epoch(state_dict["epoch"])
+        """Goes on from there.
+
+        A plain iteration then gives the epoch that was in progress from its beginning, in the same order, or
+        the next epoch if that one had come to its end. ``skip_first_batches`` goes on inside of it, and so
+        does a plain iteration with ``use_stateful_dataloader=True``.
+
+        Raises:
+            ValueError: the loader and its samplers hold other random generators than the saved ones.
+        """
+        self.position.load_state_dict(state_dict, generators_of(self._whole))
+        self._tell(self.iteration)
 
     def get_sampler(self) -> Any:
         """The sampler of single indices."""
@@ -299,9 +353,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.base_dataloader.__dict__["sampler"] = sampler
         else:
             holder.sampler = sampler
-
-
-_END = object()
 
 
 def get_sampler(dataloader: Any) -> Any:
@@ -335,20 +386,49 @@ class SkipDataLoader(DataLoaderShard):
         )
 
 
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader without its first ``num_batches`` batches; of map-style data none of them is read."""
-    if num_batches == 0:
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0) -> DataLoader[Any]:
+    """A loader without its first ``num_batches`` batches; of map-style data none of them is read.
+
+    Args:
+        dataloader: a prepared loader, or any other.
+        num_batches: how many. After ``load_state``, the number that the checkpoint was saved after goes on
+            at exactly the next sample of the recorded epoch, also on another number of processes; there it
+            may be given as either world counts. None: the recorded number.
+
+    Returns:
+        A twin that shares its progress with the loader: when it comes to its end, the loader's next epoch
+        follows. The loader itself, if there is nothing to leave out.
+    """
+    if not isinstance(dataloader, DataLoaderShard):
+        return _skipping(dataloader, num_batches or 0)
+    step = dataloader.total_batch_size
+    skip = dataloader.position.skip(num_batches, step, _length(dataloader))
+    if not skip:
         return dataloader
-    base = dataloader.base_dataloader if isinstance(dataloader, DataLoaderShard) else dataloader
-    if base.batch_sampler is None or isinstance(base.dataset, IterableDataset):
-        skipped, rest = base, num_batches
-    else:
-        skipped, rest = with_parts(base, batch_sampler=SkipBatchSampler(base.batch_sampler, num_batches)), 0  # type: ignore[arg-type]
-    if isinstance(dataloader, DataLoaderShard):
-        twin = copy.copy(dataloader)
-        twin._wrap(skipped)
-        twin.skip_batches = rest
-        return twin
-    if rest == 0:
-        return skipped
-    return DataLoaderShard.around(skipped, device=None, skip_batches=rest)
+    twin = copy.copy(dataloader)
+    twin._skip = Skip(dataloader._skip.batches + skip.batches, skip.samples)
+    if dataloader._skip:
+        twin._skip = dataloader._skip.plus(skip.batches, step)
+    if by_index(dataloader._whole) and dataloader._whole.batch_sampler is not None:
+        twin._unskipped = dataloader._whole
+        gone = SkipBatchSampler(dataloader._whole.batch_sampler, twin._skip.batches)  # type: ignore[arg-type]
+        twin._wrap(with_parts(dataloader._whole, batch_sampler=gone))
+    return twin
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # a stream without a length
+        return None
+
+
+def _skipping(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+    """For loaders that are not prepared."""
+    if count == 0:
+        return loader
+    if by_index(loader) and loader.batch_sampler is not None:
+        return with_parts(loader, batch_sampler=SkipBatchSampler(loader.batch_sampler, count))  # type: ignore[arg-type]
+    twin = DataLoaderShard.around(loader, device=None)
+    twin._skip = Skip(count)
+    return twin

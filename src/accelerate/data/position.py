@@ -1,9 +1,18 @@
-"""Where a loader is in its epoch."""
+"""Where a loader is: the epoch, the samples given in it, and what its order was made of.
+
+The samples of all processes together are counted, so a position means the same on any number of processes.
+One position is shared by a prepared loader and by the twins that ``skip_first_batches`` makes of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+from accelerate.data.epoch import Start
+from accelerate.data.states import put_back, states_of
+from accelerate.world import collective
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,11 @@ class Skip:
 
     def __bool__(self) -> bool:
         return bool(self.batches or self.samples)
+
+    def plus(self, batches: int, step: int) -> Skip:
+        """So many batches more, of ``step`` samples each."""
+        samples = None if self.samples is None else self.samples + batches * step
+        return Skip(self.batches + batches, samples)
 
 
 class Given(NamedTuple):
@@ -40,3 +54,190 @@ class Given(NamedTuple):
     samples: int | None = None
     remainder: int = -1
     real: int | None = None
+
+
+@dataclass
+class Epoch:
+    """One iteration of a loader, and how far it has come.
+
+    Attributes:
+        number: of the epoch.
+        skip: what it leaves out.
+        samples, batches: given so far with those that were left out: of all processes, and of this one.
+        complete: the last batch was given.
+        active: the iteration has neither ended nor was it broken off.
+        start: what the order was made of; the source fills it in, unless it is to begin
+        again: as an earlier process began it. The program's generators then stay as they are, or
+        natural: move on as if the epoch were new.
+        exhausted: the sampler has come to its end.
+        warm: an epoch before it, here or before a checkpoint, has started workers that persist.
+        now: states that the generators of the loader and its samplers keep, if the order is made again.
+        cut_by: world size and samples of a step when it was saved, if it begins again.
+        length: samples of the whole order, where that is known.
+    """
+
+    number: int
+    skip: Skip = Skip()
+    samples: int = 0
+    batches: int = 0
+    complete: bool = False
+    active: bool = True
+    start: Start | None = None
+    again: bool = False
+    natural: bool = False
+    exhausted: bool = False
+    warm: bool = False
+    now: list[Any] | None = None
+    cut_by: tuple[int, int] | None = None
+    length: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "samples": self.samples,
+            "batches": self.batches,
+            "complete": self.complete,
+            "active": self.active,
+            "exhausted": self.exhausted,
+            "length": self.length,
+            "start": None if self.start is None else self.start.state_dict(),
+        }
+
+
+class Position:
+    """The progress of one prepared loader.
+
+    Attributes:
+        iteration: number of the next epoch, or of the one in progress.
+        current: the newest iteration, or None.
+        record: where a loaded checkpoint was, as long as the loader has not come further.
+    """
+
+    def __init__(self, iteration: int = 0) -> None:
+        self.iteration = iteration
+        self.current: Epoch | None = None
+        self.record: Epoch | None = None
+        self._warm = False
+        self._saved: dict[str, Any] = {}
+
+    def begin(self, skip: Skip, *, isolated: bool) -> Epoch:
+        """A new iteration begins: the recorded epoch again, if it is that one's turn.
+
+        Args:
+            skip: what it leaves out.
+            isolated: it goes on inside the recorded epoch, so it draws nothing that was drawn before.
+        """
+        record, epoch = self.record, Epoch(self.iteration, skip, batches=skip.batches, warm=self._warm)
+        if record is not None and (record.complete or record.number != self.iteration):
+            self.record = None
+        elif record is not None and record.start is not None:
+            natural = not isolated and not record.active
+            epoch = replace(
+                epoch,
+                start=record.start,
+                again=True,
+                natural=natural,
+                exhausted=record.exhausted,
+                cut_by=record.cut_by,
+                length=record.length,
+            )
+        self.current, self._warm = epoch, True
+        return epoch
+
+    def end(self, epoch: Epoch) -> None:
+        """An iteration ended or was broken off."""
+        epoch.active = False
+        record = self.record
+        if record is not None and (epoch.complete or epoch.samples > record.samples):
+            self.record = None
+
+    def close(self) -> None:
+        """The recorded epoch was complete, and nothing is left of it."""
+        record = self.record
+        assert record is not None
+        self.record, self.current = None, replace(record, active=False)
+        self.iteration = record.number + 1
+
+    def state_dict(self, generators: list[Any], step: int) -> dict[str, Any]:
+        """Plain values; ``generators`` are those that the loader and its samplers hold."""
+        current = self.current
+        if self.record is not None and (current is None or not current.active):
+            return dict(self._saved)
+        state = {
+            "epoch": self.iteration,
+            "world_size": collective.size(),
+            "step": step,
+            "warm": self._warm,
+            "now": states_of(generators),
+            "in_progress": None,
+        }
+        if current is not None:
+            state["in_progress"] = {"epoch": current.number, **current.state_dict()}
+            state["epoch"] = max(self.iteration, current.number + current.complete)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], generators: list[Any]) -> None:
+        """Takes over what ``state_dict`` gave, here or in another process.
+
+        Raises:
+            ValueError: the loader and its samplers hold other generators.
+        """
+        self.iteration, self.current, self.record = state["epoch"], None, None
+        if "in_progress" not in state:
+            return
+        self._warm = state["warm"]
+        put_back(generators, state["now"])
+        told = state["in_progress"]
+        if told is None or told["start"] is None:
+            return
+        if not told["complete"]:
+            self.iteration = told["epoch"]
+        self._saved = state
+        self.record = Epoch(
+            told["epoch"],
+            samples=told["samples"],
+            batches=told["batches"],
+            complete=told["complete"],
+            active=told["active"],
+            start=Start.of(told["start"]),
+            exhausted=told["exhausted"],
+            cut_by=(state["world_size"], state["step"]),
+            length=told["length"],
+        )
+
+    def skip(self, batches: int | None, step: int, count: int | None) -> Skip:
+        """What it means to leave out ``batches``: the recorded position, if it is that many.
+
+        Args:
+            batches: as the world counts them that saved the checkpoint, or this one; None: those that are
+                recorded.
+            step: samples of a step now.
+            count: batches of a whole epoch now, if known.
+        """
+        record = self.record
+        if record is None:
+            return Skip(batches or 0)
+        here = record.complete and batches == count
+        if batches is None:
+            batches = record.samples // step if self._other_world(step) else record.batches
+            here = True
+        if not (here or batches == record.batches or batches * step == record.samples):
+            warnings.warn(
+                f"{batches} batches are left out, but the checkpoint was saved after {record.batches} "
+                f"({record.samples} samples): samples are repeated or lost; "
+                "skip_first_batches(loader, None) goes on where it was",
+                stacklevel=4,
+            )
+            return Skip(batches)
+        if self._other_world(step) and collective.rank() == 0:
+            size, saved = record.cut_by or (1, step)
+            warnings.warn(
+                f"the checkpoint was saved by {size} process(es) with steps of {saved} samples and is "
+                f"continued by {collective.size()} with steps of {step}: the remaining samples are the same, "
+                "but other processes get them",
+                stacklevel=4,
+            )
+        return Skip(batches, record.samples)
+
+    def _other_world(self, step: int) -> bool:
+        return self.record is not None and self.record.cut_by != (collective.size(), step)

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from accelerate.core.errors import NotBuiltError, PrepareError
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.data import sharded
+from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.loader import DataLoaderShard, get_sampler, with_parts
-from accelerate.data.shard import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
+from accelerate.data.shard import BatchSamplerShard, SeedableRandomSampler
+from accelerate.data.steps import OneByOne
+from accelerate.data.stream import CountingCollate, IterableDatasetShard, counts
 from accelerate.world import collective
-
-
-class _OneByOne(Sampler[Any]):
-    """Single indices of a sharded sampler of batches of one, for loaders that do not collate."""
-
-    def __init__(self, shard: BatchSamplerShard) -> None:
-        self.batch_sampler = shard
-
-    @property
-    def remainder(self) -> int:
-        """The shard's."""
-        return self.batch_sampler.remainder
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch[0] for batch in self.batch_sampler)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
 
 
 def prepare_data_loader(
@@ -49,6 +36,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
+    shard: bool | str = "auto",
 ) -> DataLoaderShard:
     """One process's part of ``dataloader``; see ``DataLoaderConfiguration`` for the options.
 
@@ -57,53 +45,77 @@ def prepare_data_loader(
         device: where batches go if ``put_on_device``.
         num_processes, process_index: the shard; the world's when None.
         rng_types: random streams that are taken over from rank 0 at the start of every epoch.
+        slice_fn_for_dispatch: cuts a collated batch under dispatch; see ``DataLoaderDispatcher``.
+        shard: share the data out; "auto" keeps what each process has when it is sharded already.
 
     Raises:
-        PrepareError: the batch size cannot be split, or the object is no loader.
-        NotBuiltError: an option that is not built yet.
+        PrepareError: the batch size cannot be split, the object is no loader, or it cannot be told whether
+            it is sharded already.
+        SettingError: ``shard=False`` and ``dispatch_batches=True``.
     """
     if not isinstance(dataloader, DataLoader):
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
     count = collective.size() if num_processes is None else num_processes
     index = collective.rank() if process_index is None else process_index
-    check_options(dispatch_batches, use_stateful_dataloader, count)
+    where = device if put_on_device else None
     base = _seedable(dataloader, data_seed) if use_seedable_sampler else dataloader
-    if count > 1 and not is_sharded(base):
-        base = _shard(base, count, index, split_batches, even_batches)
-        shared = count
+    dispatch = dispatch_batches
+    if dispatch is None:
+        dispatch = put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    kept = count > 1 and _is_kept(dataloader, shard, count, index, dispatch_batches)
+    prepared: DataLoaderShard
+    if dispatch and not kept:
+        _check_world(count, index)
+        prepared = DataLoaderDispatcher.over(
+            base,
+            device=where,
+            num_processes=count,
+            process_index=index,
+            split_batches=split_batches,
+            even_batches=even_batches,
+            slice_fn=slice_fn_for_dispatch,
+            non_blocking=non_blocking,
+        )
     else:
-        shared = 1
-    prepared = DataLoaderShard.around(
-        base, device=device if put_on_device else None, non_blocking=non_blocking, num_processes=shared
-    )
+        shared = 1 if kept else count
+        base = _shard(base, shared, index, split_batches, even_batches) if shared > 1 else base
+        prepared = DataLoaderShard.around(base, device=where, non_blocking=non_blocking, num_processes=shared)
+    if count > 1 and count == collective.size() and shard == "auto":
+        how = "kept" if kept else "dispatched" if dispatch else "shared out"
+        prepared.before_first_use = partial(sharded.compare_ranks, dataloader, how)
     prepared.rng_types = rng_types
+    prepared.use_stateful_dataloader = use_stateful_dataloader
     prepared.synchronized_generator = getattr(get_sampler(base), "generator", None)
     return prepared
 
 
-def check_options(dispatch_batches: bool | None, stateful: bool, count: int) -> None:
-    """Refuses what is not built.
-
-    Raises:
-        NotBuiltError: names the option.
-    """
-    if dispatch_batches and count > 1:
-        raise NotBuiltError(
-            "dispatch_batches=True is not built yet",
-            why="rank 0 reading for all processes will come; until then every process reads its own part",
-            fix="use DataLoaderConfiguration(dispatch_batches=False)",
+def _is_kept(
+    loader: DataLoader[Any], shard: bool | str, count: int, index: int, dispatch: bool | None
+) -> bool:
+    """Whether each process keeps what the loader gives it."""
+    if shard not in ("auto", True, False):
+        raise SettingError(f"shard is {shard!r}", fix="use 'auto', True or False")
+    if shard is False and dispatch:
+        raise SettingError(
+            "shard=False and dispatch_batches=True contradict each other",
+            why="one keeps what each process reads, the other lets rank 0 read for all",
+            fix="leave one of them out",
         )
-    if stateful:
-        raise NotBuiltError(
-            "use_stateful_dataloader=True is not built yet",
-            why="saving the position inside an epoch will come with exact resume, for every loader",
+    if shard != "auto":
+        return not shard
+    why = sharded.recognise(loader, count, index) or sharded.by_code(loader)
+    if why is not None:
+        sharded.say_kept(loader, why)
+    return why is not None
+
+
+def _check_world(count: int, index: int) -> None:
+    if (count, index) != (collective.size(), collective.rank()):
+        raise PrepareError(
+            f"dispatch_batches=True needs all {collective.size()} processes, but a part of {count} was asked for",
+            why="rank 0 of the world reads and sends",
+            fix="use dispatch_batches=False",
         )
-
-
-def is_sharded(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's sampler already gives each process its own part."""
-    sampler = get_sampler(loader)
-    return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
 
 
 def _seedable(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
@@ -127,23 +139,34 @@ def _seedable(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
 
 def _shard(loader: DataLoader[Any], count: int, index: int, split: bool, even: bool) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
-        stream = IterableDatasetShard(
-            loader.dataset,
-            batch_size=loader.batch_size or 1,
-            drop_last=loader.drop_last,
-            num_processes=count,
-            process_index=index,
-            split_batches=split,
-        )
-        size = (loader.batch_size or 1) // count if split else loader.batch_size
-        if split and loader.batch_size is not None:
-            batches = copy.copy(loader.batch_sampler)
-            batches.batch_size = size  # type: ignore[union-attr]
-            return with_parts(loader, dataset=stream, batch_size=size, batch_sampler=batches)
-        return with_parts(loader, dataset=stream)
+        return _shard_stream(loader, count, index, split, even)
     if loader.batch_sampler is None:
         ones = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
         shard = BatchSamplerShard(ones, count, index, split_batches=False, even_batches=even)
-        return with_parts(loader, sampler=_OneByOne(shard))
+        return with_parts(loader, sampler=OneByOne(shard))
     shard = BatchSamplerShard(loader.batch_sampler, count, index, split, even)  # type: ignore[arg-type]
     return with_parts(loader, batch_sampler=shard)
+
+
+def _shard_stream(
+    loader: DataLoader[Any], count: int, index: int, split: bool, even: bool
+) -> DataLoader[Any]:
+    size = loader.batch_size
+    split = split and size is not None  # what is not collated cannot be cut
+    stream = IterableDatasetShard(
+        loader.dataset,  # type: ignore[arg-type]
+        batch_size=size or 1,
+        drop_last=loader.drop_last,
+        num_processes=count,
+        process_index=index,
+        split_batches=split,
+    )
+    parts: dict[str, Any] = {"dataset": stream}
+    stream.even_batches, stream.marks = even, counts(loader)
+    if stream.marks:
+        parts["collate_fn"] = CountingCollate(loader.collate_fn)
+    if split:
+        batches: Any = copy.copy(loader.batch_sampler)
+        parts["batch_size"] = batches.batch_size = (size or 1) // count
+        parts["batch_sampler"] = batches
+    return with_parts(loader, **parts)

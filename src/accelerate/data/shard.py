@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.order import shared_order
+from accelerate.data.epoch import ending, open_order, open_walk
+from accelerate.data.order import Cut, SeedableRandomSampler, Step, chain_of, inner_sampler, is_known
+from accelerate.data.states import owned
+from accelerate.data.stream import IterableDatasetShard
+
+__all__ = ["BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler", "cut_of"]
 
 
 class BatchSamplerShard(BatchSampler):
@@ -78,162 +82,124 @@ class BatchSamplerShard(BatchSampler):
         self.remainder = 0
         if self.num_processes == 1:
             return iter(self.batch_sampler)
-        return self._split() if self.split_batches else self._in_turn()
+        return self._noted()
 
-    def _in_turn(self) -> Iterator[list[Any]]:
-        first: list[list[Any]] = []
+    def _noted(self) -> Iterator[list[Any]]:
+        cut, sampler = cut_of(self), inner_sampler(self)
+        generators = owned(*chain_of(self))
+        if cut is not None:
+            order, _ = open_order(sampler, generators, agree=True)
+            steps = ending(cut.steps(order, 0), sampler, False)
+        else:
+            steps = self.steps(open_walk(self.batch_sampler, generators, agree=True)[0], 0, [])
+        for step in steps:
+            self.remainder = step.remainder
+            yield step.indices
+
+    def steps(self, batches: Iterator[list[Any]], taken: int, head: list[Any]) -> Iterator[Step]:
+        """This process's part of every step, from the batches of all.
+
+        Args:
+            batches: of the unsharded batch sampler.
+            taken: samples before them that were left out, and
+            head: the first batches of those, at most ``num_processes``, to fill the last step from.
+        """
+        return (
+            self._split(batches, taken, head) if self.split_batches else self._in_turn(batches, taken, head)
+        )
+
+    def _in_turn(self, batches: Iterator[list[Any]], taken: int, head: list[Any]) -> Iterator[Step]:
+        first = list(head)
         group: list[list[Any]] = []
-        for batch in shared_order(self.batch_sampler, self.num_processes):
+        for batch in batches:
             # A complete group is handed out only when more follows: the last one may need filling.
             if len(group) == self.num_processes:
-                yield group[self.process_index]
+                yield self._whole(group, taken)
+                taken += sum(map(len, group))
                 group = []
             if len(first) < self.num_processes:
                 first.append(batch)
             group.append(batch)
         if len(group) == self.num_processes and all(map(self._is_full, group)):
-            yield group[self.process_index]
+            yield self._whole(group, taken)
         elif group and (len(group) == self.num_processes or not self.drop_last):
-            yield from self._last(group, first)
+            yield from self._last(group, first, taken)
 
     def _is_full(self, batch: list[Any]) -> bool:
         return self.batch_size is None or len(batch) >= self.batch_size
 
-    def _last(self, group: list[list[Any]], first: list[list[Any]]) -> Iterator[list[Any]]:
+    def _whole(self, group: list[list[Any]], taken: int, remainder: int = 0) -> Step:
+        mine = group[self.process_index]
+        before = sum(map(len, group[: self.process_index]))
+        return Step(mine, False, sum(map(len, group)), remainder, len(mine), taken + before)
+
+    def _last(self, group: list[list[Any]], first: list[list[Any]], taken: int) -> Iterator[Step]:
         """The incomplete last step."""
-        self.remainder = sum(map(len, group))
+        real = sum(map(len, group))
         if not self.even_batches:
             if self.process_index < len(group):
-                yield group[self.process_index]
+                yield self._whole(group, taken, real)
             return
         if self.batch_size is None:
             # Batches of varying size cannot be cut anew: whole ones are repeated.
-            yield list(islice(chain(group, cycle(first)), self.num_processes))[self.process_index]
+            if self.process_index < len(group):
+                yield self._whole(group, taken, real)
+            else:
+                filler = list(islice(chain(group, cycle(first)), self.num_processes))[self.process_index]
+                yield Step(filler, False, real, real, 0, taken + real)
             return
         samples = chain(chain.from_iterable(group), cycle(list(chain.from_iterable(first))))
         start = self.process_index * self.batch_size
-        yield list(islice(samples, start, start + self.batch_size))
+        mine = list(islice(samples, start, start + self.batch_size))
+        yield Step(mine, False, real, real, _between(real - start, self.batch_size), taken + start)
 
-    def _split(self) -> Iterator[list[Any]]:
-        first: list[Any] = []
-        for batch in shared_order(self.batch_sampler, self.num_processes):
+    def _split(self, batches: Iterator[list[Any]], taken: int, head: list[Any]) -> Iterator[Step]:
+        first: list[Any] = head[0] if head else []
+        for batch in batches:
             first = first or batch
-            size = self.batch_size or len(batch) + -len(batch) % self.num_processes
-            self.remainder = len(batch) % size
-            if len(batch) < size:
+            real = len(batch)
+            size = self.batch_size or real + -real % self.num_processes
+            if real < size:
                 if self.drop_last:
                     continue
                 if self.even_batches:
                     batch = list(islice(chain(batch, cycle(first)), size))
             share = size // self.num_processes
-            part = batch[self.process_index * share : (self.process_index + 1) * share]
+            start = self.process_index * share
+            part = batch[start : start + share]
             if part:
-                yield part
+                yield Step(part, False, real, real % size, _between(real - start, share), taken + start)
+            taken += real
 
 
-class IterableDatasetShard(IterableDataset[Any]):
-    """One process's samples of a stream that every process reads alike.
-
-    Args:
-        dataset: the stream.
-        batch_size: samples of a batch, of one process or (``split_batches``) of all together.
-        drop_last: leave out an incomplete last step instead of filling it from the first samples.
-        num_processes, process_index: how many processes share it, and this one's rank.
-        split_batches: whether ``batch_size`` is that of all processes together.
-
-    Raises:
-        PrepareError: ``split_batches`` and the batch size does not divide by the number of processes.
-    """
-
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise PrepareError(
-                f"a batch of {batch_size} samples cannot be split over {num_processes} processes",
-                fix=f"use a batch size that is a multiple of {num_processes}",
-            )
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.num_processes, self.process_index, self.split_batches = (
-            num_processes,
-            process_index,
-            split_batches,
-        )
-        self.epoch = 0
-        # How many samples of the last step are real, once the stream has ended; 0 when it was full.
-        self.remainder = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        """Passed on to a stream that shuffles by epoch."""
-        self.epoch = epoch
-        tell: Any = getattr(self.dataset, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
-
-    @property
-    def total_length(self) -> int:
-        """Samples of the whole stream, if it has a length."""
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        step = self.step_size
-        samples = self.total_length
-        steps = samples // step if self.drop_last else -(-samples // step)
-        return steps * (step // self.num_processes)
-
-    @property
-    def step_size(self) -> int:
-        """Samples that all processes consume together in one step."""
-        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
-
-    def __iter__(self) -> Iterator[Any]:
-        share = self.step_size // self.num_processes
-        mine = slice(self.process_index * share, (self.process_index + 1) * share)
-        first: list[Any] = []
-        group: list[Any] = []
-        self.remainder = -1
-        for sample in self.dataset:
-            group.append(sample)
-            if len(group) == self.step_size:
-                yield from group[mine]
-                first = first or group
-                group = []
-        self.remainder = len(group)
-        if group and not self.drop_last:
-            filled = list(islice(chain(group, cycle(first or group)), self.step_size))
-            yield from filled[mine]
+def _between(value: int, most: int) -> int:
+    return min(max(value, 0), most)
 
 
-class SeedableRandomSampler(RandomSampler):
-    """A random order that is a function of a seed and the epoch, the same on every process.
+def cut_of(sampler: Any) -> Cut | None:
+    """How the order below a sampler is cut, if it is one of torch's in one of torch's batch samplers.
 
     Args:
-        args, kwargs: those of ``torch.utils.data.RandomSampler``, and ``data_seed`` (None takes
-            ``torch.initial_seed()``).
+        sampler: a batch sampler, a ``BatchSamplerShard`` over one, or a sampler of single indices.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        seed = kwargs.pop("data_seed", None)
-        super().__init__(*args, **kwargs)
-        self.epoch = 0
-        self.initial_seed: int = torch.random.initial_seed() if seed is None else seed
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of ``epoch``."""
-        self.epoch = epoch
+    if is_known(sampler):
+        return Cut(1, single=True)
+    shard = sampler if type(sampler) is BatchSamplerShard else None
+    batches = sampler if shard is None else shard.batch_sampler
+    if type(batches) is not BatchSampler or not is_known(batches.sampler):
+        return None
+    if shard is None or shard.num_processes == 1:
+        return Cut(batches.batch_size, drop=batches.drop_last)
+    share = shard.batch_size or 1
+    if shard.split_batches:
+        share //= shard.num_processes
+    return Cut(
+        share,
+        shard.num_processes,
+        shard.process_index,
+        drop=shard.drop_last,
+        fill=shard.even_batches,
+    )
 
 
 class SkipBatchSampler(BatchSampler):

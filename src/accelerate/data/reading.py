@@ -1,0 +1,253 @@
+"""Where a sharded loader's batches come from: indices picked for torch's loader, or a stream that is read on.
+
+Map-style data is read by index. Torch's loader gets its batches of indices from a ``Feed``, which knows what
+each is and which is the last, so that no batch is fetched before it is asked for. A stream, or a loader that
+iterates in a way of its own, tells its end only when it has come to it: one batch is read ahead, under random
+numbers of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from accelerate.data.epoch import Start, ending, open_order, open_walk
+from accelerate.data.order import (
+    END,
+    Cut,
+    Step,
+    behind,
+    chain_of,
+    inner_sampler,
+    marked,
+    seed_for,
+    single_steps,
+)
+from accelerate.data.position import Epoch, Given
+from accelerate.data.shard import BatchSamplerShard, cut_of
+from accelerate.data.states import owned, put_back, states_of
+from accelerate.world import collective
+from accelerate.world.rng import derive, seed_host
+
+Opener = Callable[[Any, list[Any], Epoch, bool], Iterator[Step]]
+
+
+def by_index(loader: DataLoader[Any]) -> bool:
+    """Whether torch's own loop fetches what a sampler tells it to."""
+    own = (
+        type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+    )
+    return own and not isinstance(loader.dataset, IterableDataset)
+
+
+def generators_of(loader: DataLoader[Any]) -> list[Any]:
+    """The random generators that a loader's order may be made of: its own, its samplers', its stream's."""
+    holders: list[Any] = [loader, *chain_of(sampler_of(loader))]
+    if not by_index(loader):
+        stream: Any = loader.dataset
+        while stream is not None and not any(stream is holder for holder in holders):
+            holders.append(stream)
+            stream = getattr(stream, "dataset", None)
+    return owned(*holders)
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """What gives a loader its batches of indices, or single ones."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+class Feed(Sampler[Any]):
+    """Stands in for a loader's sampler; what it gives out is decided for every epoch.
+
+    Args:
+        shown: the sampler it stands for.
+    """
+
+    def __init__(self, shown: Any) -> None:
+        self.shown = shown
+        self.upcoming: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shown":
+            raise AttributeError(name)
+        return getattr(self.shown, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Torch asks twice for one epoch when it has workers.
+        return iter(self.shown) if self.upcoming is None else self.upcoming
+
+    def __len__(self) -> int:
+        return len(self.shown)
+
+
+@dataclass(frozen=True)
+class _Seeded:
+    """Indices on their way to a worker; unpacking them there seeds it for this fetch."""
+
+    indices: Any
+    seed: int
+
+    def __reduce__(self) -> Any:
+        return _begin_fetch, (self.indices, self.seed)
+
+
+def _begin_fetch(indices: Any, seed: int) -> Any:
+    seed_host(seed)
+    return indices
+
+
+def pick(
+    base: DataLoader[Any], fed: DataLoader[Any], feed: Feed, epoch: Epoch, opener: Opener | None = None
+) -> Iterator[Given]:
+    """The batches of map-style data, from where ``epoch`` is to begin.
+
+    Args:
+        base: the loader, sharded.
+        fed: the same with ``feed`` in place of its sampler.
+        epoch: what to leave out, and how to begin; what the order is made of is noted there.
+        opener: gives the steps instead of ``open_steps``.
+    """
+    known: deque[Step] = deque()
+    generators = generators_of(base)
+    outside = torch.default_generator.get_state()
+    inside = epoch.again and not epoch.natural
+    # Torch draws a seed for workers when it starts them: here and now, but not where the epoch began.
+    started = base.persistent_workers and epoch.warm and fed._iterator is None
+    epoch.now = states_of(generators) if inside or started else None
+
+    def issued() -> Iterator[Any]:
+        if started and not inside:
+            torch.default_generator.set_state(outside)
+            put_back(generators, epoch.now or [])
+            epoch.now = None
+        workers = base.num_workers > 0
+        steps = (opener or open_steps)(sampler_of(base), generators, epoch, workers)
+        yield from _issued(base, epoch, steps, known) if workers else _noted(epoch, steps, known)
+
+    feed.upcoming = issued()
+    iterator = iter(fed)
+    if inside:
+        torch.default_generator.set_state(outside)
+    for batch in iterator:
+        step = known.popleft()
+        yield Given(batch, step.last, step.samples, step.remainder, step.real)
+
+
+def _noted(epoch: Epoch, steps: Iterator[Step], known: deque[Step]) -> Iterator[Any]:
+    """The indices of each step, which is noted in ``known``."""
+    for step in steps:
+        known.append(step)
+        epoch.exhausted = epoch.exhausted or step.last
+        yield step.indices
+
+
+def _issued(base: DataLoader[Any], epoch: Epoch, steps: Iterator[Step], known: deque[Step]) -> Iterator[Any]:
+    """The same for workers, with the seed of what they draw."""
+    part = 0 if shard_of(base) is not None else collective.rank()
+    for indices in _noted(epoch, steps, known):
+        assert epoch.start is not None and epoch.start.data is not None
+        # A function of the place in the order: what was skipped, and how many workers read, do not count.
+        seed = derive(epoch.start.data, "data", epoch.number, part, known[-1].offset)
+        yield _Seeded(indices, seed)
+
+
+def shard_of(base: DataLoader[Any]) -> BatchSamplerShard | None:
+    """The sampler that shares out a loader's batches to several processes, if there is one."""
+    for item in chain_of(sampler_of(base))[:2]:
+        if isinstance(item, BatchSamplerShard) and item.num_processes > 1:
+            return item
+    return None
+
+
+def open_steps(sampler: Any, generators: list[Any], epoch: Epoch, workers: bool) -> Iterator[Step]:
+    """This process's steps of an epoch; its order is drawn, or made again, at once.
+
+    Args:
+        sampler: a batch sampler, one of single indices, or a shard of either.
+        generators: those that the loader and its samplers hold.
+        epoch: see ``pick``.
+        workers: batches are fetched by workers.
+    """
+    below = getattr(sampler, "batch_sampler", None)
+    single = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
+    holder = below if single else sampler
+    shard = holder if isinstance(holder, BatchSamplerShard) and holder.num_processes > 1 else None
+    start = epoch.start if epoch.again else None
+    cut = cut_of(holder)
+    if cut is not None:
+        steps = _cut(cut, holder, generators, epoch, start, shard is not None, workers)
+    else:
+        steps = _walked(holder, shard, generators, epoch, start)
+    return (step._replace(indices=step.indices[0]) for step in steps) if single else steps
+
+
+def _cut(
+    cut: Cut,
+    holder: Any,
+    generators: list[Any],
+    epoch: Epoch,
+    start: Start | None,
+    agree: bool,
+    workers: bool,
+) -> Iterator[Step]:
+    sampler, skip = inner_sampler(holder), epoch.skip
+    if epoch.natural:
+        seed_for(sampler)
+    order, epoch.start = open_order(
+        sampler, generators, agree=agree, start=start, now=epoch.now, data=workers
+    )
+    offset = skip.batches * cut.step if skip.samples is None else skip.samples
+    if epoch.again and epoch.length not in (None, len(order)):
+        warnings.warn(
+            f"the data has {len(order)} samples, but the checkpoint was saved with {epoch.length}: the order "
+            "of the samples is another one, so some are repeated and others are left out",
+            stacklevel=2,
+        )
+    epoch.length, epoch.samples = len(order), min(offset, len(order))
+    return ending(cut.steps(order, offset), sampler, epoch.again and epoch.exhausted)
+
+
+def _walked(
+    holder: Any, shard: BatchSamplerShard | None, generators: list[Any], epoch: Epoch, start: Start | None
+) -> Iterator[Step]:
+    items = holder if shard is None else shard.batch_sampler
+    found, epoch.start = open_walk(items, generators, agree=shard is not None, start=start)
+    group = 1 if shard is None or shard.split_batches else shard.num_processes
+    skip = epoch.skip
+    rest, epoch.samples, head = behind(found, skip.batches * group, skip.samples, group)
+    if shard is not None:
+        return marked(shard.steps(rest, epoch.samples, head))
+    return marked(single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1))
+
+
+def read(base: DataLoader[Any], epoch: Epoch, step: int) -> Iterator[tuple[Any, bool]]:
+    """Each batch of a stream, or of a loader that iterates in its own way, and whether it is the last.
+
+    Args:
+        base: the loader, sharded.
+        epoch: see ``pick``; what it leaves out is read and dropped.
+        step: samples of all processes in a step.
+    """
+    generators = generators_of(base)
+    if epoch.natural:  # torch's loader draws a seed for workers
+        torch.empty((), dtype=torch.int64).random_(generator=base.generator)
+    count = epoch.skip.batches
+    if epoch.skip.samples is not None:
+        count = -(-epoch.skip.samples // step)
+    epoch.samples = count * step
+    agree = getattr(base.dataset, "num_processes", 1) > 1
+    start = epoch.start if epoch.again else None
+    aside = base.num_workers == 0 or not isinstance(base.dataset, IterableDataset)
+    batches, epoch.start = open_walk(base, generators, agree=agree, start=start, aside=aside)
+    upcoming = next(islice(batches, count, None), END)
+    while upcoming is not END:
+        batch, upcoming = upcoming, next(batches, END)
+        yield batch, upcoming is END
