@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
@@ -64,11 +65,14 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Writes images, each an array, a PIL image, a figure or a path; the name is the file's name."""
+        """Writes images, each an array, a PIL image, a figure or a path.
+
+        The name is the file's name; it becomes a PNG unless the name ends in another format.
+        """
         if step is not None:
             self.tracker.step = step
         for key, image in values.items():
-            self.tracker.log_image(key, image)
+            self.tracker.log_image(key if os.path.splitext(key)[1] else f"{key}.png", image)
 
     @on_main_process
     def finish(self) -> None:

@@ -113,10 +113,11 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Stores a figure of matplotlib or plotly as ``artifact_file``."""
+        """Stores a figure of matplotlib or plotly as ``artifact_file``; ``save_kwargs`` say how it is saved."""
         import mlflow
 
-        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+        options = {"save_kwargs": save_kwargs} if save_kwargs else {}
+        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **options)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:

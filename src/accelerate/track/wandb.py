@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process
+from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
 
 
 class WandBTracker(GeneralTracker):
@@ -39,12 +39,12 @@ class WandBTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Stores the configuration, nested as it is."""
-        self.run.config.update(values, allow_val_change=True)
+        self.run.config.update(plain(values), allow_val_change=True)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Logs whatever the library takes; ``kwargs`` go to ``Run.log``."""
-        self.run.log(values, step=step, **kwargs)
+        self.run.log(scalars(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -1,0 +1,138 @@
+"""Trackers of two processes: rank 0 writes, the others have a tracker that does nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate import Accelerator
+from accelerate.track.jsonl import JSONLTracker
+from accelerate.tracking import GeneralTracker, on_main_process
+from tests.support.command import launch
+from tests.support.ranks import RankServer
+
+
+class Asked(GeneralTracker):
+    """Remembers what is called on it; ``everywhere`` is for every process."""
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str, main_process_only: bool) -> None:
+        self.name, self.main_process_only = name, main_process_only
+        super().__init__()
+        self.calls: list[str] = []
+
+    @property
+    def tracker(self) -> list[str]:
+        return self.calls
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append("log")
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def refused(use: Callable[[], object]) -> str:
+    """What the error of a call says."""
+    with pytest.raises(ValueError, match=r".") as error:
+        use()
+    return str(error.value)
+
+
+def run(folder: str) -> dict[str, Any]:
+    own, all_ranks = Asked("own", True), Asked("all_ranks", False)
+    accelerator = Accelerator(cpu=True, log_with=["jsonl", own, all_ranks], project_dir=folder)
+    errors = [
+        refused(lambda: accelerator.init_trackers("run", init_kwargs={"jsnl": {}})),
+        refused(lambda: accelerator.init_trackers("run", init_kwargs={"own": {"a": 1}})),
+    ]
+    accelerator.init_trackers("run", config={"lr": 0.5})
+    accelerator.log({"loss": 1.0 + accelerator.process_index}, step=1)
+    got: Any = accelerator.get_tracker("jsonl")
+    got.log_table("t", columns=["a"], data=[[1]])
+    raw: Any = accelerator.get_tracker("jsonl", unwrap=True)
+    raw.with_name("other").exists()
+    errors.append(refused(lambda: accelerator.get_tracker("nothing")))
+    # Trackers that a script makes itself follow main_process_only.
+    by_hand = Asked("by_hand", True), Asked("by_hand", False)
+    for each in by_hand:
+        each.log({"a": 1})
+    mine = JSONLTracker(f"rank{accelerator.process_index}", folder)
+    mine.main_process_only = False
+    mine.start()
+    mine.log({"a": 1})
+    mine.finish()
+    count = len(accelerator.trackers)
+    accelerator.end_training()
+    return {
+        "trackers": count,
+        "calls": [own.calls, all_ranks.calls],
+        "by hand": [each.calls for each in by_hand],
+        "kind": type(got).__name__,
+        "errors": errors,
+    }
+
+
+def test_only_the_main_process_writes(ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks(2, run, str(tmp_path))
+    assert first["trackers"] == 3
+    assert first["calls"] == [["start", "log", "finish"]] * 2
+    assert first["by hand"] == [["log"], ["log"]]
+    assert first["kind"] == "JSONLTracker"
+    assert second["trackers"] == 0
+    assert second["calls"] == [[], []]
+    assert second["by hand"] == [[], ["log"]]
+    assert second["kind"] == "BlankTracker"
+    assert first["errors"] == second["errors"]
+    for error, word in zip(first["errors"], ("'jsonl'", "already made", "'nothing'"), strict=True):
+        assert word in error
+    written = lines(tmp_path / "run.jsonl")
+    assert [line["values"] for line in written if "values" in line] == [{"loss": 1.0}]
+    assert sum("table" in line for line in written) == 1
+    assert sum("end" in line for line in written) == 1
+    assert len(lines(tmp_path / "rank1.jsonl")) == 3
+
+
+def wrong(folder: str) -> str:
+    return refused(lambda: Accelerator(cpu=True, log_with="jsonll", project_dir=folder))
+
+
+def test_a_wrong_name_is_the_same_error_on_every_rank(ranks: RankServer, tmp_path: Path) -> None:
+    first, second = ranks(2, wrong, str(tmp_path))
+    assert first == second
+    assert "did you mean 'jsonl'?" in first
+
+
+FAILS = """
+import sys, torch
+from accelerate import Accelerator
+accelerator = Accelerator(log_with="jsonl", project_dir=sys.argv[1])
+accelerator.init_trackers("run")
+for step in range(3):
+    accelerator.log({"loss": accelerator.gather(torch.ones(1)).sum()}, step=step)
+    if step == 1:
+        raise ValueError("no data")
+"""
+
+
+def test_a_job_that_fails_on_every_rank_ends_its_run(tmp_path: Path) -> None:
+    result = launch("--cpu", "-n", "2", script_text=FAILS, script_args=(str(tmp_path),))
+    assert result.returncode == 1, result.output
+    assert "ValueError: no data" in result.stderr
+    written = lines(tmp_path / "run.jsonl")
+    assert [line["values"]["loss"] for line in written if "values" in line] == [2.0, 2.0]
+    assert written[-1]["end"] == "failed"
+    assert not result.survivors()

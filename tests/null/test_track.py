@@ -1,0 +1,405 @@
+"""What ``log_with`` means, trackers that users make, and how runs end when nobody ends them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate import Accelerator, track
+from accelerate.core import packages
+from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
+from accelerate.facade.enums import LoggerType
+from accelerate.track import base, running
+from accelerate.track.jsonl import JSONLTracker
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    filter_trackers,
+    get_available_trackers,
+    on_main_process,
+    register_tracker_class,
+)
+from tests.support.environment import clean
+
+
+class Own(GeneralTracker):
+    """A tracker as users write it: it remembers what it was asked."""
+
+    name = "own"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "mine", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.kwargs = run_name, kwargs
+        self.asked: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.asked
+
+    def start(self) -> None:
+        self.asked.append("start")
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.asked.append(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.asked.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.asked.append("finish")
+
+
+class Second(Own):
+    name = "second"
+
+    def finish(self) -> None:
+        super().finish()
+        raise ConnectionError("the server is gone")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    known = dict(track.classes())
+    yield
+    running._open.clear()
+    track.classes().clear()
+    track.classes().update(known)
+
+
+def accelerator(log_with: Any, folder: Path | None = None) -> Accelerator:
+    return Accelerator(cpu=True, log_with=log_with, project_dir=None if folder is None else str(folder))
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# --- log_with
+
+
+def test_names_members_and_trackers_are_kept_in_order_and_once(tmp_path: Path) -> None:
+    own = Own()
+    found = accelerator(["jsonl", own, LoggerType("jsonl"), own], tmp_path)
+    assert found.log_with == ["jsonl", own]
+    assert found.log_with[0] is LoggerType("jsonl")
+    assert accelerator(LoggerType("jsonl"), tmp_path).log_with == ["jsonl"]
+    assert accelerator(own).log_with == [own]
+    assert accelerator(None).log_with == accelerator([]).log_with == []
+
+
+def test_a_name_that_does_not_exist_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'tensorboard'"):
+        accelerator("tensorbord")
+    with pytest.raises(UnknownNameError, match=r"known: .*all"):
+        accelerator(["nothing like it"])
+    with pytest.raises(SettingError, match="neither a tracker nor the name of one"):
+        accelerator(JSONLTracker)
+
+
+def test_all_are_those_that_can_be_used_here_and_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = packages.installed
+    monkeypatch.setattr(packages, "installed", lambda module: module == "torch" and real(module))
+    assert accelerator("all").log_with == []
+    found = accelerator(["all", Own()], tmp_path)
+    assert found.log_with[:-1] == ["jsonl"] == get_available_trackers()
+    assert capsys.readouterr().err == ""
+    found.init_trackers("run")
+    assert capsys.readouterr().err == 'log_with="all": jsonl, own\n'
+    with pytest.raises(MissingExtraError, match="pip install"):
+        accelerator(["jsonl", "wandb"], tmp_path)
+
+
+def test_public_functions_answer_as_the_constructor(tmp_path: Path) -> None:
+    assert filter_trackers(["jsonl"], tmp_path) == ["jsonl"]
+    assert filter_trackers(None) == []
+    with pytest.raises(SettingError, match="needs a folder"):
+        filter_trackers("jsonl")
+    assert "jsonl" in get_available_trackers()
+    assert LOGGER_TYPE_TO_CLASS["jsonl"] is JSONLTracker
+    assert set(LOGGER_TYPE_TO_CLASS) == {member.value for member in LoggerType} - {"all"}
+
+
+# --- trackers that users write
+
+
+def test_an_object_is_used_as_it_is() -> None:
+    own = Own("given")
+    found = accelerator(own)
+    assert own.asked == []
+    found.init_trackers("ignored", config={"lr": 1, "path": Path("a")})
+    found.log({"loss": 0.5}, step=3, log_kwargs={"own": {"k": 2}})
+    found.log({"loss": 0.25})
+    assert found.trackers == [own]
+    assert found.get_tracker("own") is own
+    assert found.get_tracker("own", unwrap=True) is own.asked
+    found.end_training()
+    config = {"lr": 1, "path": Path("a")}
+    assert own.asked == ["start", config, ({"loss": 0.5}, 3, {"k": 2}), ({"loss": 0.25}, None, {}), "finish"]
+
+
+def test_a_registered_class_is_made_for_the_run(tmp_path: Path) -> None:
+    class WithFolder(Own):
+        name = "with_folder"
+        requires_logging_directory = True
+
+        def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
+            super().__init__(run_name, logging_dir=logging_dir, **kwargs)
+
+    assert register_tracker_class(WithFolder) is WithFolder
+    register_tracker_class(WithFolder)
+    found = accelerator("with_folder", tmp_path)
+    found.init_trackers("run", init_kwargs={"with_folder": {"z": 1}})
+    (tracker,) = found.trackers
+    assert (tracker.run_name, tracker.kwargs) == ("run", {"logging_dir": str(tmp_path), "z": 1})  # type: ignore[attr-defined]
+
+
+def test_a_class_is_checked_when_it_is_registered() -> None:
+    with pytest.raises(SettingError, match="not a class of trackers"):
+        register_tracker_class(int)  # type: ignore[type-var]
+    with pytest.raises(SettingError, match="has no name, requires_logging_directory, tracker"):
+        register_tracker_class(GeneralTracker)
+
+    class Other(Own):
+        name = "jsonl"
+
+    with pytest.warns(UserWarning, match="means Other now, not JSONLTracker"):
+        register_tracker_class(Other)
+    assert LOGGER_TYPE_TO_CLASS["jsonl"] is Other
+
+
+def test_a_class_without_its_three_attributes_cannot_be_made() -> None:
+    class Bare(GeneralTracker):
+        name = "bare"
+
+    with pytest.raises(NotImplementedError, match="requires_logging_directory, tracker"):
+        Bare()
+    with pytest.raises(NotImplementedError):
+        GeneralTracker()
+    assert GeneralTracker(_blank=True).log({"a": 1}) is None
+
+
+# --- options and order
+
+
+def test_options_for_unknown_trackers_are_errors_and_for_others_are_left() -> None:
+    found = accelerator(Own())
+    with pytest.raises(UnknownNameError, match=r"in init_kwargs(.|\n)*did you mean 'tensorboard'"):
+        found.init_trackers("run", init_kwargs={"tensor_board": {}})
+    with pytest.raises(SettingError, match="already made"):
+        found.init_trackers("run", init_kwargs={"own": {"z": 1}})
+    assert found.trackers == []
+    found.init_trackers("run", init_kwargs={"wandb": {"entity": "team"}})
+    with pytest.raises(UnknownNameError, match="in log_kwargs"):
+        found.log({"a": 1}, log_kwargs={"wandbb": {}})
+    found.log({"a": 1}, log_kwargs={"wandb": {"commit": False}})
+    assert found.trackers[0].tracker[-1] == ({"a": 1}, None, {})
+
+
+def test_logging_to_no_open_run_is_said_once(tmp_path: Path) -> None:
+    found = accelerator("jsonl", tmp_path)
+    with pytest.warns(UserWarning, match="call init_trackers"):
+        found.log({"a": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.log({"a": 1})
+    with pytest.raises(SettingError, match="init_trackers"):
+        found.get_tracker("jsonl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        silent = accelerator(None)
+        silent.init_trackers("run", {"a": 1})
+        silent.log({"a": 1})
+        silent.get_tracker("anything").log_images({})
+        silent.end_training()
+
+
+def test_an_unknown_tracker_cannot_be_got() -> None:
+    found = accelerator(Own())
+    found.init_trackers("run")
+    with pytest.raises(ValueError, match="unknown tracker 'jsonl'"):
+        found.get_tracker("jsonl")
+
+
+def test_a_second_init_ends_runs_and_keeps_the_users_objects(tmp_path: Path) -> None:
+    own = Own()
+    found = accelerator(["jsonl", own], tmp_path)
+    found.init_trackers("one")
+    found.log({"a": 1})
+    found.init_trackers("two", config={"b": 2})
+    found.log({"a": 2})
+    found.end_training()
+    assert [*map(_kind, lines(tmp_path / "one.jsonl"))] == ["start", "values", "end"]
+    assert [*map(_kind, lines(tmp_path / "two.jsonl"))] == ["start", "config", "values", "end"]
+    assert own.asked == ["start", ({"a": 1}, None, {}), {"b": 2}, ({"a": 2}, None, {}), "finish"]
+
+
+def _kind(line: dict[str, Any]) -> str:
+    return next(key for key in ("start", "config", "values", "table", "end") if key in line)
+
+
+def test_every_run_is_ended_whatever_one_raises() -> None:
+    first, second, third = Second(), Own(), Second()
+    found = accelerator([first, second, third])
+    found.init_trackers("run")
+    destroyed: list[bool] = []
+    found.state.destroy_process_group = lambda *_: destroyed.append(True)  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        found.end_training()
+    assert [each.asked[-1] for each in (first, second, third)] == ["finish"] * 3
+    assert destroyed == [True]
+    found.end_training()
+    assert [each.asked.count("finish") for each in (first, second, third)] == [1, 1, 1]
+
+
+def test_what_started_before_an_error_is_still_ended() -> None:
+    class Broken(Own):
+        def start(self) -> None:
+            raise ConnectionError("no server")
+
+    own = Own()
+    found = accelerator([own, Broken()])
+    with pytest.raises(ConnectionError):
+        found.init_trackers("run")
+    assert found.trackers == [own]
+    found.end_training()
+    assert own.asked == ["start", "finish"]
+
+
+def test_several_accelerators_have_runs_of_their_own(tmp_path: Path) -> None:
+    one, two = accelerator("jsonl", tmp_path), accelerator("jsonl", tmp_path)
+    one.init_trackers("one")
+    two.init_trackers("two")
+    one.log({"a": 1})
+    one.end_training()
+    two.log({"a": 2})
+    two.end_training()
+    assert [_kind(line) for line in lines(tmp_path / "two.jsonl")] == ["start", "values", "end"]
+
+
+# --- the end of a script
+
+SCRIPT = """
+import os, sys
+from accelerate.track import running
+from accelerate.track.jsonl import JSONLTracker
+
+for name in ("one", "two"):
+    tracker = JSONLTracker(name, sys.argv[1])
+    running.start(tracker)
+    tracker.log({"a": 1})
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "end", "code"),
+    [
+        ("", "finished", 0),
+        ("sys.exit(3)", "finished", 3),
+        ("raise ValueError('no data')", "failed", 1),
+        ("running.finish([tracker])", "finished", 0),
+        ("if os.fork() == 0:\n    sys.exit()\nos.wait()", "finished", 0),
+    ],
+)
+def test_a_script_that_ends_no_run_leaves_ended_runs(
+    tmp_path: Path, ending: str, end: str, code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + textwrap.dedent(ending), str(tmp_path)],
+        env=clean(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    for name in ("one", "two"):
+        assert [line.get("end") for line in lines(tmp_path / f"{name}.jsonl")] == [None, None, end]
+
+
+# --- the file of lines
+
+
+def test_a_file_holds_whatever_is_given(tmp_path: Path) -> None:
+    tracker = JSONLTracker("deep/run", tmp_path)
+    with pytest.raises(SettingError, match=r"call start\(\) first"):
+        tracker.log({"a": 1})
+    tracker.start()
+    tracker.log({"nan": float("nan"), "inf": [float("-inf")], "t": torch.ones(1), "text": "a\nb"}, step=2)
+    tracker.log_table("scores", columns=["a"], data=[[np.float32(1)]])
+    tracker.finish()
+    tracker.finish()
+    _, first, table, end = lines(tmp_path / "deep" / "run.jsonl")
+    assert first["values"] == {"nan": "NaN", "inf": ["-Infinity"], "t": 1.0, "text": "a\nb"}
+    assert first["step"] == 2
+    assert (table["table"], table["columns"], table["rows"]) == ("scores", ["a"], [[1.0]])
+    assert end["end"] == "finished"
+    tracker.start()
+    tracker.finish()
+    assert len(lines(tmp_path / "deep" / "run.jsonl")) == 6
+
+
+def test_what_was_logged_is_in_the_file_at_once(tmp_path: Path) -> None:
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    tracker.log({"a": 1})
+    assert lines(tmp_path / "run.jsonl")[-1]["values"] == {"a": 1}
+
+
+# --- values
+
+
+def test_configurations_become_plain_and_flat() -> None:
+    class Count(int):
+        """A subclass of a plain type."""
+
+    nested = {"a": {"b": {"c": 1}, "d": []}, 3: None, "e": {}, "f": Count(4), "g": (1, {"h": Path("i")})}
+    assert base.plain(nested) == {
+        "a": {"b": {"c": 1}, "d": []},
+        "3": None,
+        "e": {},
+        "f": 4,
+        "g": [1, {"h": "i"}],
+    }
+    assert type(base.plain(nested)["f"]) is int
+    assert base.flat(nested) == {
+        "a.b.c": 1,
+        "a.d": "[]",
+        "3": "None",
+        "e": "{}",
+        "f": 4,
+        "g": "[1, {'h': 'i'}]",
+    }
+
+
+def test_only_what_holds_one_number_is_a_number() -> None:
+    assert base.scalars({"a": torch.tensor(2), "b": {"c": np.array([[3.5]])}}) == {"a": 2, "b": {"c": 3.5}}
+    several = torch.ones(2)
+    assert base.scalars({"a": several})["a"] is several
+    assert base.simple(None) is None
+
+
+def test_a_blank_tracker_takes_any_call() -> None:
+    blank: Any = base.BlankTracker()
+    assert isinstance(blank, GeneralTracker)
+    blank.writer.add_image("a", 1)
+    blank["hparams"] = {"a": 1}
+    blank.log({"a": 1}, step=2)
+    assert not blank.run.id
+    assert list(blank.rows) == []
+    assert not hasattr(blank, "__deepcopy__")
+    assert blank["a"].b is not None
