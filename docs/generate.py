@@ -156,7 +156,7 @@ def _more_strategies() -> Iterator[Claim]:
 def _data() -> Iterator[Claim]:
     from torch.utils.data import DataLoader
 
-    from accelerate.data.loader import prepare_data_loader
+    from accelerate.data_loader import prepare_data_loader
     from accelerate.facade.later import Later
 
     several: Any = SimpleNamespace(use_distributed=True)
