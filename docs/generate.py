@@ -154,15 +154,7 @@ def _more_strategies() -> Iterator[Claim]:
 
 
 def _data() -> Iterator[Claim]:
-    from torch.utils.data import DataLoader
-
-    from accelerate.data_loader import prepare_data_loader
     from accelerate.facade.later import Later
-
-    several: Any = SimpleNamespace(use_distributed=True)
-
-    def prepare(**options: Any) -> object:
-        return prepare_data_loader(DataLoader([1, 2, 3, 4]), num_processes=2, process_index=0, **options)  # type: ignore[arg-type]
 
     yield tested(
         "map-style datasets with any sampler",
@@ -171,14 +163,7 @@ def _data() -> Iterator[Claim]:
     )
     yield tested("iterable datasets, a part for each process", "null/test_sharding.py::stream")
     yield tested("exact metrics (`gather_for_metrics`)", "cpu/test_data_parallel.py::once_in_metrics")
-    yield refused(
-        "`dispatch_batches=True`", partial(prepare, dispatch_batches=True), "a loader with dispatch_batches"
-    )
-    yield refused(
-        "exact resume inside an epoch (`use_stateful_dataloader=True`)",
-        partial(prepare, use_stateful_dataloader=True),
-        "a loader with use_stateful_dataloader",
-    )
+    several: Any = SimpleNamespace(use_distributed=True)
     yield refused(
         "`join_uneven_inputs`", partial(Later.join_uneven_inputs, several, []), "on several ranks, it"
     )

@@ -197,12 +197,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/coming.md", "docs/contributing.md", "docs/changelog.md"])
-def test_pages_that_are_taken_in_exist(page: str) -> None:
+def test_what_is_taken_in_exists(page: str) -> None:
     """The snippet ``"FILE:section"`` of a file of the repository."""
-    match = re.fullmatch(r'--8<-- "([\w.]+)(?::(\w+))?"\n', text(page))
-    assert match is not None
-    if match[2]:
-        marks = [text(match[1]).count(f"--8<-- [{end}:{match[2]}]") for end in ("start", "end")]
+    (file, section), *more = re.findall(r'^--8<-- "([\w.]+)(?::(\w+))?"$', text(page), re.MULTILINE)
+    assert not more
+    if section:
+        marks = [text(file).count(f"--8<-- [{end}:{section}]") for end in ("start", "end")]
         assert marks == [1, 1]
 
 
