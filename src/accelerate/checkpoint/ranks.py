@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from accelerate.core.errors import AccelerateError, CheckpointError
+from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
 from accelerate.world import collective
 from accelerate.world import world as worlds
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-PATIENCE = 30.0  # seconds until a rank that waits for others says so
 
 
 @dataclass(frozen=True)
@@ -67,28 +62,26 @@ class Ranks:
         """One picklable value per rank, in rank order, on every rank.
 
         Raises:
-            CheckpointError: another rank did not come within the timeout of the process group, or is gone.
+            ApartError: another rank failed, ended, made another call, or did not come within the timeout.
         """
         if self.size == 1:
             return [value]
-        text = (
-            f"rank {self.rank} has waited {PATIENCE:g} s for other ranks to {doing}. "
-            "It is a collective call: every rank must make it, not only the main process."
-        )
-        timer = threading.Timer(PATIENCE, logger.warning, args=(text,))
-        timer.daemon = True
-        timer.start()
         try:
-            return collective.all_objects(value)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {self.rank} of {self.size} could not {doing} together with the others",
-                why=f"a rank is gone, or did not make the call in time ({str(error).partition(chr(10))[0]})",
-                fix="call it on every rank, not only under `if accelerator.is_main_process`; a rank that "
-                "failed says why in its own output",
-            ) from error
-        finally:
-            timer.cancel()
+            # A save may only meet a save, a load only a load; their folders may differ.
+            return collective.all_objects(value, doing.partition(" ")[0], label=doing)
+        except CollectiveError as error:
+            raise ApartError.of(error) from error.__cause__
+
+
+class ApartError(CheckpointError, PeerError):
+    """A save or load that not all ranks made, or in which one of them was lost."""
+
+    @staticmethod
+    def of(error: CollectiveError) -> ApartError:
+        """The same text as of what ended the exchange."""
+        apart = ApartError(error.what, why=error.why, fix=error.fix)
+        apart.traceback = getattr(error, "traceback", "")
+        return apart.with_traceback(error.__traceback__)
 
 
 class Together(Generic[T]):

@@ -7,6 +7,7 @@
     |-- DeviceError                a device is absent or cannot do what was asked    (RuntimeError)
     |-- WorldError                 the group of processes is not what was asked for  (RuntimeError)
     |-- CollectiveError            ranks do not agree about a collective             (RuntimeError)
+    |   `-- PeerError              another rank failed; its traceback comes last
     |-- CheckpointError            a checkpoint is missing, incomplete or damaged    (RuntimeError)
     |-- LaunchError                a job cannot be started, or a rank failed         (RuntimeError)
     |-- MissingExtraError          an optional package is needed                     (ImportError)
@@ -94,6 +95,22 @@ class WorldError(AccelerateError, RuntimeError):
 
 class CollectiveError(AccelerateError, RuntimeError):
     """Ranks do not agree about a collective: other order, shape, type, or a missing rank."""
+
+
+class PeerError(CollectiveError):
+    """Another rank failed while this one worked with it.
+
+    Attributes:
+        traceback: the other rank's, as Python prints it; the last thing that this error shows.
+    """
+
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\n{self.traceback.rstrip()}" if self.traceback else super().__str__()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return *super().__reduce__(), {"traceback": self.traceback}
 
 
 class CheckpointError(AccelerateError, RuntimeError):

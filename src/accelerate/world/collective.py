@@ -1,8 +1,8 @@
 """Collectives over trees of tensors, and over any objects. In a world of one they keep types and shapes.
 
-Shapes are agreed before data moves: dimension 0 may differ between ranks (it is padded on the way), anything
-else that differs is the same ``CollectiveError``, with a table of ranks, on every rank. Tensors are made
-contiguous before they are sent, since gloo refuses others on one side only and the peer would wait for ever.
+Each is one exchange of letters (``letters.py``), which also carries small values; large ones follow in a
+transfer of their own. Whatever the ranks disagree about is the same ``CollectiveError``, with a table of
+ranks, on every rank: other operations, structures, dtypes, shapes. Dimension 0 may differ in ``gather``.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -11,10 +11,9 @@ contiguous before they are sent, since gloo refuses others on one side only and 
 from __future__ import annotations
 
 import functools
-import math
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,22 +21,14 @@ import torch.distributed as dist
 
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from accelerate.world import letters
 from accelerate.world import world as worlds
+from accelerate.world.parcel import Parcel
 from accelerate.world.tensors import CannotPadNestedTensorWarning, pad_tensor, recursively_apply
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DistributedOperationException = CollectiveError
-
-# A letter is a head of int64s (dtype code, number of dimensions, the dimensions) and a body of bytes.
-# The head keeps the body aligned for every dtype.
-_MAX_DIMS = 14
-_HEAD = 8 * (_MAX_DIMS + 2)
-_LETTER = 4096
-_DTYPES: tuple[torch.dtype, ...] = tuple(
-    sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-)
-_DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 def size() -> int:
@@ -53,18 +44,19 @@ def rank() -> int:
 
 
 def barrier() -> None:
-    """Waits until every rank is here.
+    """Waits until every rank is here, and for the work that this rank gave to its device.
 
     Raises:
-        RuntimeError: torch's own, when the group's timeout passes.
+        CollectiveError: a rank failed, ended, went elsewhere, or did not come within the timeout.
     """
     world = worlds.current()
     if world is None or world.size == 1:
         return
-    if world.device.type == "cpu":
-        dist.barrier()
-    else:
-        dist.barrier(device_ids=[world.device.index or 0])
+    if world.device.type != "cpu":
+        world.hardware.synchronize()
+    office = letters.office()
+    with office.lock:
+        office.exchange("wait_for_everyone", 0, b"", 0, _nothing)
 
 
 def gather(tensor: Any) -> Any:
@@ -75,38 +67,50 @@ def gather(tensor: Any) -> Any:
             shape ``(world size,)``. Dimension 0 may differ between ranks.
 
     Raises:
-        CollectiveError: dtype, number of dimensions or a later dimension differ between ranks.
+        CollectiveError: structure, dtype, number of dimensions or a later dimension differ between ranks.
         PrepareError: a leaf is not a tensor.
     """
-    return recursively_apply(_gather_one, tensor, error_on_other_type=True)
-
-
-def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() == 0:
-        tensor = tensor.reshape(1)
     if size() == 1:
-        return tensor
-    every = _exchange(tensor.detach())
-    _check_agreement(every)
-    if all(letter.body is not None for letter in every):
-        return torch.cat([letter.tensor() for letter in every])
-    lengths = [letter.shape[0] for letter in every]
+        return recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
+    parcel = Parcel.of("gather", tensor, _at_least_1d)
+    with parcel.office.lock:
+        mail = parcel.send()
+        if not mail.same:
+            parcel.check(mail, ragged=True)
+        return parcel.rebuilt([_gathered(parcel, mail, index) for index in range(len(parcel.leaves))])
+
+
+def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+def _gathered(parcel: Parcel, mail: letters.Mail, index: int) -> torch.Tensor:
+    leaf = parcel.leaves[index]
+    if mail.carried:
+        if mail.same:
+            return parcel.stacked(mail, index).view(-1, *leaf.shape[1:])
+        return torch.cat([parcel.unpacked(mail, rank, index) for rank in range(parcel.office.size)])
+    lengths = [parcel.shape(mail, rank, index)[0] for rank in range(parcel.office.size)]
     longest = max(lengths)
-    joined = _all_gather(pad_tensor(tensor.detach(), 0, longest), len(every))
+    joined = _all_gather(pad_tensor(leaf, 0, longest), parcel.office)
     if min(lengths) == longest:
         return joined
     return torch.cat([part[:n] for part, n in zip(joined.split(longest), lengths, strict=True)])
 
 
-def _all_gather(tensor: torch.Tensor, count: int) -> torch.Tensor:
+def _all_gather(tensor: torch.Tensor, office: letters.Office) -> torch.Tensor:
     """Equal shapes of all ranks joined along dimension 0."""
     send = tensor.contiguous()
-    wire = _wire(send)
-    out = wire.new_empty((count * wire.shape[0], *wire.shape[1:]))
+    out = send.new_empty((office.size * send.shape[0], *send.shape[1:]))
+    if send.numel() == 0:
+        return out
+    if send.device.type == "cpu":
+        office.all_gather(out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8), "gather")
+        return out
     # Renamed in torch 2.13, where the old name warns.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    getattr(dist, name)(out, wire)
-    return out.view(send.dtype) if wire.dtype != send.dtype else out
+    getattr(dist, name)(_wire(out), _wire(send))
+    return out
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,63 +122,10 @@ def gather_tensor_shape(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     """The shapes that ``tensor`` has on the ranks, in rank order."""
     if size() == 1:
         return [tuple(tensor.shape)]
-    return [letter.shape for letter in _exchange(tensor)]
-
-
-@dataclass(frozen=True)
-class _Letter:
-    """What one rank says of its tensor, with the values when they are few."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    body: torch.Tensor | None
-
-    def tensor(self) -> torch.Tensor:
-        assert self.body is not None
-        return self.body.view(self.dtype).view(self.shape)
-
-
-def _exchange(tensor: torch.Tensor) -> list[_Letter]:
-    """Every rank's letter. They have one size, so one collective tells shapes and carries small tensors."""
-    if tensor.dim() > _MAX_DIMS:
-        raise CollectiveError(
-            f"a tensor of {tensor.dim()} dimensions cannot be sent; the limit is {_MAX_DIMS}"
-        )
-    device = _metadata_device()
-    head = [_DTYPE_CODE[tensor.dtype], tensor.dim(), *tensor.shape]
-    letter = torch.zeros(_LETTER, dtype=torch.uint8)
-    letter[:_HEAD] = torch.tensor(head + [0] * (_MAX_DIMS + 2 - len(head))).view(torch.uint8)
-    room = _LETTER - _HEAD
-    if tensor.device == device and 0 < tensor.nbytes <= room:
-        letter[_HEAD : _HEAD + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-    every = _all_gather(letter.to(device)[None], size())
-    letters: list[_Letter] = []
-    for row, said in zip(every, every[:, :_HEAD].contiguous().view(torch.int64).tolist(), strict=True):
-        dtype, shape = _DTYPES[said[0]], tuple(said[2 : 2 + said[1]])
-        bytes_ = math.prod(shape) * dtype.itemsize
-        carried = tensor.device == device and bytes_ <= room
-        letters.append(_Letter(dtype, shape, row[_HEAD : _HEAD + bytes_] if carried else None))
-    return letters
-
-
-def _metadata_device() -> torch.device:
-    """Where small host values travel: the CPU when the group serves it, so that no device waits."""
-    world = worlds.current()
-    assert world is not None
-    backend = dist.get_backend_config()
-    return torch.device("cpu") if "cpu:" in backend or world.device.type == "cpu" else world.device
-
-
-def _check_agreement(every: Sequence[_Letter]) -> None:
-    if len({(letter.dtype, len(letter.shape), letter.shape[1:]) for letter in every}) > 1:
-        raise CollectiveError(
-            "the ranks do not agree about a tensor to gather",
-            why="\n       ".join(
-                f"rank {r}: {letter.dtype} {letter.shape}" for r, letter in enumerate(every)
-            ),
-            fix="make all dimensions but the first equal: accelerator.pad_across_processes(tensor, dim=1) "
-            "before gather",
-        )
+    parcel = Parcel.of("gather_tensor_shape", tensor)
+    with parcel.office.lock:
+        mail = parcel.send(values=False)
+        return [parcel.shape(mail, rank, 0) for rank in range(parcel.office.size)]
 
 
 def gather_object(object: Any) -> Any:
@@ -185,43 +136,106 @@ def gather_object(object: Any) -> Any:
     """
     if size() == 1:
         return object
-    return [item for part in all_objects(object) for item in part]
+    return [item for part in all_objects(object, "gather_object") for item in part]
 
 
-def all_objects(value: Any) -> list[Any]:
-    """One picklable value per rank, in rank order."""
+def all_objects(value: Any, operation: str = "all_objects", label: str = "") -> list[Any]:
+    """One picklable value per rank, in rank order.
+
+    Args:
+        value: this rank's.
+        operation: what it is for; the ranks must agree.
+        label: what errors call the operation; it may differ between ranks.
+
+    Raises:
+        CollectiveError: a rank's value cannot be pickled; and see ``barrier``.
+    """
     if size() == 1:
         return [value]
-    every: list[Any] = [None] * size()
-    dist.all_gather_object(every, value)
-    return every
+    office = letters.office()
+    with office.lock:
+        mail = _send_object(office, operation, value, label=label)
+        return [pickle.loads(mail.body(rank)) for rank in range(office.size)]
+
+
+def _send_object(
+    office: letters.Office, operation: str, value: Any, *, sends: bool = True, label: str = ""
+) -> letters.Mail:
+    """An exchange of pickled values, of which some ranks may send none."""
+    problem, data = None, b""
+    try:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if sends else b""
+    except Exception as error:
+        # Whatever the classes of the user raise: the others must not wait for it.
+        _say_why(office, operation, label, f"{type(error).__name__}: {error}")
+        raise
+
+    def fill(letter: bytearray, start: int) -> None:
+        letter[start : start + len(data)] = data
+
+    mail = office.exchange(operation, 0, b"", len(data), fill, any_size=True, label=label)
+    problem = next((r for r in range(office.size) if mail.lengths[r]), None)
+    if problem is not None:
+        raise CollectiveError(
+            f"rank {problem} cannot send its object in {operation}", why=mail.description(problem).decode()
+        )
+    return mail
+
+
+def _say_why(office: letters.Office, operation: str, label: str, why: str) -> None:
+    office.exchange(operation, 0, why[:1000].encode(), 0, _nothing, any_size=True, label=label)
+
+
+def _nothing(letter: bytearray, start: int) -> None:
+    """No values."""
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """``tensor`` (any tree) with the values of rank ``from_process``; shapes must agree."""
-    return recursively_apply(_broadcast_one, tensor, from_process, error_on_other_type=True)
+    """``tensor`` (any tree) with the values of rank ``from_process``, in place.
 
-
-def _broadcast_one(tensor: torch.Tensor, source: int) -> torch.Tensor:
+    Raises:
+        CollectiveError: structure, dtypes or shapes differ between ranks.
+        PrepareError: a leaf is not a tensor.
+    """
     if size() == 1:
-        return tensor
-    send = tensor.detach().contiguous()
-    dist.broadcast(_wire(send), src=source)
-    if send.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(send)
+        return recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
+    parcel = Parcel.of("broadcast", tensor)
+    with parcel.office.lock:
+        mail = parcel.send(values=parcel.office.rank == from_process)
+        parcel.check(mail)
+        for index, leaf in enumerate(parcel.leaves):
+            if mail.carried:
+                leaf.copy_(parcel.unpacked(mail, from_process, index))
+            elif leaf.numel():
+                _broadcast_large(parcel.office, leaf, from_process)
     return tensor
+
+
+def _broadcast_large(office: letters.Office, leaf: torch.Tensor, source: int) -> None:
+    send = leaf.contiguous()
+    if leaf.device.type == "cpu":
+        office.broadcast(send.view(-1).view(torch.uint8), source, "broadcast")
+    else:
+        dist.broadcast(_wire(send), src=source)
+    if send.data_ptr() != leaf.data_ptr():
+        leaf.copy_(send)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replaces the items of ``object_list``, in place, by those of rank ``from_process``."""
     if size() > 1:
-        dist.broadcast_object_list(object_list, src=from_process, device=_metadata_device())
+        object_list[:] = agree(list(object_list), from_process, "broadcast_object_list")
     return object_list
 
 
-def agree(value: Any, from_process: int = 0) -> Any:
+def agree(value: Any, from_process: int = 0, operation: str = "agree") -> Any:
     """One picklable value of rank ``from_process``, on every rank."""
-    return broadcast_object_list([value], from_process)[0]
+    if size() == 1:
+        return value
+    office = letters.office()
+    with office.lock:
+        mail = _send_object(office, operation, value, sends=office.rank == from_process)
+        return pickle.loads(mail.body(from_process))
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -234,19 +248,40 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
     Raises:
         SettingError: another reduction.
+        CollectiveError: structure, dtypes or shapes differ between ranks.
     """
     if reduction not in ("sum", "mean", "none"):
         raise SettingError(f"reduction {reduction!r} is unknown", fix="use 'sum', 'mean' or 'none'")
 
-    def one(leaf: torch.Tensor) -> torch.Tensor:
-        total = leaf.detach().clone(memory_format=torch.contiguous_format)
-        if reduction != "none" and size() > 1:
-            dist.all_reduce(total)
+    def finished(total: torch.Tensor) -> torch.Tensor:
         if reduction == "mean" and size() > 1:
             total = total / size()
         return total if scale == 1.0 else total * scale
 
-    return recursively_apply(one, tensor, error_on_other_type=True)
+    if reduction == "none" or size() == 1:
+        return recursively_apply(
+            lambda leaf: finished(leaf.detach().clone()), tensor, error_on_other_type=True
+        )
+    parcel = Parcel.of("reduce", tensor)
+    with parcel.office.lock:
+        mail = parcel.send()
+        parcel.check(mail)
+        return parcel.rebuilt([finished(_summed(parcel, mail, index)) for index in range(len(parcel.leaves))])
+
+
+def _summed(parcel: Parcel, mail: letters.Mail, index: int) -> torch.Tensor:
+    leaf = parcel.leaves[index]
+    if mail.carried:
+        # In rank order, so that the result is the same on all ranks and in every run.
+        return parcel.stacked(mail, index).sum(0, dtype=leaf.dtype)
+    total = leaf.clone(memory_format=torch.contiguous_format)
+    if total.device.type == "cpu":
+        parts = torch.view_as_real(total) if total.is_complex() else total
+        if parts.numel():
+            parcel.office.all_reduce(parts, "reduce")
+    else:
+        dist.all_reduce(total)
+    return total
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -257,19 +292,28 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         dim: the dimension that may differ; tensors that do not have it are left alone.
         pad_index: the value that fills.
         pad_first: fill at the beginning instead of the end.
-    """
 
-    def one(leaf: torch.Tensor) -> torch.Tensor:
+    Raises:
+        CollectiveError: structure or numbers of dimensions differ between ranks.
+    """
+    if size() == 1:
+        return recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
+    parcel = Parcel.of("pad_across_processes", tensor, lambda leaf: leaf)
+    with parcel.office.lock:
+        mail = parcel.send(values=False)
+        every = [
+            [parcel.shape(mail, r, i) for r in range(parcel.office.size)] for i in range(len(parcel.leaves))
+        ]
+    padded: list[torch.Tensor] = []
+    for leaf, shapes in zip(parcel.leaves, every, strict=True):
+        place = dim + leaf.dim() if dim < 0 else dim
         if leaf.is_nested:
             warnings.warn("a nested tensor is not padded", CannotPadNestedTensorWarning, stacklevel=2)
-            return leaf
-        place = dim + leaf.dim() if dim < 0 else dim
-        if size() == 1 or not 0 <= place < leaf.dim():
-            return leaf
-        longest = max(letter.shape[place] for letter in _exchange(leaf))
-        return pad_tensor(leaf, place, longest, pad_index, pad_first)
-
-    return recursively_apply(one, tensor, error_on_other_type=True)
+        elif 0 <= place < leaf.dim():
+            longest = max(shape[place] if place < len(shape) else 0 for shape in shapes)
+            leaf = pad_tensor(leaf, place, longest, pad_index, pad_first)
+        padded.append(leaf)
+    return parcel.rebuilt(padded)
 
 
 def verify_operation(function: F) -> F:
@@ -281,7 +325,7 @@ def verify_operation(function: F) -> F:
         if world is not None and world.debug and world.size > 1:
             data = args[0] if args else kwargs.get("tensor", kwargs.get("object"))
             shapes = [(p, tuple(t.shape)) for p, t in tree.leaves(data) if isinstance(t, torch.Tensor)]
-            _compare(function.__name__, all_objects(shapes))
+            _compare(function.__name__, all_objects(shapes, f"shapes for {function.__name__}"))
         return function(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

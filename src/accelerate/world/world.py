@@ -19,7 +19,7 @@ from accelerate.core import environ
 from accelerate.core.errors import WorldError
 from accelerate.core.handler import KwargsHandler
 from accelerate.core.setting import load, setting
-from accelerate.world import clusters
+from accelerate.world import clusters, together
 
 if TYPE_CHECKING:
     import torch
@@ -278,6 +278,8 @@ def _together(
     elif timeout is not None and _opened_group:
         dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # pyright: ignore[reportPrivateUsage]
     _share_cores(device, place["local_size"])
+    if size > 1:
+        together.begin(rank, size, timeout)
     return World(
         rank=rank,
         size=size,
