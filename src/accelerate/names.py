@@ -371,9 +371,9 @@ HOMES: dict[str, dict[str, Home]] = {
     )
     | at("core.tree", "is_namedtuple")
     | at("facade.modules", "TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
-    | later(PIPELINE, "copy_tensor_to_devices")
+    | at("world.copies", "copy_tensor_to_devices")
     | {"is_torch_xpu_tensor": Made("facade.available:tensor_checker", "xpu")}
-    | later(DEEPSPEED, "GatheredParameters"),
+    | at("strategy.deepspeed", "GatheredParameters"),
     "accelerate.utils.other": at(
         "facade.modules",
         "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "

@@ -42,6 +42,7 @@ class DataLoaderStateMixin:
     micro_steps: int = 0
     micro_steps_before: int = 0
     active: ActiveLoaders = UNOWNED
+    gradient_state: Any = None  # that of the Accelerator that prepared it
 
     def reset(self) -> None:
         """Before an epoch."""
@@ -384,6 +385,9 @@ class SkipDataLoader(DataLoaderShard):
         super().__init__(
             dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
         )
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0) -> DataLoader[Any]:

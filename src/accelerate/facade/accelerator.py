@@ -18,9 +18,10 @@ from accelerate.data.active import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.loader import skip_first_batches as skip
-from accelerate.data.prepare import check_options, prepare_data_loader
+from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade import options
 from accelerate.facade import plan as plans
+from accelerate.facade.given import Given
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
 from accelerate.facade.later import Later
 from accelerate.facade.loop import Loop
@@ -40,7 +41,7 @@ from accelerate.world.world import InitProcessGroupKwargs, World
 _UNSET: Any = object()
 
 
-class Accelerator(Loop, Saving, Tracking, Later):
+class Accelerator(Given, Loop, Saving, Tracking, Later):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -202,15 +203,6 @@ class Accelerator(Loop, Saving, Tracking, Later):
     def deepspeed_plugin(self) -> Any:
         """The engine's plugin, None when it is not used."""
         return self.state.deepspeed_plugin
-
-    @property
-    def ddp_handler(self) -> Any:
-        """Options of the replicas made by the next ``prepare``."""
-        return self.strategy.handler
-
-    @ddp_handler.setter
-    def ddp_handler(self, value: Any) -> None:
-        self.strategy.handler = value
 
     # --- how loaders share data
 

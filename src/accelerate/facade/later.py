@@ -50,11 +50,6 @@ class Later(Processes):
         _refuse("deepspeed_ulysses_dl_adapter", "sequence parallelism will come with the sharded strategies")
 
     @property
-    def fp8_backend(self) -> Any:
-        """The library that computes in 8-bit floats; none, since that precision is refused until it comes."""
-        return None
-
-    @property
     def is_composable_parallelism_enabled(self) -> bool:
         """Whether dimensions of parallelism are combined."""
         return False

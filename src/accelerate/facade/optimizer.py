@@ -73,6 +73,13 @@ class AcceleratedOptimizer(Optimizer):
         self.__dict__.update(state)
 
     @property
+    def accelerator_state(self) -> Any:
+        """The choices of the newest ``Accelerator``."""
+        from accelerate.facade.state import AcceleratorState  # which shows optimizers' gradient state
+
+        return AcceleratorState()
+
+    @property
     def state(self) -> Any:
         """The inner optimizer's state."""
         return self.optimizer.state

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.strategy.base import Bundle, Request, Step, Strategy
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - the engine's own name for it
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Generator[None]:
+    """Inside the block, parameters that the engine has partitioned are whole; others always are.
+
+    Args:
+        params: one parameter, or several.
+        modifier_rank: the rank whose changes all take over at the end; None forbids changes.
+        fwd_module: the module whose forward uses them, so that the engine fetches them in time.
+        enabled: false leaves them partitioned.
+    """
+    every = list(params) if isinstance(params, Iterable) and not hasattr(params, "grad") else [params]
+    # The engine marks what it has partitioned.
+    if not (enabled and any(hasattr(parameter, "ds_id") for parameter in every)):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank, fwd_module=fwd_module):
+        yield
 
 
 class DeepSpeed(Strategy):

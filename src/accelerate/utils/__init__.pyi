@@ -94,6 +94,7 @@ from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.strategy.deepspeed import GatheredParameters as GatheredParameters
 from accelerate.utils import ao as ao
 from accelerate.utils import bnb as bnb
 from accelerate.utils import constants as constants
@@ -341,8 +342,6 @@ from accelerate.utils.offload import load_offloaded_weight as load_offloaded_wei
 from accelerate.utils.offload import offload_state_dict as offload_state_dict
 from accelerate.utils.offload import offload_weight as offload_weight
 from accelerate.utils.offload import save_offload_index as save_offload_index
-from accelerate.utils.operations import GatheredParameters as GatheredParameters
-from accelerate.utils.operations import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accelerate.utils.other import compile_regions_deepspeed as compile_regions_deepspeed
 from accelerate.utils.other import compile_regions_fsdp2 as compile_regions_fsdp2
@@ -371,6 +370,7 @@ from accelerate.world.collective import gather_tensor_shape as gather_tensor_sha
 from accelerate.world.collective import pad_across_processes as pad_across_processes
 from accelerate.world.collective import reduce as reduce
 from accelerate.world.collective import verify_operation as verify_operation
+from accelerate.world.copies import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.ports import get_free_port as get_free_port
 from accelerate.world.ports import is_port_in_use as is_port_in_use
 from accelerate.world.rng import set_seed as set_seed

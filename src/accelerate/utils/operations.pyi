@@ -4,6 +4,7 @@
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
+from accelerate.strategy.deepspeed import GatheredParameters as GatheredParameters
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
 from accelerate.world.collective import broadcast as broadcast
 from accelerate.world.collective import broadcast_object_list as broadcast_object_list
@@ -14,6 +15,7 @@ from accelerate.world.collective import gather_tensor_shape as gather_tensor_sha
 from accelerate.world.collective import pad_across_processes as pad_across_processes
 from accelerate.world.collective import reduce as reduce
 from accelerate.world.collective import verify_operation as verify_operation
+from accelerate.world.copies import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accelerate.world.tensors import concatenate as concatenate
@@ -35,10 +37,5 @@ from accelerate.world.tensors import send_to_device as send_to_device
 from accelerate.world.tensors import slice_tensors as slice_tensors
 from typing import Any
 
-class GatheredParameters:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-def copy_tensor_to_devices(*args: Any, **kwargs: Any) -> Any: ...
 def is_torch_xpu_tensor(tensor: Any) -> bool: ...
 def __getattr__(name: str) -> Any: ...

@@ -374,7 +374,7 @@ def split(items: Any, *, apply_padding: bool = False) -> Any:
                 why="each process takes the same positions of every value",
             )
         return {key: split(value, apply_padding=apply_padding) for key, value in items.items()}
-    if count == 1:
+    if count == 1 or isinstance(items, str | bytes):  # a text is one item, not a list of letters
         return items
     length = len(items)
     share, rest = divmod(length, count)

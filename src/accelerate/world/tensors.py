@@ -137,7 +137,8 @@ def initialize_tensors(data_structure: Any) -> Any:
     if is_tensor_information(data_structure):
         return make(data_structure)
     if isinstance(data_structure, Mapping):
-        return {key: initialize_tensors(value) for key, value in data_structure.items()}
+        made = {key: initialize_tensors(value) for key, value in data_structure.items()}
+        return tree.like_mapping(data_structure, made)
     if isinstance(data_structure, list | tuple):
         return tree.same_type(data_structure, [initialize_tensors(v) for v in data_structure])
     return data_structure
@@ -266,13 +267,12 @@ def pad_tensor(
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """A batch grown along ``dim`` until it divides by ``num_processes``, by repeating its last sample."""
+    """A batch grown along ``dim`` by zeros, until it divides by ``num_processes``."""
     missing = -batch_size % num_processes
 
     def grow(leaf: torch.Tensor) -> torch.Tensor:
         if missing == 0 or leaf.dim() == 0 or leaf.shape[dim] != batch_size:
             return leaf
-        last = leaf.narrow(dim, batch_size - 1, 1)
-        return torch.cat([leaf, *[last] * missing], dim=dim)
+        return pad_tensor(leaf, dim, batch_size + missing)
 
     return recursively_apply(grow, tensor)
