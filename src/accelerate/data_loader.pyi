@@ -1,6 +1,7 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from accelerate.data.loader import DataLoaderAdapter as DataLoaderAdapter
 from accelerate.data.loader import DataLoaderShard as DataLoaderShard
 from accelerate.data.loader import DataLoaderStateMixin as DataLoaderStateMixin
@@ -9,15 +10,11 @@ from accelerate.data.loader import get_sampler as get_sampler
 from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.data.prepare import prepare_data_loader as prepare_data_loader
 from accelerate.data.shard import BatchSamplerShard as BatchSamplerShard
-from accelerate.data.shard import IterableDatasetShard as IterableDatasetShard
 from accelerate.data.shard import SeedableRandomSampler as SeedableRandomSampler
 from accelerate.data.shard import SkipBatchSampler as SkipBatchSampler
+from accelerate.data.stream import IterableDatasetShard as IterableDatasetShard
 from typing import Any
 
 logger: Any
-
-class DataLoaderDispatcher:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
 
 def __getattr__(name: str) -> Any: ...

@@ -83,8 +83,9 @@ HOMES: dict[str, dict[str, Home]] = {
         "skip_first_batches",
     )
     | at("data.prepare", "prepare_data_loader")
-    | later("loaders that read on rank 0 and send each rank its part", "DataLoaderDispatcher")
-    | at("data.shard", "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler"),
+    | at("data.dispatch", "DataLoaderDispatcher")
+    | at("data.shard", "BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
+    | at("data.stream", "IterableDatasetShard"),
     "accelerate.hooks": later(
         BIG,
         "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook "

@@ -12,12 +12,17 @@ class DataLoaderConfiguration:
     Attributes:
         split_batches: the loader's batch size is that of all processes together, and each takes a part of
             every batch; otherwise each process takes whole batches in turn.
-        dispatch_batches: rank 0 reads and sends the parts; None decides by the dataset.
+        dispatch_batches: rank 0 reads and sends each process its part. None does so for an iterable dataset,
+            unless it is sharded already.
         even_batches: the last step is filled from the beginning of the data, so that all processes have the
-            same number of full batches.
+            same number of batches, of equal size; ``loader.real`` tells how many rows of the batch in hand
+            are no fillers. Otherwise each process gets what there is for it, which may be no batch at all.
         use_seedable_sampler: the order is a function of ``data_seed`` and the epoch.
         data_seed: seed of that order; None takes torch's initial seed.
         non_blocking: copies to the device do not wait (needs pinned memory to have an effect).
+        shard: share the data out over the processes: True always, False never; "auto" keeps what each process
+            has where it is sharded already (by a ``DistributedSampler``, ``split_dataset_by_node``, a sampler
+            or stream that knows its rank), and says so.
         use_stateful_dataloader: use torchdata's loader, which can be saved in the middle of an epoch.
     """
 
@@ -28,3 +33,4 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    shard: bool | str = "auto"

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.data.cut import rows_of, take
 from accelerate.data.loader import DataLoaderShard, with_parts
-from accelerate.data.position import Given, Skip
-from accelerate.data.steps import Mark, StepSampler
+from accelerate.data.position import Epoch, Given, Skip
+from accelerate.data.reading import by_index, pick, read, shard_of
+from accelerate.data.shard import BatchSamplerShard
+from accelerate.data.steps import AllRanks, OneByOne
 from accelerate.data.stream import StepCollate, counts
 from accelerate.data.wire import DATA, Receiver, Sender, pack, unpack
 from accelerate.world import collective
@@ -33,7 +35,6 @@ from accelerate.world.tensors import concatenate, ignorant_find_batch_size, slic
 
 Slice = Callable[..., Any]
 Step = list[Given | None]
-_END = object()
 
 
 class DataLoaderDispatcher(DataLoaderShard):
@@ -102,9 +103,9 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def __len__(self) -> int:
         base = self.base_dataloader
-        sampler = _step_sampler(base)
-        if sampler is not None:
-            return len(sampler)
+        sampler = base.sampler if base.batch_sampler is None else base.batch_sampler
+        if shard_of(base) is not None:
+            return len(sampler)  # type: ignore[arg-type]
         batches = len(base)
         if self.split_batches:
             return batches
@@ -116,15 +117,16 @@ class DataLoaderDispatcher(DataLoaderShard):
     @property
     def total_batch_size(self) -> int:
         """Samples of one step, all processes together."""
-        sampler = _step_sampler(self.base_dataloader)
-        size = getattr(sampler, "batch_size", None) or self.base_dataloader.batch_size or 1
+        base = self.base_dataloader
+        if isinstance(base.collate_fn, StepCollate):
+            return base.collate_fn.share * self._num_processes
+        size = getattr(base.batch_sampler, "batch_size", None) or base.batch_size or 1
         return size if self.split_batches else size * self._num_processes
 
     def _source(self, skip: Skip) -> Iterator[Given]:
         if self._num_processes == 1:
-            yield from super()._source(skip)
-            return
-        yield from self._lead(skip) if self._index == 0 else self._follow()
+            return super()._source(skip)
+        return self._lead() if self._index == 0 else self._follow()
 
     @property
     def _code(self) -> int:
@@ -142,12 +144,12 @@ class DataLoaderDispatcher(DataLoaderShard):
         finally:
             messages.close()
 
-    def _lead(self, skip: Skip) -> Iterator[Given]:
+    def _lead(self) -> Iterator[Given]:
         """Rank 0's batches, one ahead; each step is sent when it is read."""
         sender = Sender(self._code)
         try:
             upcoming: Given | None = None
-            for step in self._steps(skip):
+            for step in self._steps():
                 for rank in range(1, len(step)):
                     given = step[rank]
                     if given is None:
@@ -167,37 +169,40 @@ class DataLoaderDispatcher(DataLoaderShard):
                 raise error from second
             raise
 
-    def _steps(self, skip: Skip) -> Iterator[Step]:
+    def _steps(self) -> Iterator[Step]:
         """Every rank's batch of each step. A rank that gets none has ended."""
-        base, left_out = self.base_dataloader, skip.batches
-        sampler, collate = _step_sampler(base), base.collate_fn
-        if sampler is not None:
-            sampler.skip, left_out = left_out, 0
+        base, epoch = self._whole, self.position.current
+        assert epoch is not None
+        shard, collate = shard_of(base), base.collate_fn
+        if shard is not None:
+            return self._by_index(base, shard, epoch)
+        group = 1
         if isinstance(collate, StepCollate):
             collate.first = []
-        iterator = iter(base)
-        # Only now, since a loader of the user's may start when it is first asked.
-        first = next(iterator, _END)
-        batches = iterator if first is _END else chain([first], iterator)
-        if self.slice_fn is not None:
-            steps = self._sliced(batches, self.slice_fn)
-        elif sampler is not None:
-            steps = self._marked(batches, sampler.marks)
-        elif isinstance(collate, StepCollate):
+        elif not self.split_batches:
+            group = self._num_processes
+        # A step is of one item, or of several.
+        inner = replace(epoch, skip=replace(epoch.skip, batches=epoch.skip.batches * group))
+        batches = (batch for batch, _ in read(base, inner, self.total_batch_size // group))
+        if isinstance(collate, StepCollate):
             steps = map(self._collated, batches)
+        elif self.slice_fn is not None:
+            steps = self._sliced(batches, self.slice_fn)
         else:
             steps = self._cut(batches) if self.split_batches else self._in_turn(batches)
-        return islice(steps, left_out, None)
+        return _noting(steps, inner, epoch)
 
-    def _marked(self, batches: Iterable[Any], marks: deque[Mark]) -> Iterator[Step]:
-        """The ranks' batches of map-style data, as the sampler cut them."""
+    def _by_index(self, base: DataLoader[Any], shard: BatchSamplerShard, epoch: Epoch) -> Iterator[Step]:
+        """The ranks' batches of map-style data, as its order was cut."""
+        opened = AllRanks(shard, single=base.batch_sampler is None)
         step: Step = []
-        for batch in batches:
-            rank, real, samples, remainder = marks.popleft()
+        for given in pick(base, *self._feeding(base), epoch, opened):
+            rank = opened.ranks.popleft()
             if rank == 0 and step:
                 yield self._padded(step)
                 step = []
-            step.append(Given(batch, False, samples, remainder, real))
+            real = None if given.remainder == 0 or (opened.single and given.real) else given.real
+            step.append(given._replace(last=False, real=real))
         if step:
             yield self._padded(step)
 
@@ -285,10 +290,11 @@ def _rows(batch: Any) -> int:
     return len(batch) if rows is None and hasattr(batch, "__len__") else rows or 0
 
 
-def _step_sampler(base: DataLoader[Any]) -> StepSampler | None:
-    """The sampler that cuts map-style data into steps, or None."""
-    found: Any = base.sampler if base.batch_sampler is None else base.batch_sampler
-    return found if isinstance(found, StepSampler) else None
+def _noting(steps: Iterable[Step], inner: Epoch, epoch: Epoch) -> Iterator[Step]:
+    """The same steps; what the inner epoch found out is told to the outer one."""
+    for step in steps:
+        epoch.start = inner.start
+        yield step
 
 
 def steps_of(
@@ -306,17 +312,18 @@ def steps_of(
             why="split_batches=True cuts every batch into equal parts",
             fix=f"use a batch size that is a multiple of {count}",
         )
-    if count == 1 or slice_fn is not None or not counts(base):
+    if count == 1 or slice_fn is not None:
         return base
-    streams = isinstance(base.dataset, IterableDataset)
-    if not streams and base.batch_sampler is not None:
-        return with_parts(base, batch_sampler=StepSampler(base.batch_sampler, count, index, split, even))
-    if streams and size is not None:
+    if by_index(base) and base.batch_sampler is not None:
+        whole: Any = base.batch_sampler
+        return with_parts(base, batch_sampler=BatchSamplerShard(whole, count, index, split, even))
+    if by_index(base) and not split:
+        ones = BatchSampler(base.sampler, 1, drop_last=False)
+        return with_parts(base, sampler=OneByOne(BatchSamplerShard(ones, count, index, False, even)))
+    if isinstance(base.dataset, IterableDataset) and size is not None and counts(base):
         step = size if split else size * count
         batches: Any = copy.copy(base.batch_sampler)
         batches.batch_size = step
         collate = StepCollate(base.collate_fn, count, step // count, even)
         return with_parts(base, batch_sampler=batches, collate_fn=collate)
-    if not streams and not split:
-        return with_parts(base, sampler=StepSampler(base.sampler, count, index, False, even, single=True))
     return base

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class DataLoaderStateMixin:
         end_of_dataloader: the batch in hand is the last one.
         remainder: how many samples of the last step are real when it was filled, all ranks together;
             -1 when unknown or when nothing is filled.
-        real: how many rows of the batch in hand, on this process, are no fillers; None when unknown.
+        real: how many rows of the batch in hand, on this process, are no fillers; None when unknown, or all.
+        filled: the step of the batch in hand may hold fillers, on some process.
         micro_steps: accumulation steps since the batch in hand was given.
         micro_steps_before: the same of the batch before, 0 before there was one.
     """
@@ -39,6 +40,7 @@ class DataLoaderStateMixin:
     end_of_dataloader: bool = False
     remainder: int = -1
     real: int | None = None
+    filled: bool = False
     micro_steps: int = 0
     micro_steps_before: int = 0
     active: ActiveLoaders = UNOWNED
@@ -48,7 +50,7 @@ class DataLoaderStateMixin:
         """Before an epoch."""
         self.end_of_dataloader = False
         self.remainder = -1
-        self.real = None
+        self.real, self.filled = None, False
 
     def begin(self) -> None:
         """An epoch begins."""
@@ -142,6 +144,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._fed: list[tuple[Any, DataLoader[Any], Feed]] = []
         self._drop_last, self._non_blocking = drop_last, non_blocking
         self.rng_types = self.synchronized_generator = None
+        # What all processes do together once, when the first of all batches is asked for.
+        self.before_first_use: Callable[[], None] | None = None
         self._num_processes = 1
         self._is_accelerate_prepared = True
         self.use_stateful_dataloader = False
@@ -216,6 +220,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def begin(self) -> None:
         """An epoch begins: how many samples of its last step will be real."""
+        if self.before_first_use is not None:
+            check, self.before_first_use = self.before_first_use, None
+            check()
         super().begin()
         if not self._drop_last:
             try:
@@ -234,7 +241,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 batch = send_to_device(batch, device, non_blocking)
             epoch.batches += 1
             epoch.samples += step if samples is None else samples
-            self.real = real
+            self.real, self.filled = real, remainder != 0
             if last:
                 self.end_of_dataloader, self.remainder, epoch.complete = True, remainder, True
             self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0

@@ -112,7 +112,7 @@ def _is_kept(
 def _check_world(count: int, index: int) -> None:
     if (count, index) != (collective.size(), collective.rank()):
         raise PrepareError(
-            f"dispatch_batches=True needs all {collective.size()} processes, but a part of {count} was asked for",
+            f"dispatch_batches=True needs all {collective.size()} processes, a part of {count} was asked for",
             why="rank 0 of the world reads and sends",
             fix="use dispatch_batches=False",
         )

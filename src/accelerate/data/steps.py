@@ -1,121 +1,117 @@
-"""The samples of every rank in every step, cut on one process from the order of map-style data."""
+"""Every rank's samples of every step, cut on one process from the order of map-style data."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import Sampler
 
-from accelerate.data.shard import BatchSamplerShard
+from accelerate.data.epoch import ending, open_order, open_walk
+from accelerate.data.order import Cut, Step, behind, inner_sampler, marked, seed_for
+from accelerate.data.position import Epoch
+from accelerate.data.shard import BatchSamplerShard, cut_of
 
+# A rank's samples of a step, and how many of them are real.
 Share = tuple[list[Any], int]
 
 
-class Mark(NamedTuple):
-    """What is known of a batch before it is read.
+class AllRanks:
+    """Opens the steps of all ranks, one after the other, in place of ``reading.open_steps``.
 
-    Attributes:
-        rank: whose it is.
-        real: rows that are no fillers; None: all.
-        samples: real samples of its step, all ranks together; None: all of a full one.
-        remainder: the same where the step was filled, else 0; -1 when samples are not rows.
-    """
-
-    rank: int
-    real: int | None
-    samples: int | None
-    remainder: int
-
-
-class StepSampler(BatchSamplerShard):
-    """The batches of all ranks, step by step in rank order, of a batch sampler that rank 0 alone iterates.
+    An incomplete step is shared equally, and what is missing are the first samples again.
 
     Args:
-        batch_sampler: the unsharded one.
-        num_processes, process_index: how many ranks there are, and this one's, for its number of batches.
-        split_batches, even_batches: see ``BatchSamplerShard``.
-        single: the sampler gives single indices, for loaders that do not collate.
+        shard: how the loader's sampler is shared out.
+        single: the loader does not collate, so a batch is one index.
+
+    Attributes:
+        ranks: whose the batches are that were given out and not yet come back from the loader.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int,
-        process_index: int,
-        split_batches: bool,
-        even_batches: bool,
-        single: bool = False,
-    ) -> None:
-        if single:
-            batch_sampler = BatchSampler(batch_sampler, 1, drop_last=False)
-        super().__init__(batch_sampler, num_processes, process_index, split_batches, even_batches)
-        self.single = single
-        # Steps that the next iteration leaves out.
-        self.skip = 0
-        # The marks of the newest iteration; batches come out of the loader in the order they went in.
-        self.marks: deque[Mark] = deque()
+    def __init__(self, shard: BatchSamplerShard, single: bool) -> None:
+        self.shard, self.single = shard, single
+        self.ranks: deque[int] = deque()
 
-    def __iter__(self) -> Iterator[Any]:
-        self.marks = marks = deque[Mark]()
-        skip, self.skip = self.skip, 0
-        return self._all(marks, skip)
+    def __call__(self, sampler: Any, generators: list[Any], epoch: Epoch, workers: bool) -> Iterator[Step]:
+        """Every rank's batches in turn; the arguments are those of ``reading.open_steps``."""
+        items: Any = self.shard.batch_sampler
+        start = epoch.start if epoch.again else None
+        cut = cut_of(items)
+        if cut is not None:
+            inner, skip = inner_sampler(items), epoch.skip
+            if epoch.natural:
+                seed_for(inner)
+            order, epoch.start = open_order(
+                inner, generators, agree=False, start=start, now=epoch.now, data=workers
+            )
+            size = cut.share * (1 if self.shard.split_batches else self.shard.num_processes)
+            offset = skip.batches * size if skip.samples is None else skip.samples
+            epoch.length, epoch.samples = len(order), min(offset, len(order))
+            first = [int(index) for index in order[: self.shard.num_processes]]
+            whole = Cut(size, drop=cut.drop).steps(order, offset)
+            steps = self._known(ending(whole, inner, epoch.again and epoch.exhausted), first, cut.share)
+        else:
+            found, epoch.start = open_walk(items, generators, agree=False, start=start)
+            group = 1 if self.shard.split_batches else self.shard.num_processes
+            rest, epoch.samples, head = behind(found, epoch.skip.batches * group, epoch.skip.samples, group)
+            steps = self._cut_each(rest, head) if self.shard.split_batches else self._in_turn(rest, head)
+        return marked(self._told(steps, epoch.samples))
 
-    def _all(self, marks: deque[Mark], skip: int) -> Iterator[Any]:
-        for step in islice(self._steps(), skip, None):
+    def _told(self, steps: Iterable[list[Share]], taken: int) -> Iterator[Step]:
+        for step in steps:
             real = sum(count for _, count in step)
             filled = real < sum(len(part) for part, _ in step)
+            offset = taken
             for rank, (part, count) in enumerate(step):
-                if not part:
-                    continue
-                if not filled:
-                    marks.append(Mark(rank, None, real, 0))
-                elif self.single:
-                    marks.append(Mark(rank, None if count else 0, real, -1))
-                else:
-                    marks.append(Mark(rank, count, real, real))
-                yield part[0] if self.single else part
+                if part:
+                    self.ranks.append(rank)
+                    remainder = 0 if not filled else -1 if self.single else real
+                    yield Step(part[0] if self.single else part, False, real, remainder, count, offset)
+                offset += len(part)
+            taken += real
 
-    def _steps(self) -> Iterator[list[Share]]:
-        """For each step, every rank's samples and how many of them are real."""
-        if self.split_batches:
-            yield from self._cut_each()
-            return
-        first: list[list[Any]] = []
-        group: list[list[Any]] = []
-        for batch in self.batch_sampler:
-            if len(group) == self.num_processes:
+    def _known(self, steps: Iterable[Step], first: list[Any], share: int) -> Iterator[list[Share]]:
+        for step in steps:
+            if step.remainder and self.shard.even_batches:
+                yield shares(step.indices, first, self.shard.num_processes)
+            else:
+                part = share // self.shard.num_processes if self.shard.split_batches else share
+                starts = range(0, part * self.shard.num_processes, part)
+                yield [(mine, len(mine)) for start in starts for mine in [step.indices[start : start + part]]]
+
+    def _in_turn(self, batches: Iterable[list[Any]], head: list[list[Any]]) -> Iterator[list[Share]]:
+        """Whole batches; of a known size, those of the last step are cut anew."""
+        count, first, group = self.shard.num_processes, list(head), list[list[Any]]()
+        for batch in batches:
+            if len(group) == count:
                 yield [(whole, len(whole)) for whole in group]
                 group = []
-            if len(first) < self.num_processes:
+            if len(first) < count:
                 first.append(batch)
             group.append(batch)
-        if len(group) == self.num_processes and (self.drop_last or all(map(self._is_full, group))):
-            yield [(whole, len(whole)) for whole in group]
-        elif group and not self.drop_last:
-            yield self._last_step(group, first)
-
-    def _last_step(self, group: list[list[Any]], first: list[list[Any]]) -> list[Share]:
-        if not self.even_batches:
-            missing = self.num_processes - len(group)
-            return [(whole, len(whole)) for whole in group] + [([], 0)] * missing
-        if self.batch_size is None:
+        if not group or (self.shard.drop_last and len(group) < count):
+            return
+        size, missing = self.shard.batch_size, count - len(group)
+        short = missing or (size is not None and any(len(whole) < size for whole in group))
+        if short and self.shard.even_batches and size is not None:
+            yield shares(chain.from_iterable(group), chain.from_iterable(first), count)
+        else:
             # Batches of varying size cannot be cut anew: whole ones are repeated.
-            repeated = islice(cycle(first), self.num_processes - len(group))
-            return [(whole, len(whole)) for whole in group] + [(whole, 0) for whole in repeated]
-        return _shares(chain.from_iterable(group), chain.from_iterable(first), self.num_processes)
+            repeated = islice(cycle(first), missing) if self.shard.even_batches else [[]] * missing
+            yield [(whole, len(whole)) for whole in group] + [(whole, 0) for whole in repeated]
 
-    def _cut_each(self) -> Iterator[list[Share]]:
-        first: list[Any] = []
-        for batch in self.batch_sampler:
+    def _cut_each(self, batches: Iterable[list[Any]], head: list[list[Any]]) -> Iterator[list[Share]]:
+        first: list[Any] = head[0] if head else []
+        for batch in batches:
             first = first or batch
-            if not (self.drop_last and len(batch) < (self.batch_size or 0)):
-                yield _shares(batch, first if self.even_batches else [], self.num_processes)
+            if not (self.shard.drop_last and len(batch) < (self.shard.batch_size or 0)):
+                yield shares(batch, first if self.shard.even_batches else [], self.shard.num_processes)
 
 
-def _shares(samples: Iterable[Any], first: Iterable[Any], count: int) -> list[Share]:
+def shares(samples: Iterable[Any], first: Iterable[Any], count: int) -> list[Share]:
     """``samples``, filled by going round in ``first``, cut into ``count`` equal parts."""
     whole = list(samples)
     real, share = len(whole), -(-len(whole) // count)
@@ -123,3 +119,21 @@ def _shares(samples: Iterable[Any], first: Iterable[Any], count: int) -> list[Sh
     starts = range(0, share * count, share)
     parts = [whole[start : start + share] for start in starts]
     return [(part, min(len(part), max(0, real - start))) for start, part in zip(starts, parts, strict=True)]
+
+
+class OneByOne(Sampler[Any]):
+    """Single indices of a sharded sampler of batches of one, for loaders that do not collate."""
+
+    def __init__(self, shard: BatchSamplerShard) -> None:
+        self.batch_sampler = shard
+
+    @property
+    def remainder(self) -> int:
+        """The shard's."""
+        return self.batch_sampler.remainder
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch[0] for batch in self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)

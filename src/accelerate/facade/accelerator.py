@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.core import environ, lazy, tree
+from accelerate.core import environ, lazy
 from accelerate.core.errors import PrepareError
 from accelerate.core.handler import KwargsHandler
 from accelerate.data.active import ActiveLoaders
@@ -25,6 +25,7 @@ from accelerate.facade.given import Given
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
 from accelerate.facade.later import Later
 from accelerate.facade.loop import Loop
+from accelerate.facade.metrics import gather_for_metrics
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.saving import Saving
 from accelerate.facade.scheduler import AcceleratedScheduler
@@ -287,17 +288,26 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         data_loader: DataLoader[Any],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        shard: bool | str | None = None,
     ) -> DataLoader[Any]:
-        """Prepares one loader."""
-        return self.prepare(
-            data_loader, device_placement=None if device_placement is None else [device_placement]
+        """Prepares one loader.
+
+        Args:
+            data_loader: the user's.
+            device_placement: whether its batches go to the device.
+            slice_fn_for_dispatch: cuts a collated batch under dispatch; see ``DataLoaderDispatcher``.
+            shard: see ``DataLoaderConfiguration``; None takes the configuration's.
+        """
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = self._wrap_loader(
+            data_loader, place, slice_fn_for_dispatch=slice_fn_for_dispatch, shard=shard
         )
+        self._dataloaders += _unknown([prepared], self._dataloaders)
+        return prepared
 
     def _prepare(self, bundle: Bundle) -> None:
         for model in bundle.of("model"):
             self._check_device_map(model)
-        if bundle.of("loader"):
-            check_options(self.dispatch_batches, self.use_stateful_dataloader, self.num_processes)
         bundle.replace("model", self._prepared_before)
         self._plan(bundle).apply(bundle)
         self._models += _unknown(bundle.of("model"), self._models)
@@ -339,10 +349,12 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
             split_batches=self.split_batches,
         ).bind(self.gradient_state)
 
-    def _wrap_loader(self, loader: DataLoader[Any], place: bool) -> DataLoaderShard:
+    def _wrap_loader(self, loader: DataLoader[Any], place: bool, **asked: Any) -> DataLoaderShard:
         if isinstance(loader, DataLoaderShard) and loader.active is self.gradient_state.loaders:
             return loader
         given = self.dataloader_config
+        more: dict[str, Any] = {"shard": given.shard} if given.shard != "auto" else {}
+        more.update((name, value) for name, value in asked.items() if value is not None)
         # Some programs replace this function; theirs is called then.
         prepare = lazy.patched("accelerate.data_loader", "prepare_data_loader", prepare_data_loader)
         shard = prepare(
@@ -357,8 +369,9 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
             data_seed=given.data_seed,
             non_blocking=given.non_blocking,
             use_stateful_dataloader=given.use_stateful_dataloader,
+            **more,
         )
-        shard.active = self.gradient_state.loaders
+        shard.active, shard.gradient_state = self.gradient_state.loaders, self.gradient_state
         return shard
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -385,19 +398,12 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         """Gathers and leaves out the samples that only filled the last step: each counts once, in order.
 
         Args:
-            input_data: a tree of tensors with one row per sample, or a list of any objects, one per sample.
+            input_data: a tree of tensors with one row per sample, or a list of any objects, one per sample,
+                or a dict of such; see ``facade.metrics``.
             use_gather_object: treat it as objects.
         """
-        tensors = all(isinstance(leaf, torch.Tensor) for _, leaf in tree.leaves(input_data))
-        if use_gather_object or not tensors:
-            return self._real(collective.gather_object(input_data))
-        return tree.map_tree(self._real, self.gather(input_data))
-
-    def _real(self, rows: Any) -> Any:
         loader = self.gradient_state.active_dataloader
-        if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
-            return rows
-        return rows[: loader.remainder]
+        return gather_for_metrics(input_data, loader, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The element-wise sum or mean over processes, times ``scale``."""

@@ -1,0 +1,67 @@
+"""Gathering what was computed for samples, each once.
+
+Every process leaves out the rows that only filled its own batch, before anything is sent. So it does not
+matter where in the step they are, nor how many rows the others have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerate.core import tree
+from accelerate.world import collective
+
+
+def gather_for_metrics(data: Any, loader: Any, *, as_objects: bool = False) -> Any:
+    """What all processes computed for the samples of a step, in dataset order, without fillers.
+
+    Args:
+        data: rows of this process's batch: a tensor with one row per sample (a scalar counts for the whole
+            batch), a list with any object per sample, or a dict, or a tuple with tensors or lists in it, of
+            these.
+        loader: the one whose batch it is, or None.
+        as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
+
+    Returns:
+        The same structure. Objects come as a flat list, also on one process.
+    """
+    real = last = None
+    if loader is not None and loader.filled:
+        real = loader.real
+        if real is None and loader.end_of_dataloader and loader.remainder > 0:
+            last = loader.remainder  # where only the whole step is known
+    return _Gatherer(real, last).gather(data, as_objects)
+
+
+class _Gatherer:
+    """Gathers with ``real`` rows of this process's, or (``last``) so many of all."""
+
+    def __init__(self, real: int | None, last: int | None) -> None:
+        self.real, self.last = real, last
+
+    def gather(self, data: Any, as_objects: bool) -> Any:
+        if not as_objects and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.leaves(data)):
+            return tree.map_tree(self._tensor, data)
+        if tree.is_mapping(data):
+            parts = {key: self.gather(value, as_objects) for key, value in data.items()}
+            return tree.like_mapping(data, parts)
+        inside = (torch.Tensor, list, dict)
+        if isinstance(data, tuple) and not as_objects and any(isinstance(item, inside) for item in data):
+            return tree.same_type(data, [self.gather(item, as_objects) for item in data])
+        return self._objects(data)
+
+    def _tensor(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.real is not None:
+            if rows.dim() > 0:
+                rows = rows[: self.real]
+            elif self.real == 0:  # the value of fillers alone
+                rows = rows.reshape(1)[:0]
+        gathered = collective.gather(rows)
+        return gathered if self.last is None or gathered.dim() == 0 else gathered[: self.last]
+
+    def _objects(self, rows: Any) -> list[Any]:
+        single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
+        listed = [rows] if single else list(rows)
+        return list(collective.gather_object(listed[: self.real]))[: self.last]
