@@ -54,8 +54,8 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         dataloader_config: how loaders share data.
         rng_types: random streams that all processes take over from rank 0 at the start of every epoch; the
             order of the samples is agreed without them.
-        log_with: the trackers that ``init_trackers`` starts: a name, a ``GeneralTracker``, or several; ``"all"``
-            is every one that is installed.
+        log_with: the trackers that ``init_trackers`` starts: a name, a ``GeneralTracker``, or several;
+            ``"all"`` is every one that is installed.
         project_dir, project_config: where checkpoints and logs go.
         gradient_accumulation_plugin: accumulation with all its options.
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
@@ -332,14 +332,21 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
             return optimizer
         wrapped = next((known for known in self._optimizers if known.optimizer is optimizer), None)
         if wrapped is None:
-            wrapped = AcceleratedOptimizer(optimizer).bind(self.gradient_state, self.precision, self.strategy)
+            wrapped = AcceleratedOptimizer(optimizer).bind(
+                self.gradient_state, self.precision, self.strategy, self._check_first_step
+            )
             # Registered at once: a scheduler of the same bundle looks for it.
             self._optimizers.append(wrapped)
+            for scheduler in self._schedulers:
+                scheduler.follow(wrapped)
         return wrapped
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
+        for known in self._schedulers:
+            if known.scheduler is scheduler:
+                return known
         inner = getattr(scheduler, "optimizer", None)
         followed = [o for o in self._optimizers if o.optimizer is inner or o is inner] or self._optimizers
         return AcceleratedScheduler(
@@ -449,4 +456,5 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
 
 def _unknown(items: list[Any], known: list[Any]) -> list[Any]:
     """Those that are not the very objects of ``known``."""
-    return [item for item in items if not any(item is other for other in known)]
+    distinct = {id(item): item for item in items}.values()
+    return [item for item in distinct if not any(item is other for other in known)]

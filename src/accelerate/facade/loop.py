@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -167,7 +168,7 @@ class Loop(Processes):
             if self.precision.scales and not strategy.owns_precision:
                 loss = self.precision.scale(loss)
             strategy.backward(loss, **kwargs)
-        except (RuntimeError, AttributeError, TypeError):
+        except (RuntimeError, AttributeError, TypeError, ValueError):
             _check_loss(loss, kwargs)
             raise
 
@@ -186,7 +187,7 @@ class Loop(Processes):
         micro_batches = gradients.num_steps if window is None else window.n
         try:
             gradients.items.backward(loss, num_items, micro_batches, **kwargs)
-        except (RuntimeError, AttributeError, TypeError) as error:
+        except (RuntimeError, AttributeError, TypeError, ValueError) as error:
             if not isinstance(error, PrepareError):
                 _check_loss(loss, kwargs)
             raise
@@ -278,6 +279,28 @@ class Loop(Processes):
         for optimizer in self._optimizers:
             if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
                 self.precision.unscale(optimizer.optimizer)
+
+    def _check_first_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Warns if the first step trains nothing, or apart: mistakes that show in no number but the loss."""
+        if self.strategy.owns_step or not self.is_main_process:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        prepared = {p for model in self._models for p in model.parameters()}
+        if all(p.grad is None for p in parameters) and not self.precision.scales:
+            places = ", ".join(sorted({str(p.device) for p in parameters}))
+            warnings.warn(
+                f"the first optimizer.step() has no gradient for any of its {len(parameters)} parameters, on "
+                f"{places}, and changes nothing. Either no backward has run, or the optimizer was made for "
+                "other parameters than those of the prepared model: make it from that model's parameters()",
+                stacklevel=4,
+            )
+        elif self.num_processes > 1 and prepared.isdisjoint(parameters):
+            warnings.warn(
+                f"optimizer.step() of {len(parameters)} parameters that belong to no prepared model: unless "
+                f"their gradients are reduced in another way, each of {self.num_processes} processes trains "
+                "them apart. Prepare the model too: model, optimizer = accelerator.prepare(model, optimizer)",
+                stacklevel=4,
+            )
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,13 +46,18 @@ class AcceleratedOptimizer(Optimizer):
         # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
         self.skipped_steps = 0
-        self._stepped = False
+        self._before_first: Callable[[AcceleratedOptimizer], None] | None = None
         self._is_accelerate_prepared = True
 
     def bind(
-        self, gradients: GradientState, precision: Precision, strategy: Strategy
+        self,
+        gradients: GradientState,
+        precision: Precision,
+        strategy: Strategy,
+        before_first: Callable[[AcceleratedOptimizer], None] | None = None,
     ) -> AcceleratedOptimizer:
-        """Ties it to one ``Accelerator``; returns itself."""
+        """Ties it to one ``Accelerator``, which may look at it before its first step; returns itself."""
+        self._before_first = before_first
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
         self.scaler = precision.scaler
         return self
@@ -166,8 +170,10 @@ class AcceleratedOptimizer(Optimizer):
             return None
         if gradients.abandoned:
             gradients.refuse_abandoned("optimizer.step()")
-        if not self._stepped:
-            self._first_step(closure)
+        if self._before_first is not None:
+            check, self._before_first = self._before_first, None
+            if closure is None:
+                check(self)
         if gradients.items is not None:
             gradients.items.check_complete(self.optimizer)
         if self._strategy is not None and self._strategy.owns_step:
@@ -180,20 +186,6 @@ class AcceleratedOptimizer(Optimizer):
         if gradients.items is not None:
             gradients.items.used(self.optimizer)
         return result
-
-    def _first_step(self, closure: Callable[[], Any] | None) -> None:
-        """Warns if the first step will change nothing: a mistake that shows in no number but the loss."""
-        self._stepped = True
-        owns = self._strategy is not None and self._strategy.owns_step
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if closure is None and not owns and all(p.grad is None for p in parameters):
-            places = ", ".join(sorted({str(p.device) for p in parameters}))
-            warnings.warn(
-                f"the first optimizer.step() has no gradient for any of its {len(parameters)} parameters, on "
-                f"{places}, and changes nothing. Either no backward has run, or the optimizer was made for "
-                "other parameters than those of the prepared model: make it from that model's parameters()",
-                stacklevel=3,
-            )
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         """A step that does not happen when a gradient is not finite."""

@@ -75,10 +75,15 @@ def of_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gr
                 "gradient_accumulation_steps is given twice: as an argument and in the plugin",
                 fix="keep the second",
             )
+        _check_steps(1 if plugin.num_steps is None else plugin.num_steps)
         return plugin
     given = {"gradient_accumulation_steps": steps if steps != 1 else None}
     loaded = load(GradientSettings, code=given)
     count = loaded.value.gradient_accumulation_steps
+    _check_steps(count)
+    return GradientAccumulationPlugin(num_steps=count)
+
+
+def _check_steps(count: int) -> None:
     if count < 1:
         raise SettingError(f"gradient_accumulation_steps is {count}", fix="use 1 or more")
-    return GradientAccumulationPlugin(num_steps=count)

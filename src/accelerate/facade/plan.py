@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,13 @@ def make(
     wrappers: Wrappers,
     compiler: TorchDynamoPlugin,
 ) -> Plan:
-    """What will be done to ``bundle``. Changes nothing."""
+    """What will be done to ``bundle``. Changes nothing.
+
+    Raises:
+        PrepareError: parameters cannot be trained in this precision.
+    """
+    if bundle.training and not strategy.owns_precision:
+        _check_trained(bundle, precision)
     steps = [*_model_steps(bundle, world, precision, strategy)]
     if compiler.enabled and bundle.of("model"):
         how = "block by block" if compiler.use_regional_compilation else "as a whole"
@@ -135,8 +142,10 @@ def _model_steps(bundle: Bundle, world: World, precision: Precision, strategy: S
         yield Step(
             "place", f"the weights go to {device}", lambda b: _place(b, device), _here(models, device), size
         )
-    if models and precision.converts() and not strategy.owns_precision:
-        yield Step("precision", precision.converts(), lambda b: _attach(b, precision))
+    taken = any(precision.takes_over(model) for model in models)
+    if models and (precision.converts() or taken) and not strategy.owns_precision:
+        reason = precision.converts() or "the model computes in the format of its weights again"
+        yield Step("precision", reason, lambda b: _attach(b, precision))
     yield from strategy.steps(bundle)
 
 
@@ -212,10 +221,25 @@ def _move_state(optimizer: Optimizer) -> None:
         }
 
 
+def _check_trained(bundle: Bundle, precision: Precision) -> None:
+    """Before anything is changed: parameters of the models, and those that only an optimizer knows."""
+    for model in bundle.of("model"):
+        precision.check_trainable(model.named_parameters())
+    named = {p for model in bundle.of("model") for p in model.parameters()}
+    for optimizer in bundle.of("optimizer"):
+        groups = enumerate(group["params"] for group in optimizer.param_groups)
+        rest = ((f"parameter {i} of group {g}", p) for g, group in groups for i, p in enumerate(group))
+        precision.check_trainable((name, p) for name, p in rest if p not in named)
+
+
 def _attach(bundle: Bundle, precision: Precision) -> None:
     for model in bundle.of("model"):
-        if bundle.training:
-            precision.check_trainable(model.named_parameters())
+        if precision.takes_over(model):
+            warnings.warn(
+                f"a {type(model).__name__} was prepared with another precision before, by another "
+                f"Accelerator: from now on mixed_precision={precision.name!r} holds for it",
+                stacklevel=6,
+            )
         precision.attach(model)
 
 

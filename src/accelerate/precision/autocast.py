@@ -103,18 +103,25 @@ def attach(
     """Makes every forward of ``module`` run under autocast.
 
     Args:
-        module: the model; a second call changes nothing.
+        module: the model; what was attached before is replaced.
         device: where it runs.
         dtype: the format of matrix products and convolutions.
         options: torch's own.
         upcast: half precision outputs come out in float32 (the documented behaviour of Accelerate 1.x).
     """
-    if any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
-        return
+    detach(module)
     around = _Around(device, dtype, options)
     module.register_forward_pre_hook(_Before(around), prepend=True)
     # always_call: autocast must be left also when the forward raises.
     module.register_forward_hook(_After(around, upcast), always_call=True)
+
+
+def attached(module: nn.Module) -> tuple[torch.dtype, AutocastKwargs | None, bool] | None:
+    """The number format, options and ``upcast`` of what ``attach`` put on; None where it was not called."""
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, _After):
+            return hook.around.dtype, hook.around.options, hook.upcast
+    return None
 
 
 def detach(module: nn.Module) -> None:
@@ -153,6 +160,10 @@ class HalfPrecision(Precision):
     def attach(self, model: nn.Module) -> None:
         """Autocast by hooks."""
         attach(model, self.device, self.dtype, self.options, upcast=self._upcasts)
+
+    def takes_over(self, model: nn.Module) -> bool:
+        """Whether the model computes in another format, or with other options, so far."""
+        return attached(model) not in (None, (self.dtype, self.options, self._upcasts))
 
     @property
     def _upcasts(self) -> bool:

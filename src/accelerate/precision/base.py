@@ -60,6 +60,10 @@ class Precision(ABC):
     def attach(self, model: nn.Module) -> None:
         """Makes ``model`` compute in this format, without touching its ``forward``."""
 
+    def takes_over(self, model: nn.Module) -> bool:
+        """Whether ``attach`` would end what another precision has attached."""
+        return False
+
     def converts(self) -> str:
         """What ``attach`` does, as a clause for the plan; empty when it does nothing."""
         return ""

@@ -55,6 +55,8 @@ class Float16(HalfPrecision):
         Raises:
             PrepareError: a trained parameter is float16 itself; it is named.
         """
+        if not self._scaler.is_enabled():
+            return
         halves = [name for name, tensor in named if tensor.requires_grad and tensor.dtype == torch.float16]
         if halves:
             more = f" and {len(halves) - 3} more" if len(halves) > 3 else ""
@@ -63,6 +65,24 @@ class Float16(HalfPrecision):
                 why="mixed precision keeps float32 weights, and float16 gradients cannot be unscaled",
                 fix="load the model in float32 (model.float()), or use mixed_precision='bf16' or 'no'",
             )
+
+    def _explained(self, error: Exception, optimizer: torch.optim.Optimizer) -> Exception:
+        """What torch's scaler complained about, in the user's words, or the same error."""
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not grads:
+            return PrepareError(
+                "a step, or unscaling, of an optimizer none of whose parameters has a gradient",
+                why="no backward has run since the last step, or the optimizer was made for other parameters",
+                fix="call accelerator.backward(loss) first, and make the optimizer from the prepared model's "
+                "parameters()",
+            )
+        if any(grad.dtype == torch.float16 for grad in grads):
+            return PrepareError(
+                "float16 gradients cannot be unscaled",
+                why="trained parameters became float16 after they were prepared",
+                fix="keep the weights in float32: mixed_precision='fp16' computes in float16 by itself",
+            )
+        return error
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Times the loss scale."""
@@ -77,8 +97,11 @@ class Float16(HalfPrecision):
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Once per optimizer and step, however often it is asked for."""
         if id(optimizer) not in self._unscaled:
+            try:
+                self._scaler.unscale_(optimizer)
+            except (AssertionError, ValueError) as error:
+                raise self._explained(error, optimizer) from error
             self._unscaled.add(id(optimizer))
-            self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
         """Steps unless a gradient is not finite; then the scale will be lowered."""
@@ -88,7 +111,12 @@ class Float16(HalfPrecision):
                 why="the closure would run backward on a loss that is not scaled",
                 fix="use mixed_precision='bf16' or an optimizer that needs no closure",
             )
-        result = self._scaler.step(optimizer)
+        if not self._scaler.is_enabled():
+            return True, optimizer.step()
+        try:
+            result = self._scaler.step(optimizer)
+        except (AssertionError, ValueError) as error:
+            raise self._explained(error, optimizer) from error
         found = self._scaler._found_inf_per_device(optimizer).values()
         self._unscaled.discard(id(optimizer))
         self._stepped = True

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from accelerate.precision.autocast import AutocastKwargs, autocast
+from torch import nn
+
+from accelerate.precision.autocast import AutocastKwargs, attached, autocast, detach
 from accelerate.precision.base import Precision, no_context
 
 
@@ -19,6 +21,14 @@ class Plain(Precision):
         if options is None or not options.enabled:
             return no_context()
         return autocast(self.device, None, options)
+
+    def takes_over(self, model: nn.Module) -> bool:
+        """Whether the model computes in another format so far."""
+        return attached(model) is not None
+
+    def attach(self, model: nn.Module) -> None:
+        """As the weights are, also if another format was attached before."""
+        detach(model)
 
 
 PLUGIN = Plain

@@ -49,9 +49,13 @@ class Bundle:
         return [self.objects[index] for index in self.positions(kind)]
 
     def replace(self, kind: Kind, function: Callable[[Any], Any]) -> None:
-        """Replaces every object of one kind by ``function(object)``."""
+        """Replaces every object of one kind by ``function(object)``; one given twice is replaced once."""
+        made: dict[int, tuple[Any, Any]] = {}
         for index in self.positions(kind):
-            self.objects[index] = function(self.objects[index])
+            item = self.objects[index]
+            if id(item) not in made:
+                made[id(item)] = item, function(item)
+            self.objects[index] = made[id(item)][1]
 
 
 @dataclass(frozen=True)
