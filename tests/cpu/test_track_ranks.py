@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate import Accelerator
 from accelerate.track.jsonl import JSONLTracker
@@ -114,6 +116,58 @@ def test_a_wrong_name_is_the_same_error_on_every_rank(ranks: RankServer, tmp_pat
     first, second = ranks(2, wrong, str(tmp_path))
     assert first == second
     assert "did you mean 'jsonl'?" in first
+
+
+class Trouble(Asked):
+    """Fails in one of its methods, or takes its time to finish."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("trouble", True)
+        self.where = where
+
+    def start(self) -> None:
+        super().start()
+        self._fail("start")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._fail("log")
+
+    def finish(self) -> None:
+        super().finish()
+        if self.where == "slow finish":
+            time.sleep(1.5)
+        self._fail("finish")
+
+    def _fail(self, where: str) -> None:
+        if self.where == where:
+            raise ConnectionError(f"no server in {where}")
+
+
+def train(where: str) -> str:
+    accelerator = Accelerator(cpu=True, log_with=Trouble(where))
+    accelerator.init_trackers("run")
+    for step in range(2):
+        accelerator.log({"loss": 1.0}, step=step)
+        accelerator.gather(torch.ones(1))
+    accelerator.end_training()
+    return "done"
+
+
+@pytest.mark.parametrize("where", ["start", "log"])
+def test_a_tracker_that_fails_leaves_no_rank_waiting(ranks: RankServer, where: str) -> None:
+    first, second = ranks.outcomes(2, train, where, timeout=40)
+    assert (first.status, first.kind) == ("raised", "ConnectionError")
+    assert second.status in ("raised", "stopped")
+    if second.status == "raised":
+        assert "rank 0 failed" in second.message
+
+
+def test_the_others_end_while_the_main_process_still_finishes(ranks: RankServer) -> None:
+    assert ranks(2, train, "slow finish", timeout=40) == ["done", "done"]
+    first, second = ranks.outcomes(2, train, "finish", timeout=40)
+    assert (first.status, first.kind) == ("raised", "ConnectionError")
+    assert second.status in ("returned", "stopped")
 
 
 FAILS = """
