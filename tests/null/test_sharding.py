@@ -18,7 +18,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from accelerate.core.errors import NotBuiltError, PrepareError
+from accelerate.core.errors import PrepareError
 from accelerate.data.loader import DataLoaderShard, skip_first_batches
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.data.shard import (
@@ -247,9 +247,9 @@ def test_skipping_in_a_stream_reads_on() -> None:
     assert (list(sampler), len(sampler), sampler.total_length) == ([[4, 5], [6]], 2, 4)
 
 
-def test_options_that_are_not_built_are_refused() -> None:
+def test_what_cannot_be_prepared_is_refused() -> None:
     loader = DataLoader(TensorDataset(torch.arange(4)))
-    with pytest.raises(NotBuiltError, match="dispatch_batches"):
+    with pytest.raises(PrepareError, match="needs all 1 processes"):
         prepare_data_loader(loader, num_processes=2, process_index=0, dispatch_batches=True)
     with pytest.raises(PrepareError, match="a list is not a"):
         prepare_data_loader([1, 2])  # type: ignore[arg-type]

@@ -201,8 +201,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             if rank == 0 and step:
                 yield self._padded(step)
                 step = []
-            real = None if given.remainder == 0 or (opened.single and given.real) else given.real
-            step.append(given._replace(last=False, real=real))
+            step.append(given._replace(last=False))
         if step:
             yield self._padded(step)
 

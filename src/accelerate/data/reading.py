@@ -136,9 +136,14 @@ def pick(
     iterator = iter(fed)
     if inside:
         torch.default_generator.set_state(outside)
+    single = base.batch_sampler is None
     for batch in iterator:
         step = known.popleft()
-        yield Given(batch, step.last, step.samples, step.remainder, step.real)
+        remainder, real = step.remainder, step.real
+        if single and remainder:
+            # An item that the data makes itself may have any number of rows: all of them count, or none.
+            remainder, real = -1, None if real else 0
+        yield Given(batch, step.last, step.samples, remainder, real)
 
 
 def _noted(epoch: Epoch, steps: Iterator[Step], known: deque[Step]) -> Iterator[Any]:

@@ -68,8 +68,8 @@ class AllRanks:
             for rank, (part, count) in enumerate(step):
                 if part:
                     self.ranks.append(rank)
-                    remainder = 0 if not filled else -1 if self.single else real
-                    yield Step(part[0] if self.single else part, False, real, remainder, count, offset)
+                    mine = part[0] if self.single else part
+                    yield Step(mine, False, real, real if filled else 0, count, offset)
                 offset += len(part)
             taken += real
 

@@ -19,8 +19,8 @@ def gather_for_metrics(data: Any, loader: Any, *, as_objects: bool = False) -> A
 
     Args:
         data: rows of this process's batch: a tensor with one row per sample (a scalar counts for the whole
-            batch), a list with any object per sample, or a dict, or a tuple with tensors or lists in it, of
-            these.
+            batch), a list with any object per sample, or a dict of these, or a sequence of these that has a
+            tensor among them.
         loader: the one whose batch it is, or None.
         as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
 
@@ -47,8 +47,7 @@ class _Gatherer:
         if tree.is_mapping(data):
             parts = {key: self.gather(value, as_objects) for key, value in data.items()}
             return tree.like_mapping(data, parts)
-        inside = (torch.Tensor, list, dict)
-        if isinstance(data, tuple) and not as_objects and any(isinstance(item, inside) for item in data):
+        if tree.is_sequence(data) and not as_objects and any(map(_has_rows, data)):
             return tree.same_type(data, [self.gather(item, as_objects) for item in data])
         return self._objects(data)
 
@@ -65,3 +64,8 @@ class _Gatherer:
         single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
         listed = [rows] if single else list(rows)
         return list(collective.gather_object(listed[: self.real]))[: self.last]
+
+
+def _has_rows(item: Any) -> bool:
+    """Whether an item of a sequence is itself one of several columns: a tensor with a row per sample."""
+    return isinstance(item, torch.Tensor) and item.dim() > 0

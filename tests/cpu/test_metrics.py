@@ -1,0 +1,296 @@
+"""gather_for_metrics: every sample once, in dataset order, whatever the data and the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from tests.support.ranks import RankServer, same_on_all
+
+
+class Map(Dataset[Any]):
+    """Samples 0, 1, ... of a kind."""
+
+    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
+        self.count, self.make = count, make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Unsized(IterableDataset[Any]):
+    """The same as a stream; workers share it by chunks, so that their order is known."""
+
+    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
+        self.count, self.make = count, make
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        own = range(self.count) if worker is None else range(worker.id, self.count, worker.num_workers)
+        return map(self.make, own)
+
+
+class Sized(Unsized):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def number(index: int) -> torch.Tensor:
+    return torch.tensor([index, 10 * index])
+
+
+def text(index: int) -> str:
+    return f"sample {index}"
+
+
+def nested(index: int) -> dict[str, Any]:
+    return {"id": text(index), "pair": (torch.tensor(index), {"x": torch.tensor([float(index)])})}
+
+
+def ragged(index: int) -> list[str]:
+    return ["a"] * (index % 4) + [str(index)]
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def expected(make: Callable[[int], Any], count: int) -> Any:
+    if make is number:
+        return torch.stack([number(i) for i in range(count)])
+    if make is nested:
+        pair = [torch.arange(count), {"x": torch.arange(float(count))[:, None]}]
+        return {"id": [text(i) for i in range(count)], "pair": pair}
+    return [make(i) for i in range(count)]
+
+
+def equal(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(equal, one, two))
+    return bool(one == two)
+
+
+def joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, list) and any(isinstance(item, torch.Tensor) for item in first):
+        return [joined([part[i] for part in parts]) for i in range(len(first))]
+    return [row for part in parts for row in part]
+
+
+@dataclass(frozen=True)
+class Case:
+    data: type[Any]
+    make: Callable[[int], Any]
+    count: int
+    batch: int
+    workers: int = 0
+    even: bool = True
+    drop: bool = False
+
+    def loader(self, split: int) -> DataLoader[Any]:
+        collate = as_list if self.make is ragged else None
+        return DataLoader(
+            self.data(self.count, self.make),
+            batch_size=self.batch * split,
+            num_workers=self.workers,
+            drop_last=self.drop,
+            collate_fn=collate,
+        )
+
+
+def gathered(case: Case, **options: Any) -> list[Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(even_batches=case.even, **options)
+    accelerator = Accelerator(dataloader_config=config)
+    split = accelerator.num_processes if options.get("split_batches") else 1
+    loader = accelerator.prepare(case.loader(split))
+    return [accelerator.gather_for_metrics(batch) for batch in loader]
+
+
+MODES = {
+    "sharded": {"dispatch_batches": False},
+    "split": {"dispatch_batches": False, "split_batches": True},
+    "dispatched": {"dispatch_batches": True},
+    "dispatched, split": {"dispatch_batches": True, "split_batches": True},
+}
+
+
+def wrong(cases: list[Case], options: dict[str, Any]) -> list[str]:
+    """The cases whose samples did not come once each and in order."""
+    found: list[str] = []
+    for case in cases:
+        parts = gathered(case, **options)
+        if not equal(joined(parts), expected(case.make, case.count)):
+            found.append(f"{case}: {parts}")
+    return found
+
+
+GRID = [
+    Case(data, make, count, batch)
+    for data in (Map, Sized, Unsized)
+    for make in (number, text, nested, ragged)
+    for count in (1, 3, 5, 9, 16)
+    for batch in (1, 4, 5)
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_sample_counts_once_and_in_order(ranks: RankServer, n: int, mode: str) -> None:
+    """C1: tensors, texts, nested and ragged samples; map-style, streams with and without a length."""
+    cases = GRID if n == 2 else GRID[:: n + 1]
+    assert same_on_all(ranks(n, wrong, cases, MODES[mode], timeout=120)) == []
+
+
+def with_workers(options: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for data in (Map, Sized, Unsized):
+        for count, batch in ((1, 2), (9, 2), (10, 1)):
+            case = Case(data, number, count, batch, workers=2)
+            rows = torch.cat(gathered(case, **options))[:, 0].tolist()
+            # Two workers read a stream by turns: its order is theirs.
+            if sorted(rows) != list(range(count)) or (data is Map and rows != sorted(rows)):
+                found.append(f"{case}: {rows}")
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_sample_counts_once_with_workers(ranks: RankServer, mode: str) -> None:
+    """A10 and C1: workers end at different times, and each fills a step of its own."""
+    assert same_on_all(ranks(2, with_workers, MODES[mode], timeout=120)) == []
+
+
+def uneven() -> list[str]:
+    """Ragged steps: without even_batches each rank has what there is, and as many steps."""
+    cases = [Case(Map, make, 7, 4, even=False) for make in (number, text)]
+    return wrong(cases, {}) + wrong(cases, {"dispatch_batches": True})
+
+
+def test_rows_of_different_number_are_gathered(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, uneven)) == []
+
+
+def dropped(options: dict[str, Any]) -> list[list[int]]:
+    cases = [Case(data, number, 11, 2, drop=True) for data in (Map, Sized, Unsized)]
+    return [torch.cat(gathered(case, **options))[:, 0].tolist() for case in cases]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropping_the_last_step_drops_it_for_all(ranks: RankServer, mode: str) -> None:
+    assert same_on_all(ranks(2, dropped, MODES[mode])) == [list(range(8))] * 3
+
+
+def loops() -> list[Any]:
+    """A training loop with an evaluation inside each window, one broken early, and two loaders by turns."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    train, first, second = accelerator.prepare(
+        DataLoader(Map(7, number), batch_size=2),
+        DataLoader(Map(5, number), batch_size=2),
+        DataLoader(Unsized(3, number), batch_size=2),
+    )
+    found: list[Any] = []
+
+    def take(batch: torch.Tensor) -> list[int]:
+        return accelerator.gather_for_metrics(batch)[:, 0].tolist()
+
+    trained: list[int] = []
+    pattern = ""
+    for batch in train:
+        with accelerator.accumulate():
+            pattern += "T" if accelerator.sync_gradients else "F"
+            found.append([row for inner in first for row in take(inner)])
+            for inner in first:
+                found.append(take(inner))
+                break
+            trained += take(batch)
+    by_turns: list[int] = []
+    for one, two in zip(first, second, strict=False):
+        by_turns += take(two)
+        del one
+    return [found, trained, pattern, by_turns]
+
+
+def test_nested_and_interrupted_loops_do_not_disturb_each_other(ranks: RankServer) -> None:
+    """B4 and C1: what counts is the loader of the innermost loop."""
+    found, trained, pattern, by_turns = same_on_all(ranks(2, loops))
+    assert found == [list(range(5)), list(range(4))] * 2
+    assert (trained, pattern) == (list(range(7)), "FT")
+    assert by_turns == [0, 1, 2]
+
+
+def objects() -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Map(5, number), batch_size=4))
+    found: list[Any] = []
+    for batch in loader:
+        rows = batch[:, 0].tolist()
+        found.append(
+            [
+                accelerator.gather_for_metrics(
+                    [{"id": row, "boxes": torch.ones(row, 4)} for row in rows], True
+                ),
+                accelerator.gather_for_metrics({"a": [str(r) for r in rows], "b": batch, "c": rows}),
+                accelerator.gather_for_metrics((batch, [str(r) for r in rows])),
+                accelerator.gather_for_metrics(batch.float().mean()).shape,
+                accelerator.gather_for_metrics(tuple(str(r) for r in rows)),
+                accelerator.gather_for_metrics([[row] * row for row in rows]),
+            ]
+        )
+    return found
+
+
+def test_objects_dicts_and_tuples_keep_their_structure(ranks: RankServer) -> None:
+    """C1 (nested lists, dicts of different lengths) and C6: one process gives the same types as two."""
+    (alone,) = ranks(1, objects)
+    (both,) = same_on_all(ranks(2, objects))
+    assert (
+        [row["id"] for step in alone for row in step[0]] == [row["id"] for row in both[0]] == list(range(5))
+    )
+    assert [tuple(row["boxes"].shape) for row in both[0]] == [(i, 4) for i in range(5)]
+    assert both[1]["a"] == [str(i) for i in range(5)]
+    assert both[1]["b"][:, 0].tolist() == both[1]["c"] == list(range(5))
+    assert both[2][0].shape == (5, 2)
+    assert both[2][1] == both[4] == [str(i) for i in range(5)]
+    assert both[5] == [[i] * i for i in range(5)]
+    assert both[3] == (2,)
+    for step in alone:
+        assert [type(item) for item in step] == [type(item) for item in both]
+
+
+def items(kind: str) -> list[int]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    batches = [torch.arange(3), torch.arange(3, 5), torch.arange(5, 9)]
+    data = {"map": batches, "stream": Unsized(3, batches.__getitem__)}[kind]
+    loader = accelerator.prepare(DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    return [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_batches_that_the_data_makes_itself_count_once(ranks: RankServer, kind: str) -> None:
+    """A12, ``batch_size=None``: an item may be a whole batch of any size."""
+    assert same_on_all(ranks(2, items, kind)) == list(range(9))
