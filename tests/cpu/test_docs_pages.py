@@ -1,6 +1,7 @@
 """The pages of the documentation, run: every Python block of a page in turn, on two processes.
 
-What a block prints on the main process must be what the ``text`` block below it shows.
+What a block prints on the main process must be what the ``text`` block below it shows. A block with a title
+is a script of that name: it is launched, and what is shown below it are the last lines of its output.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.null.test_docs import FENCE, text
+from tests.support.command import launch
 from tests.support.environment import ROOT
 from tests.support.ranks import RankServer
 
@@ -32,15 +35,21 @@ class Block:
     code: str
     line: int
     printed: str | None
+    title: str = ""
 
 
 def blocks(page: str) -> Iterator[Block]:
     """The Python blocks of a page, in order; a ``text`` block belongs to the one right above it."""
     source = text(f"docs/{page}")
-    found = [(m[1], m[3], source[: m.start()].count("\n") + 2) for m in FENCE.finditer(source)]
-    for (kind, body, line), (below, shown, _) in pairwise([*found, ("", "", 0)]):
+    found = [(m[1], m[2] or "", m[3], source[: m.start()].count("\n") + 2) for m in FENCE.finditer(source)]
+    for (kind, title, body, line), (below, _, shown, _) in pairwise([*found, ("", "", "", 0)]):
         if kind == "python":
-            yield Block(body, line, shown if below == "text" else None)
+            yield Block(body, line, shown if below == "text" else None, title)
+
+
+def programs(page: str) -> list[Block]:
+    """The blocks that are one program, in turn."""
+    return [block for block in blocks(page) if not block.title]
 
 
 def run(page: str, folder: str) -> list[tuple[int, str | None, str]]:
@@ -48,7 +57,7 @@ def run(page: str, folder: str) -> list[tuple[int, str | None, str]]:
     os.chdir(folder)
     space: dict[str, Any] = {"__name__": "__main__"}
     results = []
-    for block in blocks(page):
+    for block in programs(page):
         # The lines of an error are those of the page.
         program = compile("\n" * (block.line - 1) + block.code, f"docs/{page}", "exec")
         with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
@@ -60,13 +69,27 @@ def run(page: str, folder: str) -> list[tuple[int, str | None, str]]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs_and_prints_what_it_shows(page: str, ranks: RankServer, tmp_path: Any) -> None:
-    expected = list(blocks(page))
+    expected = programs(page)
     if not expected:
         pytest.skip("a page without programs")
     main = ranks(2, run, page, str(tmp_path))[0]
     assert len(main) == len(expected)
     for line, shown, printed in main:
         assert printed == (shown or ""), f"docs/{page}, the block at line {line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_script_of_a_page_ends_as_it_shows(page: str, tmp_path: Path) -> None:
+    scripts = [block for block in blocks(page) if block.title]
+    if not scripts:
+        pytest.skip("a page without scripts")
+    for block in scripts:
+        path = tmp_path / block.title
+        path.write_text(block.code, encoding="utf-8")
+        done = launch("--cpu", "--num_processes", "2", path=path)
+        output = done.output.replace(f"{tmp_path}{os.sep}", "")
+        assert block.printed, f"docs/{page}, line {block.line}: what does it print?"
+        assert output.rstrip("\n").endswith(block.printed.rstrip("\n")), output
 
 
 def test_a_page_that_shows_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,25 @@ def test_without_torchs_memory_profile_the_total_is_drawn(monkeypatch, tmp_path:
     assert (tmp_path / "memory_3.png").stat().st_size > 5000
 
 
+def test_where_torch_loses_its_way_the_total_is_drawn_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lost(self: Any) -> None:
+        raise AssertionError("version mismatch: {id=10: (0, 2)}")
+
+    holder = next(each for each in profile.__mro__ if "_memory_profile" in vars(each))
+    monkeypatch.setattr(holder, "_memory_profile", lost)
+    options = ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True)
+    with (
+        pytest.warns(UserWarning, match="shown as other: version mismatch"),
+        recording(options, 0) as profiler,
+    ):
+        train()
+    with pytest.warns(UserWarning, match="shown as other"):
+        (line,) = timeline.read(profiler)
+    assert list(line.bytes) == ["other"]
+
+
 def test_many_moments_are_thinned_to_the_fullest() -> None:
     count = 10 * timeline.MOMENTS
     seconds = np.linspace(5, 6, count)

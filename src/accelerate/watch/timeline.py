@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,14 +63,23 @@ def read(profiler: profile) -> list[Timeline]:
     """One timeline per device that something was allocated on while ``profiler`` recorded.
 
     Where torch tells what a tensor is for (it needs recorded shapes and stacks), memory is told apart by
-    that, and tensors that were there before count. Otherwise all that was allocated since is "other".
+    that, and tensors that were there before count. Otherwise, and where torch loses its way (a warning says
+    so), all that was allocated since is "other".
 
     Args:
         profiler: one whose recording with ``profile_memory=True`` is complete.
     """
     # Torch has no lasting interface to this: what it calls a memory profile may go.
     if hasattr(profiler, "_memory_profile"):
-        return _by_kind(profiler._memory_profile())
+        try:
+            return _by_kind(profiler._memory_profile())
+        except AssertionError as error:
+            # Torch follows every write to a tensor, and loses its way where several threads write to one.
+            warnings.warn(
+                f"torch cannot tell what fills the memory in this profile, so all of it is shown as other: "
+                f"{str(error).partition(':')[0]}",
+                stacklevel=2,
+            )
     return _totals(profiler)
 
 
