@@ -93,6 +93,8 @@ def aim(folder: Path, tracker: Any) -> Read:
 
 
 def clearml(folder: Path, tracker: Any) -> Read:
+    from clearml.utilities.pyhocon import ConfigFactory
+
     home = Path(str(tracker.task.get_offline_mode_folder()))
     archive = home.with_suffix(".zip")
     with zipfile.ZipFile(archive) as files:
@@ -100,15 +102,8 @@ def clearml(folder: Path, tracker: Any) -> Read:
         task = json.loads(files.read("task.json"))
     rows = [each for batch in events for each in (batch if isinstance(batch, list) else [batch])]
     found = {each["iter"]: each["value"] for each in rows if each.get("metric") == "loss"}
-    return [found[step] for step in sorted(found)], json.loads(
-        json.dumps(_hocon(task["configuration"]["General"]["value"]))
-    )
-
-
-def _hocon(text: str) -> Any:
-    from clearml.utilities.pyhocon import ConfigFactory
-
-    return ConfigFactory.parse_string(text)
+    config = ConfigFactory.parse_string(task["configuration"]["General"]["value"])
+    return [found[step] for step in sorted(found)], dict(config)
 
 
 def comet_ml(folder: Path, tracker: Any) -> Read:
@@ -130,9 +125,8 @@ def dvclive(folder: Path, tracker: Any) -> Read:
     import yaml
 
     rows = (folder / "live/plots/metrics/loss.tsv").read_text().splitlines()[1:]
-    return [float(row.split("\t")[1]) for row in rows], yaml.safe_load(
-        (folder / "live/params.yaml").read_text()
-    )
+    config = yaml.safe_load((folder / "live/params.yaml").read_text())
+    return [float(row.split("\t")[1]) for row in rows], config
 
 
 def jsonl(folder: Path, tracker: Any) -> Read:
