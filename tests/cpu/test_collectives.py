@@ -215,13 +215,14 @@ def test_splitting_is_disjoint_complete_in_order_and_even(ranks: RankServer, siz
 
 def test_splitting_over_eight_processes_needs_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """C7."""
-    from accelerate.world import collective, world
+    from accelerate.world import world
+    from accelerate.world.split import split
 
     for length in (0, 1, 3, 17):
         shares = []
         for rank in range(8):
             monkeypatch.setattr(world, "_current", world.World.fake(8, rank))
-            shares.append(collective.split(list(range(length))))
+            shares.append(split(list(range(length))))
         monkeypatch.setattr(world, "_current", None)
         assert [item for share in shares for item in share] == list(range(length))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -105,7 +105,8 @@ def test_every_public_module_can_be_imported_without_torch() -> None:
     """The face only looks names up, so that ``import accelerate.utils`` costs nothing either."""
     face = [source.module for source in sources() if floor_of(source.room) == FACE]
     names = sorted(set(face) - {"accelerate.__main__"})
-    run(f"import importlib; [importlib.import_module(name) for name in {names!r}]")
+    switched_on = "import os; os.environ['ACCELERATE_ENABLE_RICH'] = '1'"  # accelerate.utils.rich needs it
+    run(f"{switched_on}; import importlib; [importlib.import_module(name) for name in {names!r}]")
 
 
 def test_help_imports_no_torch() -> None:

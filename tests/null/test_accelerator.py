@@ -284,13 +284,14 @@ def test_decorators_and_blocks_run_once_on_one_process() -> None:
         return 1
 
     @accelerator.on_process(process_index=1)
-    def other() -> None:
-        calls.append("other")
+    def other() -> int:
+        calls.append("a lone process is every process")
+        return 2
 
-    assert (main(), other(), main.__doc__) == (1, None, "kept")
+    assert (main(), other(), main.__doc__) == (1, 2, "kept")
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         calls.append("first")
-    assert calls == ["main", "first"]
+    assert calls == ["main", "a lone process is every process", "first"]
     accelerator.set_trigger()
     assert (accelerator.check_trigger(), accelerator.check_trigger()) == (True, False)
 

@@ -50,7 +50,7 @@ class BaseConfig:
         self.distributed_type = _member(kinds, "distributed_type", self.distributed_type)
 
     def _is_local(self) -> bool:
-        return str(self.compute_environment).upper() != ComputeEnvironment.AMAZON_SAGEMAKER
+        return self.compute_environment.upper() != ComputeEnvironment.AMAZON_SAGEMAKER
 
     def to_dict(self) -> dict[str, Any]:
         """Every field that says something: enumerations as text, None and empty tables left out."""
@@ -113,7 +113,7 @@ def _member(kind: type[Enum], name: str, value: Any) -> Any:
     if isinstance(value, kind):
         return value
     try:
-        return kind(str(value).upper())
+        return kind(value.upper() if isinstance(value, str) else value)
     except ValueError as error:
         raise UnknownNameError(f"value of {name}", str(value), [m.value for m in kind]) from error
 

@@ -27,3 +27,7 @@ class BaseEnum(str, Enum, metaclass=EnumWithContains):
     def list(cls) -> list[Any]:
         """The values of all members, in order."""
         return [member.value for member in cls]
+
+
+class NamedEnum(str, Enum, metaclass=EnumWithContains):
+    """A text enumeration that prints as Python's own do: ``str(Class.MEMBER) == "Class.MEMBER"``."""

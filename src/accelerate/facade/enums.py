@@ -10,19 +10,19 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from accelerate import device as devices
-from accelerate.core.enums import BaseEnum
+from accelerate.core.enums import BaseEnum, NamedEnum
 from accelerate.precision import PRECISIONS
 from accelerate.track import TRACKERS
 
 
-class ComputeEnvironment(BaseEnum):
+class ComputeEnvironment(NamedEnum):
     """Where a job runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class DistributedType(BaseEnum):
+class DistributedType(NamedEnum):
     """How the processes of a job share the work: one per device type, and one per engine."""
 
     _ignore_ = ["each"]  # noqa: RUF012 - the enumeration's own protocol
@@ -78,7 +78,7 @@ class PrecisionType(BaseEnum):
         vars()[each.upper()] = each
 
 
-class FP8BackendType(BaseEnum):
+class FP8BackendType(NamedEnum):
     """Which library computes in 8-bit floats."""
 
     NO = "NO"
@@ -121,7 +121,7 @@ class LoggerType(BaseEnum):
         vars()[each.replace("_", "").upper()] = each
 
 
-class SageMakerDistributedType(BaseEnum):
+class SageMakerDistributedType(NamedEnum):
     """How a SageMaker job is distributed."""
 
     NO = "NO"

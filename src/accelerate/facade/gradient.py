@@ -96,6 +96,12 @@ class GradientState:
         cls._current = state
         return state
 
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
     @property
     def initialized(self) -> bool:
         """Whether there is one."""

@@ -48,7 +48,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     replicated = {DistributedType.NO, *(device.distributed_type for device in devices.DEVICES)}
     if distributed_type is not None and distributed_type not in replicated:
         raise NotBuiltError(
-            f"a gradient scaler for {distributed_type} is not built yet",
+            f"a gradient scaler for {DistributedType(distributed_type).value} is not built yet",
             why="it has to agree on overflows over shards, and comes with the strategy",
         )
     world = worlds.current()

@@ -44,12 +44,18 @@ class ThreadLocalSharedDict(threading.local):
         self._storage = value
 
 
+_FACTS = (
+    *("device", "backend", "distributed_type", "num_processes", "process_index", "local_process_index"),
+    *("debug", "fork_launched"),
+)
+
+
 class _WorldState:
-    """``PartialState._shared_state``: empty exactly when no world is open."""
+    """``PartialState._shared_state``: the facts as a dict, empty exactly when no world is open."""
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
         world = worlds.current()
-        return {} if world is None else {"world": world, **PartialState._overrides}
+        return {} if world is None else {name: getattr(PartialState(), name) for name in _FACTS}
 
 
 class PartialState(Processes):
@@ -95,7 +101,7 @@ class PartialState(Processes):
         """
         world = worlds.current()
         if world is None:
-            raise WorldError(
+            raise _ClosedError(
                 "there is no open world any more", fix="create a PartialState or Accelerator anew"
             )
         return world
@@ -182,6 +188,7 @@ class AcceleratorState(Processes):
     parallelism_config: Any
     device_mesh: Any
     deepspeed_plugins: Any
+    torch_tp_plugin: Any
 
     def __new__(
         cls,
@@ -214,13 +221,14 @@ class AcceleratorState(Processes):
         state.distributed_type = state._partial.distributed_type
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
         state.device_mesh = None
-        state.deepspeed_plugins = None
+        state.deepspeed_plugins = state.torch_tp_plugin = None
         cls._current = state
         return state
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "fsdp_plugin":
-            raise AttributeError(name)
+        """What the world knows."""
+        if name.startswith("_") or not hasattr(PartialState, name):
+            raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}", name=name)
         return getattr(self._partial, name)
 
     def __repr__(self) -> str:
@@ -281,6 +289,10 @@ class AcceleratorState(Processes):
 
 
 _ENGINES = "they will come with the sharded strategies"
+
+
+class _ClosedError(WorldError, AttributeError):
+    """Attributes that are gone with the world: ``hasattr`` is False then."""
 
 
 class _NoStateError(WorldError, ValueError):

@@ -51,9 +51,13 @@ class MultiProcessAdapter(_Adapter):
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if in_order and not main_only:
             self._in_turn(level, msg, args, kwargs)
-        elif self.isEnabledFor(level) and (not main_only or place()[0] == 0):
+        elif self.isEnabledFor(level) and self._should_log(main_only):
             msg, processed = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **processed)
+
+    @staticmethod
+    def _should_log(main_process_only: bool) -> bool:
+        return not main_process_only or place()[0] == 0
 
     def _in_turn(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rank, _, size = place()

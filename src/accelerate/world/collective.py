@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.core import tree
-from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.world import letters
 from accelerate.world import world as worlds
 from accelerate.world.parcel import Parcel
@@ -350,41 +350,3 @@ def chained_operation(function: F) -> F:
             ) from error
 
     return named  # type: ignore[return-value]
-
-
-def split(items: Any, *, apply_padding: bool = False) -> Any:
-    """This rank's contiguous part of a list, tuple, dict of these, or tensor.
-
-    The parts are disjoint, complete and in order, and their sizes differ by at most one, the first ranks
-    holding more.
-
-    Args:
-        items: what to split; every rank passes the same.
-        apply_padding: repeat the last item so that all parts have the same length (to gather them later).
-
-    Raises:
-        PrepareError: the values of a dict have different lengths.
-    """
-    count, mine = size(), rank()
-    if tree.is_mapping(items):
-        lengths = {len(value) for value in items.values()}
-        if len(lengths) > 1:
-            raise PrepareError(
-                f"the values of the dict to split have different lengths: {sorted(lengths)}",
-                why="each process takes the same positions of every value",
-            )
-        return {key: split(value, apply_padding=apply_padding) for key, value in items.items()}
-    if count == 1 or isinstance(items, str | bytes):  # a text is one item, not a list of letters
-        return items
-    length = len(items)
-    share, rest = divmod(length, count)
-    start = mine * share + min(mine, rest)
-    part = items[start : start + share + (mine < rest)]
-    if not apply_padding or length == 0:
-        return part
-    missing = share + (rest > 0) - len(part)
-    if missing == 0:
-        return part
-    if isinstance(items, torch.Tensor):
-        return torch.cat([part, *[items[-1:]] * missing])
-    return part + type(items)(items[-1:] * missing)

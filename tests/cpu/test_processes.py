@@ -1,0 +1,195 @@
+"""Process control on two processes: who runs what, who goes first, and what they agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.state import AcceleratorState, PartialState
+from tests.support.ranks import RankServer, same_on_all
+
+
+def _decorated() -> dict[str, Any]:
+    state = PartialState(cpu=True)
+    found: dict[str, Any] = {}
+
+    class Report:
+        name = "r"
+
+        @state.on_main_process
+        def main(self, value: int, *, twice: bool = False) -> tuple[str, int]:
+            """Says it."""
+            return self.name, value * (2 if twice else 1)
+
+        @state.on_process(process_index=1)
+        def second(self) -> str:
+            return self.name
+
+    report = Report()
+    found["method"] = report.main(3, twice=True)
+    found["other"] = report.second()
+    found["doc"] = (Report.main.__name__, Report.main.__doc__)
+    for name in ("on_main_process", "on_local_main_process", "on_last_process"):
+        found[name] = getattr(state, name)(lambda: "ran")()
+    found["on_local_process"] = state.on_local_process(lambda: "ran", local_process_index=1)()
+    found["nobody"] = state.on_process(lambda: "ran", process_index=7)()
+    found["called"] = state.on_main_process()(lambda: "ran")()
+    return found
+
+
+def test_functions_and_methods_run_where_they_are_asked_to(ranks: RankServer) -> None:
+    first, second = ranks(2, _decorated)
+    assert first["doc"] == second["doc"] == ("main", "Says it.")
+    assert (first["method"], second["method"]) == (("r", 6), None)
+    assert (first["other"], second["other"]) == (None, "r")
+    ran = ("on_main_process", "on_local_main_process", "on_last_process", "on_local_process", "called")
+    assert [first[name] for name in ran] == ["ran", "ran", None, None, "ran"]
+    assert [second[name] for name in ran] == [None, None, "ran", "ran", None]
+    assert first["nobody"] is second["nobody"] is None
+
+
+def _in_order(path: str) -> tuple[str, bool]:
+    state = PartialState(cpu=True)
+    with state.main_process_first(), state.local_main_process_first():
+        if state.is_main_process:
+            with open(path, "w") as file:
+                file.write("downloaded")
+        with open(path) as file:
+            text = file.read()
+
+    @state.main_process_first()
+    def again() -> bool:
+        return True
+
+    return text, again()
+
+
+def test_the_main_process_goes_first(ranks: RankServer, tmp_path: Any) -> None:
+    assert ranks(2, _in_order, str(tmp_path / "data")) == [("downloaded", True)] * 2
+
+
+def _fails_first(local: bool) -> tuple[str, str, list[int]]:
+    """The error is caught on both, so that both must have heard of it; then they work together again."""
+    accelerator = Accelerator(cpu=True)
+    block = accelerator.local_main_process_first if local else accelerator.main_process_first
+    entered, kind, text = False, "", ""
+    try:
+        with block():
+            entered = True
+            if accelerator.is_main_process:
+                raise FileNotFoundError("no such data set")
+    except (FileNotFoundError, CollectiveError) as error:
+        kind, text = type(error).__name__, str(error)
+    assert entered is accelerator.is_main_process
+    return kind, text, accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_an_error_of_who_goes_first_is_told_to_the_others(ranks: RankServer, local: bool) -> None:
+    first, second = ranks(2, _fails_first, local, timeout=20)
+    assert first == ("FileNotFoundError", "no such data set", [0, 1])
+    assert second[0] == "CollectiveError"
+    assert "rank 0 failed in a block that it ran first: FileNotFoundError: no such data set" in second[1]
+    assert second[2] == [0, 1]
+
+
+def _fails_second() -> str:
+    accelerator = Accelerator(cpu=True)
+    caught = ""
+    try:
+        with accelerator.main_process_first():
+            if not accelerator.is_main_process:
+                raise KeyError("column")
+    except KeyError as error:
+        caught = str(error)
+    accelerator.wait_for_everyone()
+    return caught
+
+
+def test_an_error_of_who_comes_second_is_its_own(ranks: RankServer) -> None:
+    assert ranks(2, _fails_second, timeout=20) == ["", "'column'"]
+
+
+def _trigger() -> list[bool]:
+    accelerator = Accelerator(cpu=True)
+    found = [accelerator.check_trigger()]
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+def test_a_trigger_of_one_process_is_seen_by_all_once(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, _trigger)) == [False, True, False]
+
+
+class Table:
+    """Like a ``datasets.Dataset``: slicing gives columns, ``select`` gives a table."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: Any) -> Any:
+        return {"x": self.rows[key]}
+
+    def select(self, positions: list[int]) -> Table:
+        return Table([self.rows[position] for position in positions])
+
+
+def _split() -> dict[str, Any]:
+    state = PartialState(cpu=True)
+
+    def part(items: Any, **options: Any) -> Any:
+        with state.split_between_processes(items, **options) as mine:
+            return mine
+
+    found: dict[str, Any] = {
+        "text": part("prompt"),
+        "range": part(range(5)),
+        "padded range": part(range(5), apply_padding=True),
+        "table": part(Table([1, 2, 3])).rows,
+        "padded table": part(Table([1, 2, 3]), apply_padding=True).rows,
+        "dict": part({"prompt": ["a", "b", "c"], "style": "short"}),
+        "padded tuple": part((1, 2, 3), apply_padding=True),
+        "nothing": part([], apply_padding=True),
+    }
+    with pytest.raises(PrepareError, match="int cannot be split"):
+        part(5)
+    with pytest.raises(PrepareError, match=r"different lengths: \[1, 2\]"):
+        part({"a": [1], "b": [1, 2]})
+    return found
+
+
+def test_what_can_be_split_and_what_cannot(ranks: RankServer) -> None:
+    first, second = ranks(2, _split)
+    assert first["text"] == second["text"] == "prompt"
+    assert (first["range"], second["range"]) == (range(3), range(3, 5))
+    assert (first["padded range"], second["padded range"]) == (range(3), [3, 4, 4])
+    assert (first["table"], second["table"]) == ([1, 2], [3])
+    assert second["padded table"] == [3, 3]
+    assert first["dict"] == {"prompt": ["a", "b"], "style": "short"}
+    assert second["dict"] == {"prompt": ["c"], "style": "short"}
+    assert second["padded tuple"] == (3, 3)
+    assert first["nothing"] == second["nothing"] == []
+
+
+def _afresh() -> tuple[Any, ...]:
+    """Two accelerators of different settings, and a start from nothing in between."""
+    one = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    two = Accelerator(cpu=True, mixed_precision="bf16")
+    views = one.mixed_precision, two.mixed_precision, AcceleratorState().mixed_precision
+    steps = one.gradient_accumulation_steps, two.gradient_accumulation_steps
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gone = hasattr(PartialState, "_shared_state") and PartialState._shared_state == {}
+    state = PartialState(cpu=True)
+    return views, steps, gone, state.num_processes, state._shared_state["num_processes"]
+
+
+def test_several_accelerators_and_a_fresh_start(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, _afresh)) == (("no", "bf16", "bf16"), (2, 1), True, 2, 2)

@@ -1,0 +1,197 @@
+"""What programs see of the state objects and enumerations, in one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.logging import MultiProcessAdapter
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import ComputeEnvironment, PrecisionType
+from tests.support.environment import ROOT, clean
+
+PEER = ROOT / ".venv-peer" / "bin" / "python"
+
+
+def test_attributes_are_gone_with_the_world() -> None:
+    accelerator = Accelerator(cpu=True)
+    state = PartialState()
+    assert is_initialized()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not is_initialized()
+    for view in (state, accelerator.state):
+        assert not hasattr(view, "device")
+        assert getattr(view, "num_processes", None) is None
+        with pytest.raises(AttributeError, match="no open world"):
+            _ = view.process_index
+        with pytest.raises(RuntimeError, match="create a PartialState"):
+            _ = view.device
+
+
+def test_only_plug_ins_in_use_are_attributes() -> None:
+    state = Accelerator(cpu=True).state
+    assert state.deepspeed_plugin is state.torch_tp_plugin is None
+    assert getattr(state, "fsdp_plugin", "absent") == "absent"
+    with pytest.raises(AttributeError, match="'AcceleratorState' object has no attribute 'devise'"):
+        _ = state.devise
+    assert state.backend is None
+    assert state.debug is False
+
+
+def test_the_shared_state_shows_the_facts() -> None:
+    assert PartialState._shared_state == {}
+    state = PartialState(cpu=True)
+    assert PartialState._shared_state["process_index"] == 0
+    assert PartialState._shared_state["device"] == state.device
+    state.distributed_type = "MULTI_GPU"
+    assert PartialState().distributed_type == "MULTI_GPU" == DistributedType.MULTI_GPU
+    assert PartialState._shared_state["distributed_type"] == "MULTI_GPU"
+
+
+def test_a_lone_process_runs_what_is_meant_for_any_rank() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.on_process(lambda: 1, process_index=5)() == 1
+    assert accelerator.on_local_process(local_process_index=3)(lambda: 2)() == 2
+    assert accelerator.on_last_process(lambda: 3)() == 3
+
+
+def test_enumerations_print_and_compare_as_in_1_x() -> None:
+    assert str(DistributedType.NO) == "DistributedType.NO"
+    assert str(ComputeEnvironment.LOCAL_MACHINE) == "ComputeEnvironment.LOCAL_MACHINE"
+    assert str(PrecisionType.BF16) == "bf16"
+    assert DistributedType.NO == "NO"
+    assert DistributedType.NO in ("NO",)
+    assert "NO" in DistributedType
+    assert copy.deepcopy(DistributedType.FSDP) is DistributedType.FSDP
+
+
+def test_whether_a_logger_speaks_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MultiProcessAdapter(logging.getLogger("x"), {})._should_log(True)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert not MultiProcessAdapter._should_log(True)
+    assert MultiProcessAdapter._should_log(False)
+
+
+RICH = """
+from accelerate.utils.rich import console, progress, track
+print(list(track([1, 2], "reading")))
+with progress() as bar:
+    bar.update(bar.add_task("steps", total=2), advance=2)
+console().print("hello", style="bold")
+console(main_process_only=False).print("everyone")
+"""
+
+
+def _rich(**variables: object) -> subprocess.CompletedProcess[str]:
+    env = clean({"COLUMNS": 80, **variables})
+    return subprocess.run([sys.executable, "-c", RICH], env=env, capture_output=True, text=True, check=False)
+
+
+def test_rich_is_there_when_it_is_switched_on_and_shows_itself_once() -> None:
+    off = _rich()
+    assert "ModuleNotFoundError" in off.stderr or "RichDisabledError" in off.stderr
+    assert "set ACCELERATE_ENABLE_RICH=1" in off.stderr
+    first = _rich(ACCELERATE_ENABLE_RICH=1)
+    assert first.returncode == 0, first.stderr
+    assert "[1, 2]" in first.stdout
+    assert "reading" in first.stdout
+    assert "steps" in first.stdout
+    assert "hello" in first.stdout
+    launched = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    second = _rich(ACCELERATE_ENABLE_RICH=1, **launched, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
+    assert [line for line in second.stdout.splitlines() if line.strip()] == ["[1, 2]", "everyone"]
+
+
+# What a program can ask of both packages; each line prints one answer.
+QUESTIONS = """
+import warnings; warnings.simplefilter("ignore")
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.logging import get_logger
+from accelerate.state import AcceleratorState, GradientState, is_initialized
+from accelerate.utils import find_executable_batch_size, release_memory
+
+def ask(name, question):
+    try:
+        print(name, repr(question()))
+    except Exception as error:
+        kinds = (ValueError, TypeError, AttributeError)
+        print(name, "raises", *(kind.__name__ for kind in kinds if isinstance(error, kind)))
+
+ask("nothing yet", lambda: (PartialState._shared_state, AcceleratorState._shared_state, is_initialized()))
+ask("no accelerator", AcceleratorState)
+AcceleratorState._reset_state(True)
+state = PartialState(cpu=True, backend=None)
+facts = "backend debug default_device device distributed_type fork_launched initialized is_last_process " \
+    "is_local_main_process is_main_process local_process_index num_processes process_index use_distributed"
+for name in facts.split():
+    ask(name, lambda: getattr(state, name))
+ask("text", lambda: str(state))
+ask("absent", lambda: state.absent)
+ask("decorators", lambda: [getattr(state, f"on_{which}process")(lambda: 1)() for which in
+    ("main_", "local_main_", "last_", "", "local_")])
+ask("other rank", lambda: state.on_process(lambda: 1, process_index=3)())
+for items in ([1, 2, 3], (1, 2), {"a": [1, 2]}, torch.arange(3), "text", []):
+    ask("split", lambda: state.split_between_processes(items).__enter__())
+ask("types", lambda: [(name, DistributedType(name) == name, str(DistributedType(name)))
+    for name in sorted(member.value for member in DistributedType)])
+ask("no type", lambda: DistributedType("none"))
+accelerator = Accelerator(cpu=True)
+ask("accelerator state", lambda: str(AcceleratorState()))
+for name in (facts + " mixed_precision deepspeed_plugin torch_tp_plugin device_mesh is_fsdp2 fsdp_plugin "
+    "megatron_lm_plugin parallelism_config").replace("default_device", "").split():
+    ask(f"state {name}", lambda: getattr(AcceleratorState(), name))
+for name in "active_dataloader dataloader_references end_of_dataloader in_dataloader initialized num_steps " \
+    "is_xla_gradients_synced remainder sync_gradients sync_with_dataloader plugin_kwargs".split():
+    ask(f"gradients {name}", lambda: getattr(GradientState(), name))
+ask("gradients", lambda: str(GradientState()))
+ask("trigger", lambda: (accelerator.check_trigger(), accelerator.set_trigger(), accelerator.check_trigger(),
+    accelerator.check_trigger()))
+ask("memory", lambda: (release_memory(1, 2), release_memory()))
+ask("forget", lambda: (accelerator.free_memory(1), accelerator.clear()))
+ask("register", lambda: accelerator.register_for_checkpointing(3))
+ask("batch", lambda: find_executable_batch_size(lambda batch_size: batch_size)())
+ask("batch passed", lambda: find_executable_batch_size(lambda batch_size: batch_size)(3))
+logger = get_logger("client")
+ask("logger", lambda: (type(logger).__name__, logger.extra, logger.name, logger.logger.level))
+ask("level", lambda: get_logger("client", log_level="debug").logger.level)
+ask("no level", lambda: get_logger("client", log_level="loud"))
+AcceleratorState._reset_state()
+ask("reset", lambda: (is_initialized(), AcceleratorState._shared_state == {}))
+ask("world stays", lambda: PartialState._shared_state != {})
+AcceleratorState._reset_state(True)
+ask("all reset", lambda: PartialState._shared_state)
+ask("device gone", lambda: state.device)
+ask("alive", lambda: state.initialized)
+GradientState._reset_state()
+ask("gradients reset", lambda: GradientState._shared_state)
+"""
+
+
+@pytest.mark.skipif(not PEER.exists(), reason="the public package is not installed: make bench-peer")
+def test_the_public_package_gives_the_same_answers(tmp_path: Path) -> None:
+    def answers(*python: str) -> list[str]:
+        command = [*python, "-c", QUESTIONS]
+        done = subprocess.run(command, env=clean(), cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    ours, theirs = answers(sys.executable), answers(os.fspath(PEER), "-E")
+    assert len(ours) == len(theirs) > 70
+    for own, other in zip(ours, theirs, strict=True):
+        before, raised, kinds = other.partition(" raises ")
+        if raised:  # an error of ours may be caught as more than one kind
+            assert own.startswith(before + raised)
+            assert set(kinds.split()) <= set(own.rpartition(raised)[2].split()), own
+        else:
+            assert own == other
