@@ -163,6 +163,11 @@ def _data() -> Iterator[Claim]:
     )
     yield tested("iterable datasets, a part for each process", "null/test_sharding.py::stream")
     yield tested("exact metrics (`gather_for_metrics`)", "cpu/test_data_parallel.py::once_in_metrics")
+    yield tested(
+        "exact resume inside an epoch, on any number of processes",
+        "null/test_resume.py",
+        "cpu/test_resume_ranks.py",
+    )
     several: Any = SimpleNamespace(use_distributed=True)
     yield refused(
         "`join_uneven_inputs`", partial(Later.join_uneven_inputs, several, []), "on several ranks, it"

@@ -23,7 +23,8 @@ class DataLoaderConfiguration:
         shard: share the data out over the processes: True always, False never; "auto" keeps what each process
             has where it is sharded already (by a ``DistributedSampler``, ``split_dataset_by_node``, a sampler
             or stream that knows its rank), and says so.
-        use_stateful_dataloader: use torchdata's loader, which can be saved in the middle of an epoch.
+        use_stateful_dataloader: after a checkpoint is loaded, a loader goes on by itself where it was in its
+            epoch, instead of beginning that epoch again for ``skip_first_batches``. Torchdata is not needed.
     """
 
     split_batches: bool = False

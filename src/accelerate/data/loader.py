@@ -17,8 +17,18 @@ from torch.utils.data import DataLoader, Sampler
 from accelerate.data.active import UNOWNED, ActiveLoaders
 from accelerate.data.order import chain_of, inner_sampler
 from accelerate.data.position import Epoch, Given, Position, Skip
-from accelerate.data.reading import Feed, by_index, generators_of, pick, read, sampler_of
-from accelerate.data.shard import SkipBatchSampler
+from accelerate.data.reading import (
+    Feed,
+    by_index,
+    feeding,
+    generators_of,
+    pick,
+    read,
+    sampler_of,
+    shard_of,
+    with_parts,
+)
+from accelerate.data.shard import SkipBatchSampler, cut_of
 from accelerate.data.stream import IterableDatasetShard, unmark
 from accelerate.world.rng import synchronize_rng_states
 from accelerate.world.tensors import ignorant_find_batch_size, send_to_device
@@ -271,9 +281,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """The loader with a feed in place of its sampler; one for all epochs, since workers may persist."""
         sampler = sampler_of(base)
         if not self._fed or self._fed[0][0] is not sampler:
-            feed = Feed(sampler)
-            name = "sampler" if base.batch_sampler is None else "batch_sampler"
-            self._fed[:] = [(sampler, with_parts(base, **{name: feed}), feed)]
+            self._fed[:] = [(sampler, *feeding(base))]
         return self._fed[0][1:]
 
     def _read(self, base: DataLoader[Any], epoch: Epoch) -> Iterator[Given]:
@@ -292,7 +300,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             rows, full = ignorant_find_batch_size(batch) or 0, self.batch_size or 0
             return rows if rows < full else 0
         # What was sharded knows how its last step was filled; a stream that workers read has ended in them.
-        stream = self.dataset
+        stream, shard = self.dataset, shard_of(self._whole)
+        if shard is not None:
+            return shard.remainder
         if isinstance(stream, IterableDatasetShard) and self.num_workers == 0 and not self._drop_last:
             return stream.remainder
         return self.remainder
@@ -369,15 +379,6 @@ def get_sampler(dataloader: Any) -> Any:
     return inner_sampler(sampler) if sampler is not None else getattr(dataloader, "sampler", None)
 
 
-def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """A shallow copy of a loader with other parts: its class and every attribute stay."""
-    twin = copy.copy(loader)
-    # Torch forbids assigning these after construction; the copy has not been iterated yet.
-    twin.__dict__.update(parts)
-    twin.__dict__["_iterator"] = None
-    return twin
-
-
 class SkipDataLoader(DataLoaderShard):
     """A loader that leaves out its first ``skip_batches`` batches.
 
@@ -421,10 +422,18 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
     if dataloader._skip:
         twin._skip = dataloader._skip.plus(skip.batches, step)
     if by_index(dataloader._whole) and dataloader._whole.batch_sampler is not None:
-        twin._unskipped = dataloader._whole
-        gone = SkipBatchSampler(dataloader._whole.batch_sampler, twin._skip.batches)  # type: ignore[arg-type]
-        twin._wrap(with_parts(dataloader._whole, batch_sampler=gone))
+        twin._unskipped = whole = dataloader._whole
+        gone = SkipBatchSampler(whole.batch_sampler, _gone(whole.batch_sampler, twin._skip))  # type: ignore[arg-type]
+        twin._wrap(with_parts(whole, batch_sampler=gone))
     return twin
+
+
+def _gone(sampler: Any, skip: Skip) -> int:
+    """By how many batches a loader gets shorter."""
+    cut = cut_of(sampler)
+    if cut is None or skip.samples is None:
+        return skip.batches
+    return len(sampler) - cut.count(len(inner_sampler(sampler)) - skip.samples)
 
 
 def _length(loader: DataLoader[Any]) -> int | None:

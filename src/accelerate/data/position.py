@@ -72,7 +72,8 @@ class Epoch:
         exhausted: the sampler has come to its end.
         warm: an epoch before it, here or before a checkpoint, has started workers that persist.
         now: states that the generators of the loader and its samplers keep, if the order is made again.
-        cut_by: world size and samples of a step when it was saved, if it begins again.
+        cut_by: world size and samples of a step when it was saved, if it begins again, and
+        given: the batches that each process had then.
         length: samples of the whole order, where that is known.
     """
 
@@ -89,6 +90,7 @@ class Epoch:
     warm: bool = False
     now: list[Any] | None = None
     cut_by: tuple[int, int] | None = None
+    given: int = 0
     length: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,6 +141,7 @@ class Position:
                 natural=natural,
                 exhausted=record.exhausted,
                 cut_by=record.cut_by,
+                given=record.batches,
                 length=record.length,
             )
         self.current, self._warm = epoch, True

@@ -8,9 +8,10 @@ numbers of its own.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.data.epoch import Start, ending, open_order, open_walk
+from accelerate.data.onward import onward
 from accelerate.data.order import (
     END,
     Cut,
@@ -33,6 +35,7 @@ from accelerate.data.order import (
 from accelerate.data.position import Epoch, Given
 from accelerate.data.shard import BatchSamplerShard, cut_of
 from accelerate.data.states import owned, put_back, states_of
+from accelerate.data.stream import IterableDatasetShard
 from accelerate.world import collective
 from accelerate.world.rng import derive, seed_host
 
@@ -62,6 +65,22 @@ def generators_of(loader: DataLoader[Any]) -> list[Any]:
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """What gives a loader its batches of indices, or single ones."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def with_parts(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """A shallow copy of a loader with other parts: its class and every attribute stay."""
+    twin = copy.copy(loader)
+    # Torch forbids assigning these after construction; the copy has not been iterated yet.
+    twin.__dict__.update(parts)
+    twin.__dict__["_iterator"] = None
+    return twin
+
+
+def feeding(loader: DataLoader[Any]) -> tuple[DataLoader[Any], Feed]:
+    """The loader with a feed in place of its sampler, and the feed."""
+    feed = Feed(sampler_of(loader))
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return with_parts(loader, **{name: feed}), feed
 
 
 class Feed(Sampler[Any]):
@@ -158,7 +177,8 @@ def _issued(base: DataLoader[Any], epoch: Epoch, steps: Iterator[Step], known: d
     """The same for workers, with the seed of what they draw."""
     part = 0 if shard_of(base) is not None else collective.rank()
     for indices in _noted(epoch, steps, known):
-        assert epoch.start is not None and epoch.start.data is not None
+        assert epoch.start is not None
+        assert epoch.start.data is not None
         # A function of the place in the order: what was skipped, and how many workers read, do not count.
         seed = derive(epoch.start.data, "data", epoch.number, part, known[-1].offset)
         yield _Seeded(indices, seed)
@@ -238,21 +258,44 @@ def read(base: DataLoader[Any], epoch: Epoch, step: int) -> Iterator[tuple[Any, 
 
     Args:
         base: the loader, sharded.
-        epoch: see ``pick``; what it leaves out is read and dropped.
+        epoch: see ``pick``; what it leaves out is read and dropped, so that all draws are as they were.
         step: samples of all processes in a step.
     """
     generators = generators_of(base)
     if epoch.natural:  # torch's loader draws a seed for workers
         torch.empty((), dtype=torch.int64).random_(generator=base.generator)
-    count = epoch.skip.batches
-    if epoch.skip.samples is not None:
-        count = -(-epoch.skip.samples // step)
-    epoch.samples = count * step
-    agree = getattr(base.dataset, "num_processes", 1) > 1
+    stream = isinstance(base.dataset, IterableDataset)
+    agree = type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
     start = epoch.start if epoch.again else None
-    aside = base.num_workers == 0 or not isinstance(base.dataset, IterableDataset)
-    batches, epoch.start = open_walk(base, generators, agree=agree, start=start, aside=aside)
+    items, count = _behind(base, generators, epoch, step)
+    aside = base.num_workers == 0 or not stream
+    batches, epoch.start = open_walk(items, generators, agree=agree, start=start, aside=aside)
     upcoming = next(islice(batches, count, None), END)
     while upcoming is not END:
         batch, upcoming = upcoming, next(batches, END)
         yield batch, upcoming is END
+
+
+def _behind(
+    base: DataLoader[Any], generators: list[Any], epoch: Epoch, step: int
+) -> tuple[Iterable[Any], int]:
+    """What to iterate, and how many items of it to leave out."""
+    skip = epoch.skip
+    epoch.samples = skip.batches * step if skip.samples is None else skip.samples
+    if epoch.samples == skip.batches * step and epoch.cut_by in (None, (collective.size(), step)):
+        return base, skip.batches
+    if isinstance(base.dataset, IterableDataset):
+        return onward(base, epoch), 1
+    # The loader's own batches cannot be cut, but its sampler's can.
+    fed, feed = feeding(base)
+    part = Epoch(epoch.number, skip)
+    feed.upcoming = _later(base, generators, part)
+    return fed, 0
+
+
+def _later(base: DataLoader[Any], generators: list[Any], epoch: Epoch) -> Iterator[Any]:
+    shard = shard_of(base)
+    for step in open_steps(sampler_of(base), generators, epoch, workers=False):
+        if shard is not None:
+            shard.remainder = step.remainder
+        yield step.indices

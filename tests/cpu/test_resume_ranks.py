@@ -1,0 +1,226 @@
+"""Runs that are interrupted, saved whole, and go on in new processes: equal to the last bit."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.interrupted import BATCH, COUNT, Stream, loader, noise
+from tests.support.ranks import RankServer, same_on_all
+
+EPOCHS, STEP = 3, (1, 2)
+
+
+class Net(nn.Module):
+    """With dropout, so that it draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 8)
+        self.drop = nn.Dropout(0.3)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.drop(torch.relu(self.inner(x)))).square().mean()
+
+
+def training(
+    kind: str,
+    workers: int,
+    folder: str,
+    save: tuple[int, int] | None,
+    since: tuple[int, int] | None,
+    how: str,
+) -> Any:
+    """Samples, losses and weights of a run, of the part of it before ``save`` or after ``since``."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import set_seed
+
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=kind == "seedable",
+            use_stateful_dataloader=how == "stateful",
+            dispatch_batches=kind == "dispatch",
+        )
+    )
+    set_seed(3 if save or not since else 77, device_specific=True)  # every rank draws other numbers
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    made = loader("default" if kind in ("seedable", "dispatch") else kind, workers)
+    model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, made)
+    first, done = since or (0, 0)
+    if since is not None:
+        accelerator.load_state(folder)
+    log: list[Any] = []
+    for epoch in range(first, EPOCHS):
+        left = batches
+        if done and how == "twin":
+            left = accelerator.skip_first_batches(batches, done)
+        for number, batch in enumerate(left, done + 1):
+            done = 0 if how != "twin" else done
+            rows = batch if isinstance(batch, list) else [batch]
+            x = torch.tensor([[index / COUNT, *drawn[:3]] for index, drawn in rows])
+            loss = model(x)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            log.append((epoch, [index for index, _ in rows], loss.item(), noise()))
+            if save == (epoch, number):
+                accelerator.save_state(folder)
+                return log
+        done = 0
+        if save == (epoch, -1):
+            accelerator.save_state(folder)
+            return log
+    return [*log, [p.tolist() for p in model.parameters()], scheduler.get_last_lr()]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "workers", "how", "ends"),
+    [
+        (1, "default", 0, "twin", True),
+        (1, "stream", 2, "twin", False),
+        (2, "default", 0, "twin", True),
+        (2, "default", 2, "twin", False),
+        (2, "default", 2, "stateful", False),
+        (2, "seedable", 0, "twin", True),
+        (2, "generator", 1, "twin", False),
+        (2, "numpy", 0, "twin", False),
+        (2, "changing", 0, "twin", False),
+        (2, "dispatch", 0, "twin", True),
+        (2, "stream", 0, "twin", True),
+        (2, "stream", 2, "twin", False),
+    ],
+)
+def test_a_run_in_two_parts_is_the_run_in_one(
+    ranks: RankServer, tmp_path: Path, size: int, kind: str, workers: int, how: str, ends: bool
+) -> None:
+    """D11, A1, A2: samples, augmentation, dropout, losses, weights and learning rate, on every rank."""
+    whole = ranks(size, training, kind, workers, "", None, None, how)
+    for save, since in ((STEP, STEP), ((0, -1), (1, 0)))[: 1 + ends]:
+        folder = str(tmp_path / f"{save[0]}")
+        before = ranks(size, training, kind, workers, folder, save, None, how)
+        after = ranks(size, training, kind, workers, folder, None, since, how)
+        assert [a + b for a, b in zip(before, after, strict=True)] == whole, save
+
+
+def seen(kind: str, workers: int, folder: str, stop: int | None, size: int) -> list[int]:
+    """Real samples of this rank: until ``stop``, where a checkpoint is made, or from a checkpoint on."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=kind == "dispatch"))
+    random.seed(accelerator.process_index)
+    np.random.seed(accelerator.process_index)
+    torch.manual_seed(accelerator.process_index)
+    batches = accelerator.prepare(loader("default" if kind == "dispatch" else kind, workers))
+    left = batches
+    if stop is None:
+        accelerator.load_state(folder)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            left = accelerator.skip_first_batches(batches, 2)
+        assert accelerator.process_index or any("other processes get them" in str(w.message) for w in heard)
+    found: list[int] = []
+    for number, batch in enumerate(left, 1):
+        rows = batch if isinstance(batch, list) else [batch]
+        found += [index for index, _ in rows[: left.real]]
+        if number == stop:
+            accelerator.save_state(folder)
+            return found
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("kind", ["default", "torch", "stream", "dispatch"])
+def test_another_number_of_processes_gets_the_rest(
+    ranks: RankServer, tmp_path: Path, kind: str, before: int, after: int
+) -> None:
+    """A4, with real processes that are seeded differently."""
+    given = ranks(before, seen, kind, 0, str(tmp_path / "a"), 2, before)
+    rest = ranks(after, seen, kind, 0, str(tmp_path / "a"), None, after)
+    assert sorted(x for part in [*given, *rest] for x in part) == list(range(COUNT))
+
+
+def orders(kind: str, workers: int) -> Any:
+    """For two epochs, this rank's samples and what their augmentation drew; ranks are seeded differently."""
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    accelerator = Accelerator()
+    set_seed(5 + accelerator.process_index)
+    batches = accelerator.prepare(loader(kind, workers))
+    return [[row for batch in batches for row in batch[: batches.real]] for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["default", "torch", "numpy", "python", "owner", "changing", "sequential"])
+def test_the_order_is_one_and_the_augmentation_is_not(ranks: RankServer, kind: str) -> None:
+    """A7, A8: ranks with other seeds share one order; ranks, workers, epochs and runs draw as they should."""
+    first, second = ranks(2, orders, kind, 2)
+    again = ranks(2, orders, kind, 2)
+    assert [first, second] == again, "every run draws the same"
+    for one, other in zip(first, second, strict=True):
+        assert sorted(index for index, _ in one + other) == list(range(COUNT))
+    drawn = [tuple(values) for run in (first, second) for epoch in run for _, values in epoch]
+    for generator in zip(*drawn, strict=True):
+        assert len(set(generator)) == len(generator), "no number is drawn twice"
+
+
+def streamed() -> Any:
+    """A stream that shuffles by the global generators, of which every rank reads its part."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    random.seed(accelerator.process_index)
+    torch.manual_seed(accelerator.process_index)
+    batches = accelerator.prepare(
+        torch.utils.data.DataLoader(Stream(), batch_size=BATCH, collate_fn=lambda rows: rows)
+    )
+    return [index for batch in batches for index, _ in batch[: batches.real]]
+
+
+def test_a_stream_that_shuffles_by_itself_is_shared_without_loss(ranks: RankServer) -> None:
+    """The ranks' seeds differ, and still each sample is seen once."""
+    assert sorted(x for part in ranks(2, streamed) for x in part) == list(range(COUNT))
+
+
+def small() -> Any:
+    """Loaders that have too little: what each rank gets, and what it is told."""
+    from torch.utils.data import DataLoader
+
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    found: list[Any] = []
+    for even in (True, False):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
+        for count, batch, drop in ((9, 5, True), (1, 4, False), (0, 2, False), (3, 2, True)):
+            data = accelerator.prepare(DataLoader(range(count), batch_size=batch, drop_last=drop))  # type: ignore[arg-type]
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                batches = [x.tolist() for x in data]
+            accelerator.wait_for_everyone()
+            found.append(
+                (batches, [str(w.message) for w in heard], data.iteration, len(data) == len(batches))
+            )
+    return found
+
+
+def test_too_little_data_hangs_nobody(ranks: RankServer) -> None:
+    """A11, A14: no batch at all is said, fewer samples than processes are defined."""
+    first, second = ranks(2, small)
+    assert [part[2:] for part in first] == [part[2:] for part in second] == [(1, True)] * 8
+    assert first[0][0] == second[0][0] == []
+    assert "this epoch has 0 batches" in first[0][1][0]
+    assert "this epoch has 0 batches" in second[0][1][0]
+    assert (first[1][0], second[1][0]) == ([[0, 0, 0, 0]], [[0, 0, 0, 0]])
+    assert (first[5][0], second[5][0]) == ([[0]], [])
+    assert same_on_all([first[2][0], second[2][0]]) == []

@@ -1,0 +1,304 @@
+"""A run that was interrupted goes on as if nothing had happened: samples, augmentation, random numbers.
+
+Ranks are computed one after the other in this process; ``tests/cpu/test_resume_ranks.py`` has real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from accelerate.data.loader import skip_first_batches
+from accelerate.data.order import behind, draw, finish, marked, seed_for, single_steps
+from accelerate.data.prepare import prepare_data_loader
+from accelerate.data.shard import BatchSamplerShard, cut_of
+from accelerate.data.states import Hosts
+from tests.support.interrupted import KINDS, Augmented, Checkpoint, noise, prepared, samples, seeded, train
+
+POINTS: list[tuple[int, Any]] = [(0, 0), (1, 0), (1, 1), (1, 3), (1, "last"), (1, -1)]
+
+
+def interrupted(
+    kind: str, workers: int, size: int, rank: int, how: str, persistent: bool = False, points: Any = POINTS
+) -> None:
+    def new() -> Any:
+        return prepared(kind, workers, size, rank, persistent)
+
+    whole, _ = seeded(lambda: train(new()))
+    for epoch, at in points:
+        stop = (epoch, len(whole[epoch]) if at == "last" else at)
+        before, checkpoint = seeded(lambda stop=stop: train(new(), stop=stop))
+        assert checkpoint is not None
+        if at == "last" and how in ("plain", "stateful"):
+            # Nothing is left of that epoch: a loader that is iterated as it is gives the next one.
+            checkpoint = replace(checkpoint, epoch=epoch + 1, step=0)
+        after, _ = seeded(lambda c=checkpoint: train(_stateful(new(), how), since=c, how=how), seed=99)
+        joined = [a + b for a, b in zip(before, after, strict=True)]
+        if how == "plain" and at not in (0, -1, "last"):
+            # What is stepped over is fetched again, so the random numbers have moved on.
+            assert [samples(e) for e in joined][:2] == [samples(e) for e in whole][:2], (kind, stop)
+        else:
+            assert joined == whole, (kind, stop)
+
+
+def _stateful(loader: Any, how: str) -> Any:
+    loader.use_stateful_dataloader = how == "stateful"
+    return loader
+
+
+@pytest.mark.parametrize("how", ["twin", "none", "plain", "stateful"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_goes_on(kind: str, how: str) -> None:
+    """A1, A5: in the middle of an epoch, at its ends, before and after; all later epochs."""
+    interrupted(kind, 0, 1, 0, how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_goes_on(kind: str) -> None:
+    """A1 on each of two ranks."""
+    for rank in range(2):
+        interrupted(kind, 0, 2, rank, "twin")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["default", "generator", "stream"])
+def test_what_workers_read_ahead_does_not_count(kind: str, workers: int) -> None:
+    """A2."""
+    interrupted(kind, workers, 1, 0, "twin")
+
+
+@pytest.mark.parametrize("kind", ["torch", "seedable", "changing", "one by one", "own iteration", "split"])
+def test_workers_of_other_loaders(kind: str) -> None:
+    """A2, A12."""
+    interrupted(kind, 2, 1, 0, "twin", points=[(1, 3), (1, "last")])
+
+
+@pytest.mark.parametrize("kind", ["default", "generator"])
+def test_workers_that_persist(kind: str) -> None:
+    interrupted(kind, 2, 1, 0, "twin", persistent=True, points=[(0, 2), (1, 3), (1, -1)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twice_in_one_epoch(kind: str) -> None:
+    """A3: offsets add up, and saving again without training changes nothing."""
+    whole, _ = seeded(lambda: train(prepared(kind, 0, 1, 0)))
+    log, first = seeded(lambda: train(prepared(kind, 0, 1, 0), stop=(1, 2)))
+    assert first is not None
+    again = prepared(kind, 0, 1, 0)
+    again.load_state_dict(json.loads(first.position))
+    assert json.loads(json.dumps(again.state_dict())) == json.loads(first.position)
+    part, second = seeded(lambda: train(prepared(kind, 0, 1, 0), since=first, stop=(1, 5)), seed=2)
+    assert second is not None
+    rest, _ = seeded(lambda: train(prepared(kind, 0, 1, 0), since=second), seed=3)
+    assert [a + b + c for a, b, c in zip(log, part, rest, strict=True)] == whole
+
+
+@pytest.mark.parametrize("kind", ["default", "sequential", "torch", "stream"])
+def test_an_epoch_that_was_broken_off_before_saving(kind: str) -> None:
+    """The checkpoint is made after the loop: skipping goes on inside the epoch all the same."""
+    whole, _ = seeded(lambda: train(prepared(kind, 0, 1, 0)))
+
+    def broken() -> Checkpoint:
+        loader = prepared(kind, 0, 1, 0)
+        for number, _ in enumerate(loader, 1):
+            noise()
+            if number == 3:
+                break
+        return Checkpoint(json.dumps(loader.state_dict()), Hosts.capture(), 0, 3)
+
+    checkpoint = seeded(broken)
+    rest, _ = seeded(lambda: train(prepared(kind, 0, 1, 0), since=checkpoint), seed=2)
+    assert rest[0] == whole[0][3:]
+    assert rest[1:] == whole[1:]
+
+
+def test_a_loop_that_was_broken_off_for_good_does_not_disturb_the_rest() -> None:
+    """An evaluation of two batches only, before a checkpoint: the training goes on exactly."""
+
+    def script(loaders: list[Any], state: Any = None) -> tuple[list[Any], Any]:
+        training, evaluation = loaders
+        log: list[Any] = []
+        saved = None
+        begin = 0
+        if state is not None:
+            for loader, position in zip(loaders, json.loads(state[0]), strict=True):
+                loader.load_state_dict(position)
+            state[1].restore()
+            begin = 3
+        batches = skip_first_batches(training, begin)
+        for step, batch in enumerate(batches, begin + 1):
+            log.append((batch, noise()))
+            if step in (2, 5):
+                for count, (other, *_) in enumerate(evaluation):
+                    log.append(other)
+                    if count == 1:
+                        break
+            if step == 3:
+                saved = json.dumps([loader.state_dict() for loader in loaders]), Hosts.capture(), len(log)
+        return [*log, *training], saved
+
+    def both() -> list[Any]:
+        return [prepared("default", 0, 1, 0), prepared("sequential", 0, 1, 0)]
+
+    whole, saved = seeded(lambda: script(both()))
+    rest, _ = seeded(lambda: script(both(), saved), seed=2)
+    assert rest == whole[saved[2] :]
+
+
+def real(loader: Any, batch: Any) -> list[int]:
+    """Sample numbers of a batch without fillers."""
+    rows = batch if isinstance(batch, list) else [batch]
+    return [index for index, *_ in rows[: loader.real]]
+
+
+def walk(loaders: list[Any], skip: Any = 0, stop: int | None = None) -> tuple[list[list[int]], list[Any]]:
+    """The real samples of every rank's epoch, one rank after the other, and their positions at the end."""
+    seen: list[list[int]] = []
+    states: list[Any] = []
+    for loader in loaders:
+        mine: list[int] = []
+        batches = skip_first_batches(loader, skip) if skip != 0 else loader
+
+        def rank(batches: Any = batches, mine: list[int] = mine) -> None:
+            for number, batch in enumerate(batches, 1):
+                mine += real(batches, batch)
+                if number == stop:
+                    break
+
+        seeded(rank)
+        seen.append(mine)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    return seen, states
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("owner", "numpy", "python", "replacement")])
+def test_another_number_of_processes_gets_exactly_the_rest(
+    kind: str, before: int, after: int, workers: int
+) -> None:
+    """A4: the order of the remaining samples is the same, whoever gets them."""
+    if workers and kind not in ("default", "stream", "own iteration"):
+        return
+    everything = sorted(x for part in walk([prepared(kind, 0, 1, 0)])[0] for x in part)
+    given, states = walk([prepared(kind, workers, before, rank) for rank in range(before)], stop=2)
+    loaders = [prepared(kind, workers, after, rank) for rank in range(after)]
+    for loader in loaders:
+        loader.load_state_dict(states[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        rest, _ = walk(loaders, skip=2)
+    found = sorted(x for part in given + rest for x in part)
+    if kind == "drop_last":
+        assert len(set(found)) == len(found)
+        assert len(everything) - len(found) <= 3 * max(before, after)
+    elif kind == "own iteration":  # nothing is known of its batches, so the fillers are counted here too
+        assert set(found) == set(everything)
+        assert len(found) - len(everything) < 3 * after
+    else:
+        assert found == everything
+
+
+def test_a_number_of_batches_that_is_not_the_recorded_one_is_named() -> None:
+    loader = prepared("default", 0, 1, 0)
+    state = [loader.state_dict() for _ in loader][2]
+    other = prepared("default", 0, 1, 0)
+    other.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"4 batches are left out, .* saved after 3 \(9 samples\)"):
+        skip_first_batches(other, 4)
+    more = prepare_data_loader(DataLoader(Augmented(), batch_size=2, shuffle=True), num_processes=1)
+    more.load_state_dict(state)
+    with pytest.warns(UserWarning, match="steps of 3 samples and is continued by 1 with steps of 2"):
+        assert len(skip_first_batches(more, 3)) == 9
+    longer = prepare_data_loader(DataLoader(range(40), batch_size=3, shuffle=True), num_processes=1)  # type: ignore[arg-type]
+    longer.load_state_dict(state)
+    with pytest.warns(UserWarning, match="has 40 samples, but the checkpoint was saved with 26"):
+        list(skip_first_batches(longer, 3))
+
+
+def test_positions_of_older_checkpoints_still_load() -> None:
+    loader = prepared("seedable", 0, 1, 0)
+    loader.load_state_dict({"epoch": 4})
+    assert loader.iteration == loader.get_sampler().epoch == 4
+
+
+def test_generators_that_are_not_there_are_named() -> None:
+    state = prepared("generator", 0, 1, 0).state_dict()
+    with pytest.raises(ValueError, match="hold 0 random generators, but 1 were saved"):
+        prepared("default", 0, 1, 0).load_state_dict(state)
+
+
+@given(
+    count=st.integers(1, 60),
+    batch=st.integers(1, 7),
+    size=st.integers(1, 4),
+    offset=st.integers(0, 70),
+    drop=st.booleans(),
+    even=st.booleans(),
+    split=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_the_cut_of_a_known_order_is_that_of_any_sampler(
+    count: int, batch: int, size: int, offset: int, drop: bool, even: bool, split: bool
+) -> None:
+    """The fast way (slices of the order) and the general way (walking the batches) give the same steps."""
+    batches = BatchSampler(SequentialSampler(range(count)), batch * size if split else batch, drop)
+    for rank in range(size):
+        shard = BatchSamplerShard(batches, size, rank, split, even)
+        cut = cut_of(shard)
+        assert cut is not None
+        offset = min(offset, count)
+        fast = list(cut.steps(range(count), offset))
+        group = 1 if split else size
+        rest, taken, head = behind(iter(batches), 0, offset, group)
+        if size > 1:
+            if offset % (batch * size) == 0:
+                assert fast == list(marked(shard.steps(rest, taken, head)))
+        elif offset % batch == 0:
+            assert fast == list(marked(single_steps(rest, taken, batch)))
+
+
+@given(
+    count=st.integers(1, 50),
+    total=st.one_of(st.none(), st.integers(1, 130)),
+    replacement=st.booleans(),
+    own=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_orders_are_those_of_torchs_own_sampler(
+    count: int, total: int | None, replacement: bool, own: bool
+) -> None:
+    def new() -> RandomSampler:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4) if own else None
+        return RandomSampler(range(count), replacement, total, generator)
+
+    theirs = new()
+    expected = [list(theirs), list(theirs), torch.rand(()).item()]
+    ours = new()
+    found: list[Any] = []
+    for _ in range(2):
+        found.append(list(draw(ours, seed_for(ours))))
+        finish(ours)
+    assert [[int(i) for i in order] for order in found] + [torch.rand(()).item()] == expected
+
+
+def test_skipping_costs_neither_time_nor_memory() -> None:
+    """No Python number is made of what is skipped: of ten million samples only the permutation is held."""
+    loader = prepare_data_loader(DataLoader(range(1_000_000), batch_size=10, shuffle=True), num_processes=1)  # type: ignore[arg-type]
+    tracemalloc.start()
+    batches = iter(skip_first_batches(loader, 50_000))
+    first = next(batches)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(first) == 10
+    assert peak < 2_000_000, "tensors are not counted, Python's numbers are"
