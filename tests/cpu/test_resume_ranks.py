@@ -48,14 +48,15 @@ def training(
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=kind == "seedable",
             use_stateful_dataloader=how == "stateful",
-            dispatch_batches=kind == "dispatch",
+            dispatch_batches=kind.startswith("dispatched"),
         )
     )
+    kind = kind.removeprefix("dispatched ")
     set_seed(3 if save or not since else 77, device_specific=True)  # every rank draws other numbers
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    made = loader("default" if kind in ("seedable", "dispatch") else kind, workers)
+    made = loader("default" if kind == "seedable" else kind, workers)
     model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, made)
     first, done = since or (0, 0)
     if since is not None:
@@ -97,7 +98,9 @@ def training(
         (2, "generator", 1, "twin", False),
         (2, "numpy", 0, "twin", False),
         (2, "changing", 0, "twin", False),
-        (2, "dispatch", 0, "twin", True),
+        (2, "dispatched quiet", 0, "twin", True),
+        (2, "dispatched default", 2, "twin", False),
+        (2, "dispatched stream", 0, "twin", False),
         (2, "stream", 0, "twin", True),
         (2, "stream", 2, "twin", False),
     ],
