@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,7 @@ for name in ("one", "two"):
         ("", "finished", 0),
         ("sys.exit(3)", "finished", 3),
         ("raise ValueError('no data')", "failed", 1),
+        ("sys.ps1, sys.last_value = '>>>', ValueError()", "finished", 0),
         ("running.finish([tracker])", "finished", 0),
         ("if os.fork() == 0:\n    sys.exit()\nos.wait()", "finished", 0),
     ],
@@ -384,6 +387,21 @@ def test_configurations_become_plain_and_flat() -> None:
         "f": 4,
         "g": "[1, {'h': 'i'}]",
     }
+
+
+def test_a_configuration_may_be_a_namespace_or_hold_dataclasses() -> None:
+    @dataclass
+    class Part:
+        width: int = 3
+        dtype: torch.dtype = torch.float16
+
+    given = argparse.Namespace(lr=0.5, part=Part(), kind=Part)
+    assert base.plain(given) == {
+        "lr": 0.5,
+        "part": {"width": 3, "dtype": "torch.float16"},
+        "kind": str(Part),
+    }
+    assert base.flat(given)["part.width"] == 3
 
 
 def test_only_what_holds_one_number_is_a_number() -> None:

@@ -6,8 +6,11 @@ of this folder is one; users derive their own from ``GeneralTracker``.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import math
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -176,8 +179,15 @@ def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A configuration in the types of JSON: what is none of them, such as a path or a dtype, as its text."""
+    """A configuration in the types of JSON: what is none of them, such as a path or a dtype, as its text.
+
+    Namespaces and dataclasses are dicts of their fields.
+    """
     value = simple(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -187,7 +197,7 @@ def plain(value: Any) -> Any:
     return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """A configuration without nesting: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``; lists are text."""
     found: dict[str, Any] = {}
     for key, value in plain(values).items():

@@ -113,7 +113,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Stores a figure of matplotlib or plotly as ``artifact_file``; ``save_kwargs`` say how it is saved."""
+        """Stores a figure of matplotlib or plotly as ``artifact_file``, saved with ``save_kwargs``."""
         import mlflow
 
         options = {"save_kwargs": save_kwargs} if save_kwargs else {}

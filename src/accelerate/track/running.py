@@ -48,6 +48,7 @@ def _finish_at_exit() -> None:
     if os.getpid() != _owner:  # a fork of the process that started them
         return
     for tracker in _open:
-        # The interpreter sets it when it has printed the error that ends the script.
-        tracker.failed = hasattr(sys, "last_value")
+        # The interpreter sets it when it has printed the error that ends the script; an interactive one,
+        # which has a prompt, after every error.
+        tracker.failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
     finish(list(_open))
