@@ -131,7 +131,7 @@ def make(
     if compiler.enabled and bundle.of("model"):
         how = "block by block" if compiler.use_regional_compilation else "as a whole"
         reason = f"torch.compile, {str(compiler.backend).lower()}, {how}, in place"
-        steps.append(Step("compile", reason, lambda b: _compile(b, compiler, strategy)))
+        steps.append(Step("compile", reason, lambda b: _compile(b, compiler, strategy, precision)))
     return Plan((*steps, *_wrapping_steps(bundle, world, wrappers)))
 
 
@@ -243,13 +243,14 @@ def _attach(bundle: Bundle, precision: Precision) -> None:
         precision.attach(model)
 
 
-def _compile(bundle: Bundle, compiler: TorchDynamoPlugin, strategy: Strategy) -> None:
+def _compile(bundle: Bundle, compiler: TorchDynamoPlugin, strategy: Strategy, precision: Precision) -> None:
     """In place: the model's class, names and state stay, and there is nothing to unwrap."""
     for model in map(strategy.unwrap, bundle.of("model")):
         if compiler.use_regional_compilation:
             compile_regions(model, **compiler.to_kwargs())
         else:
             model.compile(**compiler.to_kwargs())
+            precision.compiled(model)
 
 
 def _wrap_loaders(bundle: Bundle, wrappers: Wrappers) -> None:

@@ -55,6 +55,8 @@ class _Around:
     def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
         self.device, self.dtype, self.options = device, dtype, options
         self.local = threading.local()
+        # Autocast is entered around the compiled call: inside, it would split the graph.
+        self.outside = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.device, self.dtype, self.options)
@@ -78,7 +80,8 @@ class _Before:
         self.around = around
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.around.enter()
+        if not (self.around.outside and torch.compiler.is_compiling()):
+            self.around.enter()
 
 
 class _After:
@@ -88,7 +91,8 @@ class _After:
         self.around, self.upcast = around, upcast
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self.around.leave()
+        if not (self.around.outside and torch.compiler.is_compiling()):
+            self.around.leave()
         return convert_to_fp32(output) if self.upcast else None
 
 
@@ -114,6 +118,25 @@ def attach(
     module.register_forward_pre_hook(_Before(around), prepend=True)
     # always_call: autocast must be left also when the forward raises.
     module.register_forward_hook(_After(around, upcast), always_call=True)
+
+
+def attach_outside(module: nn.Module) -> None:
+    """Enters autocast around the compiled call of ``module``, not inside: its graph stays whole.
+
+    A copy of the module is not compiled, and computes under its hooks.
+    """
+    compiled: Any = module._compiled_call_impl
+    found = [hook.around for hook in module._forward_pre_hooks.values() if isinstance(hook, _Before)]
+    if compiled is None or not found:
+        return
+    around = found[0]
+    around.outside = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with autocast(around.device, around.dtype, around.options):
+            return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 def attached(module: nn.Module) -> tuple[torch.dtype, AutocastKwargs | None, bool] | None:
@@ -160,6 +183,10 @@ class HalfPrecision(Precision):
     def attach(self, model: nn.Module) -> None:
         """Autocast by hooks."""
         attach(model, self.device, self.dtype, self.options, upcast=self._upcasts)
+
+    def compiled(self, model: nn.Module) -> None:
+        """Autocast goes around the compiled call."""
+        attach_outside(model)
 
     def takes_over(self, model: nn.Module) -> bool:
         """Whether the model computes in another format, or with other options, so far."""

@@ -60,6 +60,9 @@ class Precision(ABC):
     def attach(self, model: nn.Module) -> None:
         """Makes ``model`` compute in this format, without touching its ``forward``."""
 
+    def compiled(self, model: nn.Module) -> None:
+        """Is told that ``model``, to which it is attached, was compiled as a whole."""
+
     def takes_over(self, model: nn.Module) -> bool:
         """Whether ``attach`` would end what another precision has attached."""
         return False

@@ -1,0 +1,104 @@
+"""Compiled models: names, graphs and numbers, alone and replicated, in windows and in half precision."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.ranks import RankServer, same_on_all
+
+
+class Block(nn.Module):
+    """A block of the user's own class: torch does not compile its own modules by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.mix(x)).tanh()
+
+
+class Net(nn.Module):
+    """Repeated blocks and a head, on images (batch, 4, height, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList([Block() for _ in range(2)]), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def trained(precision: str, how: str) -> dict[str, Any]:
+    """Two optimizer steps of two micro-batches each; ``how``: no, whole or regional compilation."""
+    from torch._dynamo.utils import counters
+
+    from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
+
+    torch._dynamo.reset()
+    counters.clear()
+    plugin = TorchDynamoPlugin(
+        backend="no" if how == "no" else "eager",
+        fullgraph=how == "whole",
+        use_regional_compilation=how == "regional",
+    )
+    accelerator = Accelerator(
+        mixed_precision=precision, gradient_accumulation_steps=2, dynamo_plugin=plugin, cpu=True
+    )
+    user = Net().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(user.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(user, optimizer)
+    draw = torch.Generator().manual_seed(accelerator.process_index)
+    losses = []
+    for _ in range(4):
+        x = torch.randn(3, 4, 2, 2, generator=draw).contiguous(memory_format=torch.channels_last)
+        with accelerator.accumulate(model):
+            output = model(x)
+            accelerator.backward(output.square().mean())
+            losses.append(float(accelerator.reduce(output.square().mean().detach())))
+            optimizer.step()
+            optimizer.zero_grad()
+    copied = copy.deepcopy(accelerator.unwrap_model(model))
+    return {
+        "losses": losses,
+        "weight": user.head.weight.detach().clone(),
+        "names": sorted(accelerator.get_state_dict(model)) == sorted(Net().state_dict()),
+        "own names": not any("_orig_mod" in name for name, _ in model.named_modules()),
+        "unwraps": accelerator.unwrap_model(model) is user and type(copied) is Net,
+        "last": all(
+            block.mix.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr,operator]
+            for block in user.blocks
+        ),
+        "dtype": output.dtype,
+        "copy": float((copied.eval()(x) - user.eval()(x)).abs().max()) < 1e-6,
+        "breaks": sum(counters["graph_break"].values()),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def every_way(precision: str) -> list[dict[str, Any]]:
+    return [trained(precision, how) for how in ("no", "whole", "regional")]
+
+
+@pytest.mark.parametrize(("size", "precision"), [(1, "no"), (1, "bf16"), (2, "bf16")])
+def test_a_compiled_model_trains_as_it_is(ranks: RankServer, size: int, precision: str) -> None:
+    """D9: canonical names, nothing to unwrap; one graph for the whole model, also under autocast."""
+    plain, *others = same_on_all(ranks(size, every_way, precision))
+    for found in others:
+        near = 1e-6 if precision == "no" else 2e-2
+        assert found["losses"] == pytest.approx(plain["losses"], rel=near)
+        torch.testing.assert_close(found["weight"], plain["weight"], rtol=near, atol=near)
+        for fact in ("names", "own names", "unwraps", "last", "copy"):
+            assert found[fact], fact
+        assert found["dtype"] == torch.float32
+        assert found["breaks"] == 0
+        assert found["graphs"] > 0

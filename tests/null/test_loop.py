@@ -1,0 +1,163 @@
+"""The loop on one process: options of autocast, fused backward, several Accelerators side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.core.errors import PrepareError
+from accelerate.state import GradientState
+from accelerate.utils import AutocastKwargs, GradScalerKwargs
+
+
+class Both(nn.Module):
+    """Gives a matrix product and a sum in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.layer(x)
+        return {"y": y, "parts": [y.float().sum(), "text"]}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("upcast", [None, True, False])
+def test_outputs_may_stay_as_they_were_computed(precision: str, upcast: bool | None) -> None:
+    """F12: float32 by default, as computed by a named option."""
+    handlers: Any = [] if upcast is None else [AutocastKwargs(upcast_outputs=upcast)]
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
+    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    expected = computed if upcast is False else torch.float32
+    assert ("as computed" in str(accelerator.plan(Both()))) == (upcast is False)
+    model = accelerator.prepare(Both())
+    output = model(torch.ones(1, 2))
+    assert output["y"].dtype == expected
+    assert output["parts"][0].dtype == torch.float32
+    assert output["parts"][1] == "text"
+    accelerator.backward(output["y"].float().sum())
+    assert model.layer.weight.grad.dtype == torch.float32
+
+
+def test_autocast_by_hand_takes_its_own_options() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with accelerator.autocast():
+        assert layer(x).dtype == torch.bfloat16
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert layer(x).dtype == torch.float32
+    with Accelerator().autocast():
+        assert layer(x).dtype == torch.float32
+
+
+def test_clipping_by_value_sees_true_gradients_and_waits_for_the_window() -> None:
+    options: Any = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=64.0)]}
+    accelerator = Accelerator(gradient_accumulation_steps=2, **options)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    found = []
+    for value in (1.0, 5.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), value)).sum())
+            accelerator.unscale_gradients()  # nothing happens before the window is complete
+            accelerator.clip_grad_value_(model.parameters(), 2.0)
+            found.append(float(model.weight.grad))  # type: ignore[arg-type]
+            optimizer.step()
+    assert found == [64.0 * 1.0 / 2, 2.0]
+    assert optimizer.skipped_steps == 0
+
+
+class Lomo(torch.optim.Optimizer):
+    """An optimizer in the manner of LOMO: it has no step of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {})
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= lr * parameter.grad
+                parameter.grad = None
+
+
+def test_a_fused_backward_updates_and_leaves_nothing_to_step() -> None:
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, Lomo(model.parameters()))
+    assert accelerator.has_lomo_optimizer
+    accelerator.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.5)
+    accelerator.lomo_backward(model(torch.ones(1, 2)).sum(), 0.5)
+    optimizer.step()  # Lomo itself would raise
+    optimizer.zero_grad()
+    assert torch.allclose(before - model.weight, torch.ones(1, 2))
+
+
+def test_a_fused_backward_needs_its_optimizer_and_no_accumulation() -> None:
+    model = nn.Linear(2, 1)
+    plain = Accelerator()
+    plain.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not plain.has_lomo_optimizer
+    for use in (plain.lomo_backward, lambda loss, rate: plain.backward(loss, learning_rate=rate)):
+        with pytest.raises(PrepareError, match="0 are prepared") as error:
+            use(model(torch.ones(1, 2)).sum(), 0.1)
+        assert "lomo-optim" in error.value.fix
+    several = Accelerator(gradient_accumulation_steps=2)
+    several.prepare(model, Lomo(model.parameters()))
+    with pytest.raises(PrepareError, match="cannot accumulate"):
+        several.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.1)
+
+
+def trainer(steps: int, **options: Any) -> tuple[Accelerator, nn.Module, Any, Any]:
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    loader = DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def test_accelerators_of_other_settings_train_in_turns() -> None:
+    """F11: three at once, in one loop; each has its own windows, precision, scaler and flags."""
+    scaled: Any = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=8.0)]}
+    three = [trainer(1), trainer(2, mixed_precision="bf16"), trainer(3, **scaled)]
+    flags = ["", "", ""]
+    for batches in zip(*(loader for *_, loader in three), strict=True):
+        for place, ((accelerator, model, optimizer, _), (x,)) in enumerate(zip(three, batches, strict=True)):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            flags[place] += "T" if accelerator.sync_gradients else "F"
+    assert flags == ["TTTTTT", "FTFTFT", "FFTFFT"]
+    # A third is not exact in float16.
+    assert [model.weight.item() for _, model, *_ in three] == [-6.0, -3.0, pytest.approx(-2.0, abs=1e-3)]
+    assert [each.mixed_precision for each, *_ in three] == ["no", "bf16", "fp16"]
+    assert GradientState() is three[2][0].gradient_state, "the newest"
+    assert three[0][0].gradient_state.num_steps == 1
+    first = three[0][0]
+    first.gradient_accumulation_steps = 4
+    assert [each.gradient_accumulation_steps for each, *_ in three] == [4, 2, 3]
+
+
+def test_an_accelerator_may_follow_another_with_other_settings() -> None:
+    """F11: one after the other, after ``end_training`` too."""
+    for steps, precision in ((1, "no"), (2, "bf16"), (3, "no")):
+        accelerator, model, optimizer, loader = trainer(steps, mixed_precision=precision)
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model.weight.item() == -6 / steps
+        assert GradientState().num_steps == steps
+        accelerator.free_memory()
+        accelerator.end_training()
