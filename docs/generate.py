@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from accelerate.core.errors import NotBuiltError
@@ -154,23 +153,37 @@ def _more_strategies() -> Iterator[Claim]:
 
 
 def _data() -> Iterator[Claim]:
-    from accelerate.facade.later import Later
-
     yield tested(
         "map-style datasets with any sampler",
         "null/test_sharding.py",
         "cpu/test_data_parallel.py::order_on_two_ranks",
     )
-    yield tested("iterable datasets, a part for each process", "null/test_sharding.py::stream")
-    yield tested("exact metrics (`gather_for_metrics`)", "cpu/test_data_parallel.py::once_in_metrics")
+    yield tested("streams", "null/test_sharding.py::stream", "cpu/test_dispatch.py::variable_lengths")
+    yield tested("process 0 reads for all (`dispatch_batches`)", "cpu/test_dispatch.py::any_kind_travel")
+    yield tested("sharded data is recognised", "null/test_sharding.py::sharded_already_is_kept")
     yield tested(
-        "exact resume inside an epoch, on any number of processes",
-        "null/test_resume.py",
-        "cpu/test_resume_ranks.py",
+        "exact resume inside an epoch, also on another number of processes",
+        "cpu/test_resume_ranks.py::run_in_two_parts",
+        "cpu/test_resume_ranks.py::another_number_of_processes",
     )
-    several: Any = SimpleNamespace(use_distributed=True)
-    yield refused(
-        "`join_uneven_inputs`", partial(Later.join_uneven_inputs, several, []), "on several ranks, it"
+    yield tested("exact metrics (`gather_for_metrics`)", "cpu/test_metrics.py::once_and_in_order")
+    yield tested("`join_uneven_inputs`", "cpu/test_join.py::train_to_the_end")
+
+
+def _gradients() -> Iterator[Claim]:
+    yield tested("accumulation (`accumulate`, `no_sync`)", "cpu/test_data_parallel.py::windows_close")
+    yield tested("`windows`, divided by what they hold", "null/test_windows.py::mean_of_its_own")
+    yield tested("weights by tokens (`num_items`)", "cpu/test_gradients.py::any_split")
+    yield tested("the true norm when clipping", "cpu/test_data_parallel.py::true_norm")
+    yield tested("gradients sent in half precision", "cpu/test_data_parallel.py::half_precision")
+
+
+def _processes() -> Iterator[Claim]:
+    yield tested("collectives over trees and objects", "cpu/test_collectives.py::every_leaf")
+    yield tested(
+        "one process fails, all end, and it is said who",
+        "cpu/test_launch_failures.py::fails_in_a_collective",
+        "cpu/test_collectives.py::ranks_disagree",
     )
 
 
@@ -252,7 +265,9 @@ def claims() -> dict[str, list[Claim]]:
         "Strategies": [*plugins(STRATEGIES, by_plan), *_more_strategies()],
         "Mixed precision": plugins(PRECISIONS, by_plan),
         "Compilation": [tested("`torch.compile` in place", "null/test_accelerator.py::compiled_in_place")],
+        "Processes": list(_processes()),
         "Data": list(_data()),
+        "Gradients": list(_gradients()),
         "Checkpoints": list(_checkpoints()),
         "Models larger than memory": list(_big_models()),
         "Watching": list(_watching()),
