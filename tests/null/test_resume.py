@@ -82,6 +82,13 @@ def test_workers_of_other_loaders(kind: str) -> None:
     interrupted(kind, 2, 1, 0, "twin", points=[(1, 3), (1, "last")])
 
 
+@pytest.mark.parametrize(("workers", "size", "how"), [(0, 2, "twin"), (0, 1, "stateful"), (2, 1, "twin")])
+@pytest.mark.parametrize("kind", ["torchdata", "torchdata stream"])
+def test_torchdatas_own_loader(kind: str, workers: int, size: int, how: str) -> None:
+    pytest.importorskip("torchdata")
+    interrupted(kind, workers, size, size - 1, how, points=[(1, 3), (1, "last"), (1, -1)])
+
+
 @pytest.mark.parametrize("kind", ["default", "generator"])
 def test_workers_that_persist(kind: str) -> None:
     interrupted(kind, 2, 1, 0, "twin", persistent=True, points=[(0, 2), (1, 3), (1, -1)])
@@ -223,6 +230,28 @@ def test_a_number_of_batches_that_is_not_the_recorded_one_is_named() -> None:
     longer.load_state_dict(state)
     with pytest.warns(UserWarning, match="has 40 samples, but the checkpoint was saved with 26"):
         list(skip_first_batches(longer, 3))
+
+
+def test_the_noted_position_is_that_of_the_batch_in_hand() -> None:
+    loader = prepared("stream", 0, 1, 0)
+    for number, _ in enumerate(loader, 1):
+        if number == 2:
+            loader.adjust_state_dict_for_prefetch()
+    assert loader.dl_state_dict["in_progress"]["batches"] == 2
+    assert loader.state_dict()["in_progress"]["complete"]
+
+
+def test_a_plain_loader_skips_without_reading_the_order() -> None:
+    """The order and the random numbers of torch's own loader, from the middle."""
+    from torch.utils.data import TensorDataset
+
+    plain = DataLoader(TensorDataset(torch.arange(50)), batch_size=4, shuffle=True)
+    torch.manual_seed(1)
+    whole = [x.tolist() for (x,) in plain]
+    drawn = torch.rand(()).item()
+    torch.manual_seed(1)
+    assert [x.tolist() for (x,) in skip_first_batches(plain, 5)] == whole[5:]
+    assert torch.rand(()).item() == drawn
 
 
 def test_positions_of_older_checkpoints_still_load() -> None:

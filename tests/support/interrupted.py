@@ -123,6 +123,12 @@ def loader(kind: str, workers: int = 0, persistent: bool = False) -> DataLoader[
     data, more = Augmented(kind == "quiet"), {"collate_fn": collate, "num_workers": workers}
     if persistent:
         more["persistent_workers"] = True
+    if kind.startswith("torchdata"):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        if kind == "torchdata stream":
+            return StatefulDataLoader(Stream(), batch_size=BATCH, **more)
+        return StatefulDataLoader(data, batch_size=BATCH, shuffle=True, **more)
     if kind == "stream":
         return DataLoader(Stream(), batch_size=BATCH, **more)
     if kind == "stream one by one":

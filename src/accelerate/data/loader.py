@@ -154,6 +154,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._fed: list[tuple[Any, DataLoader[Any], Feed]] = []
         self._drop_last, self._non_blocking = drop_last, non_blocking
         self.rng_types = self.synchronized_generator = None
+        self._noted: dict[str, Any] | None = None
         # What all processes do together once, when the first of all batches is asked for.
         self.before_first_use: Callable[[], None] | None = None
         self._num_processes = 1
@@ -344,6 +345,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         workers have read ahead.
         """
         return self.position.state_dict(generators_of(self._whole), self.total_batch_size)
+
+    @property
+    def dl_state_dict(self) -> dict[str, Any]:
+        """The position as ``adjust_state_dict_for_prefetch`` left it, else as it is now."""
+        return self.state_dict() if self._noted is None else self._noted
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Notes the position of the batch in hand in ``dl_state_dict``; what is read ahead does not count."""
+        self._noted = self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there.

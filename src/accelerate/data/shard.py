@@ -214,7 +214,17 @@ class SkipBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.batch_sampler), self.skip_batches, None)
+        cut = cut_of(self.batch_sampler)
+        if cut is None:
+            return islice(iter(self.batch_sampler), self.skip_batches, None)
+        return self._rest(cut)
+
+    def _rest(self, cut: Cut) -> Iterator[list[Any]]:
+        """From where the order is cut; nothing is made of what is left out."""
+        sampler = inner_sampler(self)
+        order, _ = open_order(sampler, owned(*chain_of(self)), agree=cut.size > 1)
+        for step in ending(cut.steps(order, self.skip_batches * cut.step), sampler, False):
+            yield step.indices
 
     @property
     def total_length(self) -> int:
