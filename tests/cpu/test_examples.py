@@ -119,3 +119,36 @@ def test_resuming_what_never_ran_says_so(tmp_path: Path) -> None:
     done = Running([sys.executable, str(DIGITS), *options(tmp_path), "--resume"]).wait()
     assert done.returncode != 0
     assert str(tmp_path) in done.stderr, done.output
+
+
+def both_ways(name: str, *options: str) -> list[list[str]]:
+    """What an example prints by python alone, and on two processes by the launcher."""
+    script = ROOT / "examples" / name
+    alone = Running([sys.executable, str(script), *options]).wait()
+    found = [alone, launch("--cpu", "--num_processes", "2", path=script, script_args=list(options))]
+    assert all(done.returncode == 0 for done in found), [done.output for done in found]
+    return [done.stdout.splitlines() for done in found]
+
+
+def test_micro_batches_take_the_steps_of_one_batch() -> None:
+    alone, pair = both_ways("gradient_accumulation.py", "--epochs", "3", "--micro-batches", "2")
+    assert (alone[0], pair[0]) == ("1 x 2 micro-batches of 48 images", "2 x 2 micro-batches of 24 images")
+    assert alone[1:] == pair[1:]
+    assert float(alone[-1].rpartition(" ")[2]) > 0.8
+
+
+def test_weighted_tokens_give_the_losses_of_one_batch() -> None:
+    for lines in both_ways("token_weighted.py"):
+        weighted, plain = (float(line.split()[-2]) for line in lines[-2:])
+        assert weighted < 1e-4
+        assert plain > 1e-2
+
+
+def test_all_processes_stop_in_the_same_epoch() -> None:
+    alone, pair = both_ways("early_stopping.py", "--patience", "1")
+    for lines, count in ((alone, 1), (pair, 2)):
+        stopped = [re.fullmatch(r"process (\d) stopped after epoch (\d+)", line) for line in lines]
+        ends = {found[1]: found[2] for found in stopped if found}
+        assert sorted(ends) == ["0", "1"][:count]
+        assert len(set(ends.values())) == 1
+        assert sum("validation loss" in line for line in lines) == int(ends["0"]) < 50
