@@ -242,6 +242,7 @@ def _watching() -> Iterator[Claim]:
     )
     yield tested("`find_executable_batch_size`, one size for all", "null/test_utilities_watch.py")
     yield tested("`Accelerator.profile`, a trace per rank", "null/test_accelerator.py::trace_per_rank")
+    yield tested("a picture of what fills the memory", "null/test_profile.py::what_fills_the_memory")
 
 
 def _commands() -> Iterator[Claim]:
