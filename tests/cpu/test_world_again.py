@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
@@ -61,3 +62,16 @@ def test_forgotten_without_a_group() -> None:
     assert PartialState._shared_state == {}
     assert world.current() is None
     assert PartialState().num_processes == 1
+
+
+def _watchers() -> list[int]:
+    counts = []
+    for _ in range(3):
+        PartialState._reset_state()
+        PartialState(cpu=True)
+        counts.append(sum(thread.name == "accelerate-together" for thread in threading.enumerate()))
+    return counts
+
+
+def test_one_watcher_stays_with_the_group(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, _watchers)) == [1, 1, 1]

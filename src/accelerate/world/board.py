@@ -18,6 +18,7 @@ class Board:
     Attributes:
         lost: the store does not answer any more: the process that holds it is gone.
         store: the whole store, under this board's prefix.
+        home: the store itself, which is the group's.
     """
 
     def __init__(self, store: Any) -> None:
@@ -25,6 +26,7 @@ class Board:
 
         global _opened
         _opened += 1
+        self.home = store
         self.store: Any = PrefixStore(f"{_PREFIX}/{_opened}", store)
         self.lost = False
         self._own: Any = None

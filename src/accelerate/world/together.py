@@ -80,6 +80,10 @@ def begin(rank: int, size: int, timeout: timedelta | None) -> None:
         known: list[timedelta] = [limit for limit in limits if limit is not None]
         timeout = min(known, default=timedelta(minutes=30))
     counters = [each._get_sequence_number_for_group for each in backends]
+    if _current is not None and _current.board.home is store:
+        _current.timeout = timeout.total_seconds()  # the world was forgotten, its group goes on
+        return
+    end()
     _current = Watch(rank, size, timeout.total_seconds(), Board(store), counters)
     if not _settled:
         _settled = True
