@@ -43,7 +43,8 @@ class _Gatherer:
 
     def gather(self, data: Any, as_objects: bool) -> Any:
         if not as_objects and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.leaves(data)):
-            return tree.map_tree(self._tensor, data)
+            # All tensors together: one exchange between the processes, however many they are.
+            return tree.map_tree(self._cut, collective.gather(tree.map_tree(self._own, data)))
         if tree.is_mapping(data):
             parts = {key: self.gather(value, as_objects) for key, value in data.items()}
             return tree.like_mapping(data, parts)
@@ -51,14 +52,15 @@ class _Gatherer:
             return tree.same_type(data, [self.gather(item, as_objects) for item in data])
         return self._objects(data)
 
-    def _tensor(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.real is not None:
-            if rows.dim() > 0:
-                rows = rows[: self.real]
-            elif self.real == 0:  # the value of fillers alone
-                rows = rows.reshape(1)[:0]
-        gathered = collective.gather(rows)
-        return gathered if self.last is None or gathered.dim() == 0 else gathered[: self.last]
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.real is None:
+            return rows
+        if rows.dim() > 0:
+            return rows[: self.real]
+        return rows.reshape(1)[:0] if self.real == 0 else rows  # the value of fillers alone
+
+    def _cut(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.last is None or rows.dim() == 0 else rows[: self.last]
 
     def _objects(self, rows: Any) -> list[Any]:
         single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")

@@ -72,11 +72,13 @@ def gather(tensor: Any) -> Any:
     """
     if size() == 1:
         return recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
-    parcel = Parcel.of("gather", tensor, _at_least_1d)
+    parcel = Parcel.of("gather", tensor)
     with parcel.office.lock:
+        form = parcel.repeat()
+        if form is not None:
+            return parcel.rebuilt([_joined(parts) for parts in form.parts])
         mail = parcel.send()
-        if not mail.same:
-            parcel.check(mail, ragged=True)
+        parcel.check(mail, ragged=True)
         return parcel.rebuilt([_gathered(parcel, mail, index) for index in range(len(parcel.leaves))])
 
 
@@ -84,13 +86,16 @@ def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
+def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The ranks' values as a new tensor."""
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+
+
 def _gathered(parcel: Parcel, mail: letters.Mail, index: int) -> torch.Tensor:
-    leaf = parcel.leaves[index]
     if mail.carried:
-        if mail.same:
-            return parcel.stacked(mail, index).view(-1, *leaf.shape[1:])
-        return torch.cat([parcel.unpacked(mail, rank, index) for rank in range(parcel.office.size)])
-    lengths = [parcel.shape(mail, rank, index)[0] for rank in range(parcel.office.size)]
+        return _joined(parcel.values(mail, index))
+    leaf = _at_least_1d(parcel.leaves[index])
+    lengths = [(*parcel.shape(mail, rank, index), 1)[0] for rank in range(parcel.office.size)]
     longest = max(lengths)
     joined = _all_gather(pad_tensor(leaf, 0, longest), parcel.office)
     if min(lengths) == longest:
@@ -264,16 +269,23 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         )
     parcel = Parcel.of("reduce", tensor)
     with parcel.office.lock:
+        form = parcel.repeat()
+        if form is not None:
+            return parcel.rebuilt([finished(_total(parts)) for parts in form.parts])
         mail = parcel.send()
         parcel.check(mail)
         return parcel.rebuilt([finished(_summed(parcel, mail, index)) for index in range(len(parcel.leaves))])
 
 
+def _total(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The sum in rank order, so that it is the same on all ranks and in every run."""
+    return torch.stack(parts).sum(0, dtype=parts[0].dtype)
+
+
 def _summed(parcel: Parcel, mail: letters.Mail, index: int) -> torch.Tensor:
     leaf = parcel.leaves[index]
     if mail.carried:
-        # In rank order, so that the result is the same on all ranks and in every run.
-        return parcel.stacked(mail, index).sum(0, dtype=leaf.dtype)
+        return _total(parcel.values(mail, index))
     total = leaf.clone(memory_format=torch.contiguous_format)
     if total.device.type == "cpu":
         parts = torch.view_as_real(total) if total.is_complex() else total
@@ -298,7 +310,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     if size() == 1:
         return recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
-    parcel = Parcel.of("pad_across_processes", tensor, lambda leaf: leaf)
+    parcel = Parcel.of("pad_across_processes", tensor)
     with parcel.office.lock:
         mail = parcel.send(values=False)
         every = [

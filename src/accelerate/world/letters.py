@@ -23,7 +23,6 @@ import struct
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -44,8 +43,12 @@ _HEAD = struct.Struct(f"<{_TEXT}sIIIIq")
 HEAD = _HEAD.size
 ALIGNED = 16
 SMALLEST = 4096
-LARGEST = 1 << 18  # values above travel by themselves: copying them into a letter would cost more
-MEMORY = 8  # exchanges whose sizes decide the next letter's
+# Values above, times half the ranks, travel by themselves: copying them into letters would cost more.
+LARGEST = 1 << 18
+# Up to so many ranks send letters to each other directly, in one step; more pass them on in a ring.
+DIRECT = 8
+PATIENT = 8  # small letters in a row, after which all letters get smaller
+FORMS = 256  # kept at a time
 SLICE = timedelta(seconds=0.25)
 ELSEWHERE = -1  # amount of values that cannot be in a letter: they are not in host memory
 
@@ -61,7 +64,6 @@ class Mail(NamedTuple):
         same: all ranks described the same values.
         carried: the values are in the letters, each rank's behind its description.
         inbox: all letters.
-        tensor: the same memory, shape (ranks, room).
     """
 
     room: int
@@ -71,7 +73,6 @@ class Mail(NamedTuple):
     same: bool
     carried: bool
     inbox: bytearray
-    tensor: torch.Tensor
 
     def description(self, rank: int) -> bytes:
         """What a rank said of its values."""
@@ -106,6 +107,78 @@ def _shown(operation: str, site: Site) -> bytes:
     return text if len(text) <= _TEXT else text[: _TEXT - 3] + b"..."
 
 
+class Sheet:
+    """A letter to write and the letters to read.
+
+    Attributes:
+        outbox, inbox: the memory; the outbox has a copy for each rank when letters go directly.
+        out, tensor: the same as tensors, one row per letter.
+    """
+
+    def __init__(self, room: int, size: int) -> None:
+        self.direct = size <= DIRECT
+        self.outbox, self.inbox = bytearray(room * (size if self.direct else 1)), bytearray(room * size)
+        self.out = torch.frombuffer(self.outbox, dtype=torch.uint8).view(-1, room)
+        self.tensor = torch.frombuffer(self.inbox, dtype=torch.uint8).view(size, room)
+        self._copies = self.copies(room)
+
+    def copies(self, needed: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The beginnings of the copies, and that of the letter itself."""
+        return (self.out[1:, :needed], self.out[:1, :needed]) if self.direct else None
+
+    def copy(self) -> None:
+        """Makes the copies from the letter."""
+        if self._copies is not None:
+            self._copies[0].copy_(self._copies[1])
+
+    def start(self, group: Any) -> Any:
+        """Begins the transfer."""
+        if self.direct:
+            return group.alltoall_base(self.tensor, self.out, [], [])
+        return group._allgather_base(self.tensor, self.out)
+
+
+class Form:
+    """What all letters about tensors of the same dtypes and shapes have in common, ready to be used again.
+
+    Attributes:
+        begin: a letter from its operation to the end of its description.
+        slots: where the values go, one view per tensor with its dtype and shape.
+        parts: where the ranks' values are, for each tensor one such view per rank.
+        needed: bytes of the letter.
+    """
+
+    def __init__(
+        self, office: Office, operation: str, tree: int, description: bytes, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self.operation, self.tree, self.description, self.room = operation, tree, description, office.room
+        amount = sum(aligned(tensor.nbytes) for tensor in tensors)
+        self.needed = body_start(len(description)) + amount
+        self.sheet = office.sheet(self.room)
+        outbox, inbox = self.sheet.outbox, self.sheet.inbox
+        code = digest(operation)
+        self.begin = bytearray(_HEAD.pack(b"", code, tree, 0, len(description), amount)[_TEXT:] + description)
+        end, room = HEAD + len(description), self.room
+        others = [rank for rank in range(office.size) if rank != office.rank]
+        self.cuts = [slice(rank * room + _TEXT, rank * room + end) for rank in others]
+        self.slots: list[torch.Tensor] = []
+        self.parts: list[tuple[torch.Tensor, ...]] = []
+        start = body_start(len(description))
+        with torch.inference_mode(False):  # they live on after the mode of this call
+            for tensor in tensors:
+                self.slots.append(_view(outbox, start, tensor))
+                self.parts.append(tuple(_view(inbox, r * room + start, tensor) for r in range(office.size)))
+                start += aligned(tensor.nbytes)
+            self.copies = self.sheet.copies(self.needed)
+
+
+def _view(memory: bytearray, start: int, like: torch.Tensor) -> torch.Tensor:
+    count = like.numel()
+    if count == 0:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=like.dtype, count=count, offset=start).view(like.shape)
+
+
 class Office:
     """The letters of one world. One exchange at a time, by whichever thread."""
 
@@ -113,9 +186,11 @@ class Office:
         self.watch, self.rank, self.size = watch, watch.rank, watch.size
         self.lock = threading.RLock()
         self.room = SMALLEST
+        self.forms: dict[Any, Form | None] = {}
+        self._written: tuple[Form, Site] | None = None
+        self._roomy = 0
         self._group: Any = None
-        self._last: deque[int] = deque([0] * MEMORY, MEMORY)
-        self._sheets: dict[int, tuple[bytearray, torch.Tensor, bytearray, torch.Tensor]] = {}
+        self._sheets: dict[int, Sheet] = {}
 
     def exchange(
         self,
@@ -127,6 +202,7 @@ class Office:
         *,
         any_size: bool = False,
         label: str = "",
+        sent: bool = False,
     ) -> Mail:
         """Sends this rank's letter and returns all.
 
@@ -138,71 +214,116 @@ class Office:
             fill: writes the values into a letter, from an offset on.
             any_size: the values travel in letters however many they are.
             label: what people read in place of the operation; it may differ between ranks.
+            sent: the letters of this exchange are there already.
 
         Raises:
             CollectiveError: the ranks are in different operations, one failed, or one did not come in time.
         """
-        watch, site = self.watch, here()
-        if watch.report is not None:
-            raise watch.report.error(self.rank)
-        watch.enter(label or operation, site)
+        site = here()
+        if not sent:
+            self._enter(label or operation, site)
         code, text, room = digest(operation), _shown(label or operation, site), self.room
-        length = len(description)
-        start, kind = body_start(length), int(any_size)
+        length, kind = len(description), int(any_size)
+        self._written = None
         while True:
-            outbox, out, inbox, tensor = self._sheet(room)
-            _HEAD.pack_into(outbox, 0, text, code, tree, kind, length, amount)
-            if HEAD + length <= room:
-                outbox[HEAD : HEAD + length] = description
-            if 0 < amount <= room - start:
-                fill(outbox, start)
-            self._run(lambda group, to=tensor, mine=out: group._allgather_base(to, mine))
-            same = self._all_same(outbox, inbox, room, length)
-            if same:
-                lengths, amounts, trees = (length,) * self.size, (amount,) * self.size, (tree,) * self.size
-            else:
-                heads = [_HEAD.unpack_from(inbox, rank * room) for rank in range(self.size)]
-                texts, codes, trees, kinds, lengths, amounts = zip(*heads, strict=True)
-                if set(codes) != {code} or set(kinds) != {kind}:
-                    watch.leave()
-                    raise _different(texts)
+            sheet = self.sheet(room)
+            outbox, inbox = sheet.outbox, sheet.inbox
+            if not sent:
+                _HEAD.pack_into(outbox, 0, text, code, tree, kind, length, amount)
+                if HEAD + length <= room:
+                    outbox[HEAD : HEAD + length] = description
+                if 0 < amount <= room - body_start(length):
+                    fill(outbox, body_start(length))
+                sheet.copy()
+                self._run(sheet.start)
+            sent = False
+            heads = [_HEAD.unpack_from(inbox, rank * room) for rank in range(self.size)]
+            texts, codes, trees, kinds, lengths, amounts = zip(*heads, strict=True)
+            if set(codes) != {code} or set(kinds) != {kind}:
+                self.watch.doing = None
+                raise _different(texts)
             needed, carried = _needed(lengths, amounts, any_size)
             if needed <= room:
                 break
             room = _rounded(needed)
-        watch.leave()
+        self.watch.doing = None
         self._remember(needed)
-        if not same and len(set(trees)) == 1:
+        same = len(set(trees)) == 1
+        if same:
             first = inbox[HEAD : HEAD + lengths[0]]
             same = all(inbox[r * room + HEAD : r * room + HEAD + n] == first for r, n in enumerate(lengths))
-        return Mail(room, lengths, amounts, trees, same, carried, inbox, tensor)
+        return Mail(room, lengths, amounts, trees, same, carried, inbox)
 
-    def _all_same(self, outbox: bytearray, inbox: bytearray, room: int, length: int) -> bool:
-        """Whether all letters begin with what this rank's does, the text apart."""
-        end = HEAD + length
-        if end > room:
-            return False
-        mine = outbox[_TEXT:end]
-        return all(inbox[r * room + _TEXT : r * room + end] == mine for r in range(self.size))
+    def repeat(self, form: Form, tensors: Sequence[torch.Tensor]) -> bool:
+        """Sends a letter by a form; whether all ranks sent the same form, so that their values are in it.
+
+        Otherwise the letters are there, and ``exchange`` with ``sent`` reads them.
+        """
+        site = here()
+        self._enter(form.operation, site)
+        if self._written != (form, site):
+            outbox = form.sheet.outbox
+            outbox[:_TEXT] = _shown(form.operation, site).ljust(_TEXT, b"\0")
+            outbox[_TEXT : _TEXT + len(form.begin)] = form.begin
+            self._written = form, site
+        for slot, tensor in zip(form.slots, tensors, strict=True):
+            slot.copy_(tensor)
+        if form.copies is not None:
+            form.copies[0].copy_(form.copies[1])
+        self._run(form.sheet.start)
+        inbox, begin = form.sheet.inbox, form.begin
+        for cut in form.cuts:
+            if inbox[cut] != begin:
+                return False
+        self.watch.doing = None
+        if self.room != SMALLEST:
+            self._remember(form.needed)
+        return True
+
+    def _enter(self, operation: str, site: Site) -> None:
+        watch = self.watch
+        if watch.report is not None:
+            raise watch.report.error(self.rank)
+        watch.letters += 1
+        watch.doing = operation, site
 
     def _remember(self, needed: int) -> None:
-        """Chooses the size of the next letters: what the last few needed, unless that was exceptional."""
-        self._last.append(needed if needed <= 2 * LARGEST else 0)
-        self.room = _rounded(max(self._last))
-        if len(self._sheets) > 4:
-            self._sheets = {room: sheet for room, sheet in self._sheets.items() if room == self.room}
+        """Chooses the size of the next letters: as large as this one, smaller after several small ones."""
+        if needed > self.room:
+            self.room, self._roomy = (_rounded(needed) if needed <= 2 * LARGEST else self.room), 0
+        elif needed * 2 > self.room or self.room == SMALLEST:
+            self._roomy = 0
+        else:
+            self._roomy += 1
+            if self._roomy == PATIENT:
+                self.room, self._roomy = _rounded(needed), 0
+                self._sheets = {room: sheet for room, sheet in self._sheets.items() if room <= self.room}
 
-    def _sheet(self, room: int) -> tuple[bytearray, torch.Tensor, bytearray, torch.Tensor]:
+    def sheet(self, room: int) -> Sheet:
+        """A letter to write and letters to read, of ``room`` bytes each."""
         sheet = self._sheets.get(room)
         if sheet is None:
-            outbox, inbox = bytearray(room), bytearray(room * self.size)
-            with torch.inference_mode(False):  # they live on after the mode of this call
-                out = torch.frombuffer(outbox, dtype=torch.uint8)[None]
-                tensor = torch.frombuffer(inbox, dtype=torch.uint8).view(self.size, room)
-            sheet = outbox, out, inbox, tensor
+            with torch.inference_mode(False):  # it lives on after the mode of this call
+                sheet = Sheet(room, self.size)
             if room <= 2 * LARGEST:
                 self._sheets[room] = sheet
         return sheet
+
+    def form(self, key: Any, make: Callable[[], Form | None]) -> Form | None:
+        """The form that is kept under ``key``; made when the key comes for the second time."""
+        form = self.forms.get(key, self)
+        if form is self or (form is not None and form.sheet is not self._sheets.get(self.room)):
+            if len(self.forms) >= FORMS:
+                self.forms.clear()
+            self.forms[key] = None
+            return None
+        if form is None:
+            form = self.forms[key] = make()
+        return form  # type: ignore[return-value]
+
+    def fits(self, needed: int) -> bool:
+        """Whether values of all ranks go into letters of the present size."""
+        return needed <= self.room and needed * self.size <= 2 * LARGEST
 
     # --- transfers of what does not fit
 
@@ -221,7 +342,7 @@ class Office:
     def _transfer(self, start: Callable[[Any], Any], operation: str) -> None:
         self.watch.doing = operation, here()
         self._run(start)
-        self.watch.leave()
+        self.watch.doing = None
 
     # --- the group
 
@@ -244,23 +365,37 @@ class Office:
 
     def _run(self, start: Callable[[Any], Any]) -> None:
         """Starts a transfer and waits for its end."""
-        watch, group = self.watch, self._group or self._own_group()
+        group = self._group or self._own_group()
+        work = None
         try:
             work = start(group)
-            if _done(work):
-                return
-            until = time.monotonic() + watch.timeout - SLICE.total_seconds()
-            while not _done(work):
-                self._check(until)
+            try:
+                work.wait(SLICE)
+            except RuntimeError:
+                self._go_on(work)
         except CollectiveError:
             self._abandon()
             raise
         except RuntimeError as error:
             self._abandon()
-            raise watch.torn(error) from error
+            raise self.watch.torn(error) from error
         except BaseException:
             self._abandon()
             raise
+
+    def _go_on(self, work: Any) -> None:
+        """Waits on, in slices, for a transfer that has failed or did not end in the first."""
+        until = time.monotonic() + self.watch.timeout - SLICE.total_seconds()
+        while True:
+            ended = work.is_completed()
+            try:
+                work.wait(SLICE)
+            except RuntimeError:
+                if ended:
+                    raise
+                self._check(until)
+            else:
+                return
 
     def _check(self, until: float) -> None:
         report = self.watch.report
@@ -274,29 +409,13 @@ class Office:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
 
-def _done(work: Any) -> bool:
-    """Waits for a slice of time; whether the transfer has ended.
-
-    Raises:
-        RuntimeError: torch's, when it failed.
-    """
-    failed_or_done = work.is_completed()
-    try:
-        work.wait(SLICE)
-    except RuntimeError:
-        if failed_or_done:
-            raise
-        return False
-    return True
-
-
 def _needed(lengths: Sequence[int], amounts: Sequence[int], any_size: bool) -> tuple[int, bool]:
     """Bytes of the letter that all ranks need, and whether it carries the values."""
     described = body_start(max(lengths))
     if min(amounts) == ELSEWHERE:
         return described, False
     whole = max(map(int.__add__, map(body_start, lengths), amounts))
-    if whole <= LARGEST or any_size:
+    if whole * len(lengths) <= 2 * LARGEST or any_size:
         return whole, True
     return described, False
 

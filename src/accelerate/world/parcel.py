@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ class Parcel:
         leaves: its tensors, detached.
         structure: digest of keys, lengths and places of tensors.
         problem: why the tree cannot be sent, told after the others know.
+        sent: the letters of this exchange are there already.
     """
 
     office: letters.Office
@@ -59,22 +60,48 @@ class Parcel:
     leaves: list[torch.Tensor]
     structure: int
     problem: PrepareError | None = None
+    sent: bool = False
 
     @classmethod
-    def of(
-        cls, operation: str, data: Any, prepare: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> Parcel:
-        """The tensors of ``data``, each after ``prepare``; detached when there is none or it differs."""
-        office = letters.office()
+    def of(cls, operation: str, data: Any) -> Parcel:
+        """The tensors of ``data``."""
+        leaves: list[torch.Tensor] = []
+        others: list[Any] = []
+        structure = _LONE
         if isinstance(data, torch.Tensor):
-            leaves, structure, problem = [data], _LONE, None
+            leaves.append(data)
         else:
-            leaves = []
-            found: list[Any] = []
-            structure = letters.digest(_structure(data, leaves, found))
-            problem = _refusal(operation, found[0]) if found else None
-        leaves = [leaf if prepare is None else prepare(leaf) for leaf in leaves]
-        return cls(office, operation, data, [leaf.detach() for leaf in leaves], structure, problem)
+            structure = letters.digest(_structure(data, leaves, others))
+        leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+        problem = _refusal(operation, others[0]) if others else None
+        return cls(letters.office(), operation, data, leaves, structure, problem)
+
+    def repeat(self) -> letters.Form | None:
+        """Sends the values by a form, if there is one and all ranks used it; it then holds all values.
+
+        Otherwise ``send`` goes on.
+        """
+        key: Any = [self.operation, self.structure]
+        for leaf in self.leaves:
+            if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
+                return None
+            key += (leaf.dtype, leaf.shape)
+        form = self.office.form(tuple(key), self._form)
+        if form is None or self.problem is not None:
+            return None
+        if self.office.repeat(form, self.leaves):
+            return form
+        self.sent = True
+        return None
+
+    def _form(self) -> letters.Form | None:
+        description = _described(self.leaves)
+        needed = letters.body_start(len(description)) + sum(
+            letters.aligned(leaf.nbytes) for leaf in self.leaves
+        )
+        if not self.office.fits(needed):
+            return None
+        return letters.Form(self.office, self.operation, self.structure, description, self.leaves)
 
     def send(self, *, values: bool = True) -> letters.Mail:
         """The exchange: all ranks' descriptions, with the values if they fit.
@@ -90,7 +117,9 @@ class Parcel:
                 amount = letters.ELSEWHERE
                 break
             amount += letters.aligned(leaf.nbytes)
-        mail = self.office.exchange(self.operation, self.structure, _described(leaves), amount, self._fill)
+        mail = self.office.exchange(
+            self.operation, self.structure, _described(leaves), amount, self._fill, sent=self.sent
+        )
         if not mail.same and set(mail.trees) != {self.structure}:
             raise self._other_structure()
         if self.problem is not None:
@@ -115,14 +144,9 @@ class Parcel:
         """The shape of a rank's tensor."""
         return self.described(mail, rank)[index].shape
 
-    def stacked(self, mail: letters.Mail, index: int) -> torch.Tensor:
-        """All ranks' values of a tensor that is described the same everywhere, shape (ranks, *shape)."""
-        leaf = self.leaves[index]
-        start = letters.body_start(mail.lengths[0]) + sum(
-            letters.aligned(other.nbytes) for other in self.leaves[:index]
-        )
-        rows = mail.tensor.narrow(1, start, leaf.nbytes)
-        return rows.contiguous().view(leaf.dtype).view(-1 if leaf.numel() else len(rows), *leaf.shape)
+    def values(self, mail: letters.Mail, index: int) -> tuple[torch.Tensor, ...]:
+        """All ranks' values of a tensor, in rank order; they share the letters' memory."""
+        return tuple(self.unpacked(mail, rank, index) for rank in range(self.office.size))
 
     def unpacked(self, mail: letters.Mail, rank: int, index: int) -> torch.Tensor:
         """A rank's values of a tensor; it shares the letter's memory."""

@@ -22,7 +22,7 @@ class Position:
     Attributes:
         letters: exchanges of this package that it began.
         doing: the one it is in, ``"gather at train.py:12"``; empty outside.
-        calls: collectives of torch's own group that it began since its last exchange.
+        calls: collectives of torch's own group that it began.
         inside: the wait of torch that it is in, ``"backward at train.py:20"``; empty outside.
         at: the line that it executes.
         ended: it takes part in nothing more.

@@ -146,7 +146,7 @@ class Watch:
         self.tick = TICK * max(1.0, size / LARGE)
         self._wake, self._stop, self._found = threading.Event(), threading.Event(), threading.Event()
         self._looking = threading.Lock()
-        self._counters, self._called = counters, 0
+        self._counters = counters
         self._told: Position | None = None
         self._mark: object = None
         self._alarmed = self._failed = False
@@ -155,16 +155,6 @@ class Watch:
         self._thread.start()
 
     # --- the thread that works
-
-    def enter(self, operation: str, site: Site) -> None:
-        """An exchange begins."""
-        self.letters += 1
-        self.doing = operation, site
-
-    def leave(self) -> None:
-        """It has ended."""
-        self._called = self._calls()
-        self.doing = None
 
     def torn(self, error: BaseException) -> CollectiveError:
         """The error for a connection that broke in an exchange: who failed or ended, as far as is known."""
@@ -324,7 +314,7 @@ class Watch:
     def _position(self, ended: bool = False) -> Position:
         doing = self.doing
         frame = sys._current_frames().get(self.caller)  # pyright: ignore[reportPrivateUsage]
-        place = Position(self.letters, "", self._calls() - self._called, "", str(of(frame, _torch())), ended)
+        place = Position(self.letters, "", self._calls(), "", str(of(frame, _torch())), ended)
         if ended or doing is not None:
             return replace(place, doing="" if ended or doing is None else f"{doing[0]} at {doing[1]}")
         # The same instruction of the same call as at the last look: inside something that waits.
