@@ -17,10 +17,10 @@ PROCESSES = 2
 
 
 def measure(subject: Subject, quick: bool) -> Sample:
-    return worker(subject, __name__, "8" if quick else "24", processes=PROCESSES)
+    return worker(subject, __name__, "4" if quick else "16", processes=PROCESSES)
 
 
-CASES = (Case("DDP step, 2 processes, against raw DDP", "us", "ratio", 1.03, measure),)
+CASES = (Case("DDP step, 2 processes, against raw DDP", "us", "ratio", 1.03, measure, peer_rounds=2),)
 
 
 def main(blocks: int) -> None:

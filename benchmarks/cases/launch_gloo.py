@@ -34,7 +34,7 @@ def measure(subject: Subject, quick: bool) -> Sample:
             [subject.script("torchrun"), "--standalone", "--nproc_per_node", "2", str(script)],
             [subject.script("accelerate"), "launch", "--cpu", "--num_processes", "2", str(script)],
             "ratio",
-            repeats=1 if quick else 3,
+            repeats=1 if quick else 2,
             check=check,
         )
 

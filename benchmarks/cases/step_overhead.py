@@ -23,8 +23,8 @@ def measure(precision: str):
 
 
 CASES = (
-    Case("added to a training step, fp32", "us", "added", 20, measure("no")),
-    Case("added to a training step, bf16", "us", "added", 30, measure("bf16")),
+    Case("added to a training step, fp32", "us", "added", 20, measure("no"), peer_rounds=2),
+    Case("added to a training step, bf16", "us", "added", 30, measure("bf16"), peer_rounds=2),
 )
 
 
