@@ -22,7 +22,17 @@ from accelerate.data.order import behind, draw, finish, marked, seed_for, single
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.data.shard import BatchSamplerShard, cut_of
 from accelerate.data.states import Hosts
-from tests.support.interrupted import KINDS, Augmented, Checkpoint, noise, prepared, samples, seeded, train
+from tests.support.interrupted import (
+    KINDS,
+    Augmented,
+    Checkpoint,
+    collate,
+    noise,
+    prepared,
+    samples,
+    seeded,
+    train,
+)
 
 POINTS: list[tuple[int, Any]] = [(0, 0), (1, 0), (1, 1), (1, 3), (1, "last"), (1, -1)]
 
@@ -159,6 +169,39 @@ def test_a_loop_that_was_broken_off_for_good_does_not_disturb_the_rest() -> None
     whole, saved = seeded(lambda: script(both()))
     rest, _ = seeded(lambda: script(both(), saved), seed=2)
     assert rest == whole[saved[2] :]
+
+
+def test_a_generator_that_two_loaders_share() -> None:
+    """It has moved on by the time of the checkpoint, and must not go back to where the epoch began."""
+
+    def script(state: Any = None) -> tuple[list[Any], Any]:
+        shared = torch.Generator().manual_seed(4)
+        training, evaluation = (
+            prepare_data_loader(
+                DataLoader(Augmented(), batch_size=3, shuffle=True, collate_fn=collate, generator=shared),
+                num_processes=1,
+            )
+            for _ in range(2)
+        )
+        log: list[Any] = []
+        saved, begin = None, 0
+        if state is not None:
+            training.load_state_dict(json.loads(state[0]))
+            evaluation.load_state_dict(json.loads(state[1]))
+            state[2].restore()
+            begin = 3
+        for step, batch in enumerate(skip_first_batches(training, begin), begin + 1):
+            log.append(batch)
+            if step in (2, 6):
+                log += list(evaluation)
+            if step == 3:
+                positions = [json.dumps(loader.state_dict()) for loader in (training, evaluation)]
+                saved = *positions, Hosts.capture(), len(log)
+        return [*log, *evaluation, *training], saved
+
+    whole, saved = seeded(script)
+    rest, _ = seeded(lambda: script(saved), seed=2)
+    assert rest == whole[saved[3] :]
 
 
 def real(loader: Any, batch: Any) -> list[int]:
