@@ -13,7 +13,8 @@ import pytest
 from tests.support.command import Finished, Running, launch, start
 from tests.support.environment import ROOT
 
-DIGITS = ROOT / "examples" / "digits.py"
+EXAMPLES = ROOT / "examples"
+DIGITS = EXAMPLES / "digits.py"
 EPOCHS = 5  # enough for 0.96 and more; the default 15 reach 0.98
 ENOUGH = 0.95
 EPOCH = re.compile(r"epoch (\d+)/\d+: loss ([\d.]+), test accuracy ([\d.]+) \((\d+) of (\d+)\)")
@@ -152,3 +153,84 @@ def test_all_processes_stop_in_the_same_epoch() -> None:
         assert sorted(ends) == ["0", "1"][:count]
         assert len(set(ends.values())) == 1
         assert sum("validation loss" in line for line in lines) == int(ends["0"]) < 50
+
+
+# --- the short ones: on two processes by the launcher, and alone by python
+
+ALONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2])
+
+
+def run(name: str, processes: int, *options: str) -> str:
+    """What an example prints when it ends well."""
+    path = EXAMPLES / name
+    if processes == 1:
+        done = Running([sys.executable, str(path), *options]).wait(timeout=100)
+    else:
+        count = str(processes)
+        done = launch("--cpu", "--num_processes", count, path=path, script_args=options, timeout=100)
+    assert done.returncode == 0, done.output
+    return done.stdout
+
+
+@ALONE_OR_TWO
+def test_local_sgd_sends_a_tenth_for_the_same_accuracy(processes: int) -> None:
+    text = run("local_sgd.py", processes, *(["--epochs", "3"] if processes == 1 else []))
+    rows = {name: (float(a), b) for name, a, b in re.findall(r"(\w+) +([\d.]+) +([\d.]+|nan)\n", text)}
+    assert list(rows) == ["DDP", "LocalSGD", "DiLoCo"]
+    best = rows["DDP"][0]
+    assert best > 0.9
+    for accuracy, sent in rows.values():
+        assert accuracy > best - 0.04
+        if processes == 1:
+            assert sent in ("0.0", "nan")
+    if processes == 2 and sys.platform == "linux":
+        for name in ("LocalSGD", "DiLoCo"):
+            assert 0 < float(rows[name][1]) < float(rows["DDP"][1]) / 10
+
+
+@ALONE_OR_TWO
+def test_the_profiler_leaves_a_trace_and_a_picture_per_process(processes: int, tmp_path: Path) -> None:
+    text = run("profiler.py", processes, "--folder", str(tmp_path))
+    names = [f"{kind}_{rank}" for kind in ("memory", "profile") for rank in range(processes)]
+    assert sorted(path.stem for path in tmp_path.iterdir()) == names
+    assert re.findall(r"/(\w+)\.(?:png|json) \(\d+ KB\)", text) == names
+    for name in ("forward", "backward", "step"):
+        assert re.search(rf"^{name} +[\d.]+ ms on average over 3 steps$", text, re.M)
+
+
+@ALONE_OR_TWO
+def test_all_processes_find_the_batch_of_the_smallest_memory(processes: int) -> None:
+    text = run("memory.py", processes)
+    tried = [int(size) for size in re.findall(r"\d+", text.splitlines()[0])]
+    fits = 400_000 // (512 * 4)
+    assert tried[-1] <= fits < tried[-2]
+    assert f"batch size of each process: {[tried[-1]] * processes}" in text
+    freed = re.search(r"tensors: (\d+) KB, of which release_memory freed (\d+) KB", text)
+    assert freed is not None
+    # Weights, gradients' place and two moments of Adam, of 512 * 75 + 10 numbers each.
+    assert int(freed[2]) > 3 * (512 * 75 + 10) * 4 / 1024 - 1
+
+
+@ALONE_OR_TWO
+def test_cross_validation_predicts_every_wine_once(processes: int) -> None:
+    text = run("cross_validation.py", processes)
+    lines = re.findall(r"mixed_precision=(\w+): folds ([\d. ]+), (\d+) of 178 wines right", text)
+    assert [precision for precision, _, _ in lines] == ["no", "bf16"]
+    for _, folds, right in lines:
+        assert len(folds.split()) == 4
+        assert int(right) > 165
+
+
+@ALONE_OR_TWO
+def test_metrics_count_every_image_once(processes: int) -> None:
+    text = run("multi_process_metrics.py", processes)
+    counted = re.search(r"351 test images: gather gave (\d+) rows, gather_for_metrics (\d+)", text)
+    assert counted is not None, text
+    assert counted[2] == "351"
+    assert int(counted[1]) == {1: 351, 2: 352}[processes]
+    assert "in the order of the data set: True" in text
+    accuracy = re.search(r"accuracy ([\d.]+), macro F1 [\d.]+, (\d+) mistakes", text)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.75
+    assert int(accuracy[2]) == round(351 * (1 - float(accuracy[1])))
+    assert len(re.findall(r"  image \d+: \d taken for \d", text)) == 3
