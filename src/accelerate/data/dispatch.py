@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.core.errors import PrepareError
 from accelerate.data.cut import rows_of, take
 from accelerate.data.loader import DataLoaderShard, with_parts
 from accelerate.data.position import Epoch, Given, Skip
@@ -35,6 +36,8 @@ from accelerate.world.tensors import concatenate, ignorant_find_batch_size, slic
 
 Slice = Callable[..., Any]
 Step = list[Given | None]
+# Steps that rank 0 reads ahead: one to know the last one, one to be on its way while the other is trained on.
+_AHEAD = 2
 
 
 class DataLoaderDispatcher(DataLoaderShard):
@@ -145,29 +148,29 @@ class DataLoaderDispatcher(DataLoaderShard):
             messages.close()
 
     def _lead(self) -> Iterator[Given]:
-        """Rank 0's batches, one ahead; each step is sent when it is read."""
-        sender = Sender(self._code)
+        """Rank 0's batches; each step is sent when it is read, some steps before the loop takes it."""
+        sender, mine = Sender(self._code), deque[Given]()
         try:
-            upcoming: Given | None = None
-            for step in self._steps():
-                for rank in range(1, len(step)):
-                    given = step[rank]
-                    if given is None:
-                        sender.end(rank)
-                    else:
-                        sender.send(rank, given)
-                if upcoming is not None:
-                    yield upcoming
-                upcoming = step[0]
-            sender.close()
-            if upcoming is not None:
-                yield upcoming._replace(last=True)
-        except BaseException as error:
             try:
-                sender.close(error)
-            except CollectiveError as second:
-                raise error from second
-            raise
+                for step in self._steps():
+                    _send(sender, step)
+                    mine.extend(given for given in step[:1] if given is not None)
+                    if len(mine) > _AHEAD:
+                        yield mine.popleft()
+            except Exception as error:
+                # All ranks first take what was read before, and fail in the same step.
+                sender.fail(error)
+                yield from mine
+                sender.drain()
+                raise
+            for rank in range(1, self._num_processes):
+                sender.end(rank)
+            while mine:
+                given = mine.popleft()
+                yield given._replace(last=not mine)
+            sender.drain()
+        finally:
+            sender.close()
 
     def _steps(self) -> Iterator[Step]:
         """Every rank's batch of each step. A rank that gets none has ended."""
@@ -183,7 +186,8 @@ class DataLoaderDispatcher(DataLoaderShard):
             group = self._num_processes
         # A step is of one item, or of several.
         inner = replace(epoch, skip=replace(epoch.skip, batches=epoch.skip.batches * group))
-        batches = (batch for batch, _ in read(base, inner, self.total_batch_size // group))
+        found = read(base, inner, self.total_batch_size // group, self._feeding(base))
+        batches = (batch for batch, _ in found)
         if isinstance(collate, StepCollate):
             steps = map(self._collated, batches)
         elif self.slice_fn is not None:
@@ -282,6 +286,16 @@ class DataLoaderDispatcher(DataLoaderShard):
                 real = min(share, max(0, rows - cut.start)) if filled else None
                 step.append(Given(part, False, rows, rows if filled else 0, real))
             yield step
+
+
+def _send(sender: Sender, step: Step) -> None:
+    # Packed for all before any is sent: what cannot be packed fails on all ranks in the same step.
+    blocks = [None if given is None else sender.pack(given) for given in step[1:]]
+    for rank, block in enumerate(blocks, 1):
+        if block is None:
+            sender.end(rank)
+        else:
+            sender.send(rank, block)
 
 
 def _rows(batch: Any) -> int:

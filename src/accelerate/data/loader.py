@@ -29,7 +29,7 @@ from accelerate.data.reading import (
     with_parts,
 )
 from accelerate.data.shard import SkipBatchSampler, cut_of
-from accelerate.data.stream import IterableDatasetShard, unmark
+from accelerate.data.stream import CountingCollate, IterableDatasetShard, StepCollate, unmark
 from accelerate.world.rng import synchronize_rng_states
 from accelerate.world.tensors import ignorant_find_batch_size, send_to_device
 
@@ -95,6 +95,12 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
+
+    @property
+    def collate_fn(self) -> Any:  # type: ignore[override]
+        """The user's."""
+        found = self.base_dataloader.collate_fn
+        return found.collate if isinstance(found, CountingCollate | StepCollate) else found
 
     @property
     def multiprocessing_context(self) -> Any:  # type: ignore[override]
@@ -286,7 +292,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return self._fed[0][1:]
 
     def _read(self, base: DataLoader[Any], epoch: Epoch) -> Iterator[Given]:
-        for batch, last in read(base, epoch, self.total_batch_size):
+        for batch, last in read(base, epoch, self.total_batch_size, self._feeding(base)):
             batch, real, total = unmark(batch)
             if not last:
                 yield Given(batch, samples=total, real=real)

@@ -189,11 +189,12 @@ class StepCollate:
         collate: the loader's own.
         count: how many ranks there are.
         share: samples of one rank in a complete step.
-        even: fill an incomplete step; otherwise the last ranks get less, or nothing.
+        even_batches: fill an incomplete step; otherwise the last ranks get less, or nothing.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], count: int, share: int, even: bool) -> None:
-        self.collate, self.count, self.share, self.even = collate, count, share, even
+    def __init__(self, collate: Callable[[Any], Any], count: int, share: int, even_batches: bool) -> None:
+        self.collate, self.count, self.share = collate, count, share
+        self.even_batches = even_batches
         self.first: list[Any] = []
 
     def __call__(self, samples: list[Any]) -> list[Counted | None]:
@@ -202,7 +203,7 @@ class StepCollate:
         # Fewer fillers than ranks are ever needed.
         self.first = self.first or samples[: self.count - 1]
         if real < share * self.count:
-            if self.even:
+            if self.even_batches:
                 share = -(-real // self.count)
                 samples = list(islice(chain(samples, cycle(self.first)), share * self.count))
             self.first = []  # a stream ends with its incomplete step, and begins anew

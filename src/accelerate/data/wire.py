@@ -11,12 +11,16 @@ messages so far; a bigger one is announced by its size first.
 
 from __future__ import annotations
 
+import atexit
 import io
 import pickle
+import sys
+import threading
 import traceback
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +37,10 @@ DATA, GROW, END, LEFT, ERROR = range(1, 6)
 _HEAD = 5 * 8
 _ALIGN = 64
 _FIRST_ROOM = 1 << 16
-# Batches of one rank that are sent and not yet taken: rank 0 waits before it reads on.
-_AHEAD = 4
+# Messages for one rank that are sent and not yet taken: rank 0 waits before it sends more.
+_UNDER_WAY = 4
+# Seconds that rank 0 waits, when it has nothing else to do, for other ranks to take what was sent.
+_PATIENCE = 20.0
 
 
 # --- messages
@@ -59,7 +65,7 @@ class _Pickler(pickle.Pickler):
             # The object is kept beside its place, since an id may be used again.
             known = self._known[id(obj)] = (obj, place)
             if obj.numel():
-                flat = obj.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+                flat = obj.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
                 self.parts.append((self.size, flat.view(torch.uint8)))
                 self.size += -(-flat.nbytes // _ALIGN) * _ALIGN
         return known[1]
@@ -130,6 +136,16 @@ def unpack(block: torch.Tensor) -> Any:
 # --- the group
 
 
+class _Sent(NamedTuple):
+    """A message under way: gloo reads from it, or writes into it, until it is through.
+
+    Its work is waited for once: a second wait would wait for another message.
+    """
+
+    work: Any
+    block: torch.Tensor
+
+
 @dataclass
 class _Lane:
     """This process's end of the group.
@@ -139,22 +155,41 @@ class _Lane:
         behind: the default group that was open when it was made.
         serial: number of the next loop over a dispatched loader; all ranks count alike.
         open: loops that rank 0 has not left.
-        left: what gloo may still write into or read from, by loop; it must not be freed.
+        left: what is under way of loops that were left, by loop.
+        unread: words of farewell to ranks that have most likely left as well, and never ask for them.
     """
 
     group: Any
     behind: Any
     serial: int = 0
     open: set[int] = field(default_factory=lambda: set[int]())
-    left: dict[int, list[tuple[Any, torch.Tensor]]] = field(
-        default_factory=lambda: dict[int, list[tuple[Any, torch.Tensor]]]()
-    )
+    left: dict[int, list[_Sent]] = field(default_factory=lambda: dict[int, list[_Sent]]())
+    unread: list[_Sent] = field(default_factory=lambda: list[_Sent]())
 
     def settle(self, before: int) -> None:
         """Frees what belongs to loops that both sides have left: those of lower numbers than ``before``."""
         for serial in [number for number in self.left if number < before]:
-            for work, _ in self.left.pop(serial):
-                wait(work, "for a loop that was left")
+            for sent in self.left.pop(serial):
+                wait(sent.work, "for a loop that was left")
+
+    def flush(self) -> None:
+        """At exit: what other ranks still need is on its way; without this process it would be lost."""
+        if not hasattr(sys, "last_value"):
+            _wait_some_seconds([sent for loop in self.left.values() for sent in loop])
+            self.left.clear()
+
+
+def _wait_some_seconds(sent: list[_Sent]) -> None:
+    """Waits until messages are through, but not for ever: a rank that failed never takes them."""
+
+    def waiting() -> None:
+        for item in sent:
+            with suppress(CollectiveError):  # nobody is there any more who could miss it
+                wait(item.work, "at the end of a loop")
+
+    thread = threading.Thread(target=waiting, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
 
 
 _lane: _Lane | None = None
@@ -168,6 +203,7 @@ def lane() -> _Lane:
         world = worlds.current()
         timeout = None if world is None else world.timeout
         _lane = _Lane(dist.new_group(backend="gloo", timeout=timeout), behind)
+        atexit.register(_lane.flush)  # before the group is closed, which was registered earlier
     return _lane
 
 
@@ -209,53 +245,66 @@ class Sender:
         self.lane.open.add(self.serial)
         ranks = range(1, collective.size())
         self._room = dict.fromkeys(ranks, _FIRST_ROOM)
-        self._sent = {rank: deque[tuple[Any, torch.Tensor]]() for rank in ranks}
+        self._sent = {rank: deque[_Sent]() for rank in ranks}
         self._waiting = set(ranks)
 
-    def send(self, rank: int, value: Any) -> torch.Tensor:
-        """Gives ``rank`` its next batch; returns the message."""
+    def pack(self, value: Any) -> torch.Tensor:
+        """A batch as a message."""
+        return pack(DATA, value, min(self.lane.open), self.mark)
+
+    def send(self, rank: int, block: torch.Tensor) -> None:
+        """Gives ``rank`` its next batch."""
+        if rank not in self._waiting:
+            raise PrepareError(
+                f"rank {rank} had no part of an earlier batch, and there are more batches",
+                why="a batch in the middle of an epoch has fewer samples than there are processes",
+                fix="use even_batches=True, which fills it",
+            )
         sent = self._sent[rank]
-        while len(sent) >= _AHEAD:
-            wait(sent.popleft()[0], f"for rank {rank} to take its next batch")
-        return self._post(rank, DATA, value)
+        while len(sent) >= _UNDER_WAY:
+            wait(sent.popleft().work, f"for rank {rank} to take its next batch")
+        self._sent[rank] += self._post(rank, block)
 
     def end(self, rank: int) -> None:
         """Nothing follows for ``rank``."""
-        self._finish(rank, END, None)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """The loop is over: by itself, or because it was left (GeneratorExit) or failed."""
-        kind = END if error is None else LEFT if isinstance(error, GeneratorExit) else ERROR
-        try:
-            value = None if kind != ERROR else _portable(error)
-            for rank in sorted(self._waiting):
-                self._finish(rank, kind, value)
-        finally:
-            self.lane.open.discard(self.serial)
-            self.lane.left[self.serial] = [item for sent in self._sent.values() for item in sent]
-
-    def _finish(self, rank: int, kind: int, value: Any) -> None:
         if rank in self._waiting:
             self._waiting.discard(rank)
-            self._post(rank, kind, value)
+            self._sent[rank] += self._post(rank, pack(END, None, min(self.lane.open), self.mark))
 
-    def _post(self, rank: int, kind: int, value: Any) -> torch.Tensor:
-        settled = min(self.lane.open)
-        block = pack(kind, value, settled, self.mark)
+    def fail(self, error: Exception) -> None:
+        """The next batch could not be read: raised on every rank when it would have been its turn."""
+        value = _portable(error)
+        for rank in sorted(self._waiting):
+            self._sent[rank] += self._post(rank, pack(ERROR, value, min(self.lane.open), self.mark))
+        self._waiting.clear()
+
+    def drain(self) -> None:
+        """Waits until all ranks have taken what was sent, so that this process may end."""
+        rest = [item for sent in self._sent.values() for item in sent]
+        for sent in self._sent.values():
+            sent.clear()
+        _wait_some_seconds(rest)
+
+    def close(self) -> None:
+        """The loop is over, or was left."""
+        for rank in sorted(self._waiting):
+            self.lane.unread += self._post(rank, pack(LEFT, None, min(self.lane.open), self.mark))
+        self._waiting.clear()
+        self.lane.open.discard(self.serial)
+        self.lane.left[self.serial] = [item for sent in self._sent.values() for item in sent]
+
+    def _post(self, rank: int, block: torch.Tensor) -> list[_Sent]:
         size = len(block)
         blocks = [block]
         if size > self._room[rank]:
-            blocks.insert(0, _head(GROW, size, 0, settled, self.mark))
-        for item in blocks:
-            try:
-                work = self.lane.group.send([item], rank, self.serial)
-            except RuntimeError as error:
-                raise CollectiveError(
-                    f"rank {rank} is gone: its batch cannot be sent", why=str(error).splitlines()[0]
-                ) from error
-            self._sent[rank].append((work, item))
+            blocks.insert(0, _head(GROW, size, 0, min(self.lane.open), self.mark))
         self._room[rank] = max(self._room[rank], _room(size))
-        return block
+        try:
+            return [_Sent(self.lane.group.send([item], rank, self.serial), item) for item in blocks]
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {rank} is gone: its batch cannot be sent", why=str(error).splitlines()[0]
+            ) from error
 
 
 class Receiver:
@@ -272,7 +321,7 @@ class Receiver:
         self.serial, self.mark, self.name, self.pin = self.lane.serial, mark, name, pin
         self.lane.serial += 1
         self._room = _FIRST_ROOM
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._pending: _Sent | None = None
         self._post(self._room)
 
     def __iter__(self) -> Receiver:
@@ -326,7 +375,7 @@ class Receiver:
 
     def _post(self, room: int) -> None:
         block = torch.empty(room, dtype=torch.uint8, pin_memory=self.pin)
-        self._pending = self.lane.group.recv([block], 0, self.serial), block
+        self._pending = _Sent(self.lane.group.recv([block], 0, self.serial), block)
 
     def close(self) -> None:
         """The loop is over; what rank 0 may still write into is kept until it has."""

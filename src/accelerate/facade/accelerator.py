@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from accelerate.facade import options
 from accelerate.facade import plan as plans
 from accelerate.facade.given import Given
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
+from accelerate.facade.join import joined
 from accelerate.facade.later import Later
 from accelerate.facade.loop import Loop
 from accelerate.facade.metrics import gather_for_metrics
@@ -411,6 +413,22 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         """
         loader = self.gradient_state.active_dataloader
         return gather_for_metrics(input_data, loader, as_objects=use_gather_object)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """A loop whose processes may have different numbers of batches; one process needs nothing for it.
+
+        Args:
+            joinables: prepared models.
+            even_batches: replaces the option of the prepared loaders inside the block.
+
+        Raises:
+            PrepareError: a model is not replicated.
+        """
+        if not self.use_distributed:
+            return nullcontext()
+        return joined(joinables, self._dataloaders, even_batches)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The element-wise sum or mean over processes, times ``scale``."""

@@ -5,8 +5,8 @@ Where the answer is known already, because nothing was asked for, it is given.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -23,17 +23,6 @@ def _refuse(name: str, planned: str) -> NoReturn:
 
 class Later(Processes):
     """What will come."""
-
-    def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> AbstractContextManager[None]:
-        """Training on inputs of different lengths per process; one process needs nothing for it."""
-        if not self.use_distributed:
-            return nullcontext()
-        _refuse(
-            "join_uneven_inputs",
-            "uneven inputs will come with the complete data room; even_batches=True is exact",
-        )
 
     @contextmanager
     def maybe_context_parallel(

@@ -1,0 +1,90 @@
+"""join_uneven_inputs: ranks with different numbers of batches train together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accelerate.core.errors import PrepareError
+from tests.support.ranks import RankServer, same_on_all
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(1.0, 8.0)[:, None])
+
+
+def loader_of(kind: str) -> DataLoader[Any]:
+    data: Any = Stream() if kind == "stream" else TensorDataset(torch.arange(1.0, 8.0)[:, None])
+    return DataLoader(data, batch_size=1)
+
+
+def uneven(kind: str, dispatch: bool) -> list[Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(kind))
+    steps, gradients = 0, []
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for batch in loader:
+            (x,) = batch if kind == "map" else (batch,)
+            optimizer.zero_grad()
+            accelerator.backward(model(x).sum())
+            gradients.append(model.weight.grad.item())
+            optimizer.step()
+            steps += 1
+    after = sum(1 for _ in loader)
+    accelerator.wait_for_everyone()
+    return [steps, gradients, round(model.weight.item(), 6), after]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_uneven_inputs_train_to_the_end(ranks: RankServer, kind: str, dispatch: bool) -> None:
+    """Seven samples on two ranks: the gradient is the sum over both, halved, also in the last step."""
+    first, second = ranks(2, uneven, kind, dispatch)
+    assert (first[0], second[0]) == (4, 3)
+    assert first[1] == [1.5, 3.5, 5.5, 3.5]
+    assert second[1] == first[1][:3]
+    assert first[2] == pytest.approx(1 - 0.01 * 14)
+    assert (first[3], second[3]) == (4, 4), "the option is as before again"
+
+
+def refused() -> list[str]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    found: list[str] = []
+    for given in ([], [nn.Linear(1, 1)], ["a"]):
+        with pytest.raises(PrepareError) as error:
+            accelerator.join_uneven_inputs(given).__enter__()
+        found.append(error.value.what)
+    return found
+
+
+def test_what_cannot_join_is_refused(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, refused)) == [
+        "join_uneven_inputs was given no model",
+        "a Linear cannot join processes that have more inputs",
+        "a str cannot join processes that have more inputs",
+    ]
+
+
+def alone() -> int:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(nn.Linear(1, 1), loader_of("map"))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        return sum(1 for _ in loader)
+
+
+def test_one_process_needs_nothing_for_it(ranks: RankServer) -> None:
+    assert ranks(1, alone) == [7]
