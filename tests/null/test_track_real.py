@@ -30,7 +30,8 @@ PICTURE = np.arange(48, dtype="uint8").reshape(4, 4, 3)
 def options_of(name: str, folder: Path) -> dict[str, Any]:
     """Options of a run that needs no network."""
     offline: dict[str, dict[str, Any]] = {
-        "clearml": {"auto_connect_frameworks": False, "output_uri": False},
+        # Looking for a repository, it reads every file that is imported and waits for the network.
+        "clearml": {"auto_connect_frameworks": {"*": False, "detect_repository": False}, "output_uri": False},
         "comet_ml": {"online": False},
         "dvclive": {"dir": str(folder / "live"), "save_dvc_exp": False},
         "swanlab": {"mode": "offline", "log_dir": str(folder / "swan")},
