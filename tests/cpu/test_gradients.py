@@ -300,6 +300,18 @@ def test_wrong_weights_are_refused_by_every_rank(ranks: RankServer) -> None:
         assert part in text_
 
 
+def static_and_empty() -> str:
+    accelerator, model, _ = set_up("static", 1)
+    batch = joined(text([0] * 8))
+    with pytest.raises(PrepareError) as caught:
+        accelerator.backward(loss_of(model, batch)[0], num_items=0)
+    return caught.value.what
+
+
+def test_a_static_graph_needs_something_to_learn_from(ranks: RankServer) -> None:
+    assert "static_graph=True" in same_on_all(ranks(2, static_and_empty))
+
+
 def adversaries(how: str) -> dict[str, bool]:
     """B8: a generator and a discriminator with their own optimizers, and other weights for each."""
     from accelerate import Accelerator

@@ -26,11 +26,15 @@ class Stream(IterableDataset[torch.Tensor]):
 def walked(kind: str, count: int, n: int, models: str) -> list[tuple[int, str, float, bool]]:
     """Per window: micro-batches, flags, the gradient, and whether it travelled in the last of them only."""
     from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
 
-    accelerator = Accelerator(gradient_accumulation_steps=2)  # not what the windows are
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,  # not what the windows are
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=kind == "dispatched"),
+    )
     model = nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    data: Any = Stream(count) if kind == "stream" else TensorDataset(torch.arange(float(count)))
+    data: Any = TensorDataset(torch.arange(float(count))) if kind == "map" else Stream(count)
     loader = accelerator.prepare(DataLoader(data, batch_size=1))
     found = []
     for window in accelerator.windows(loader, n, models=model if models == "given" else None):
@@ -50,7 +54,7 @@ def walked(kind: str, count: int, n: int, models: str) -> list[tuple[int, str, f
 
 
 @pytest.mark.parametrize("models", ["all", "given"])
-@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("kind", ["map", "stream", "dispatched"])
 def test_gradients_travel_once_per_window_and_are_its_mean(ranks: RankServer, kind: str, models: str) -> None:
     """B2: 5 micro-batches per rank in windows of 4: the last step's gradient is the whole mean."""
     found = [row for rows in ranks(2, walked, kind, 10, 4, models) for row in rows]

@@ -45,6 +45,14 @@ def autocast(
     return torch.autocast(device.type, dtype=dtype, enabled=given.enabled, cache_enabled=given.cache_enabled)
 
 
+class _Contexts(threading.local):
+    """The entered contexts of a thread, and those to be entered again: making one costs more than that."""
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []
+        self.free: list[Any] = []
+
+
 class _Around:
     """Enters autocast before a forward and leaves it after, also when the forward raises.
 
@@ -54,7 +62,7 @@ class _Around:
 
     def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
         self.device, self.dtype, self.options = device, dtype, options
-        self.local = threading.local()
+        self.local = _Contexts()
         # Autocast is entered around the compiled call: inside, it would split the graph.
         self.outside = False
 
@@ -62,15 +70,17 @@ class _Around:
         return type(self), (self.device, self.dtype, self.options)
 
     def enter(self) -> None:
-        context = autocast(self.device, self.dtype, self.options)
+        local = self.local
+        context = local.free.pop() if local.free else autocast(self.device, self.dtype, self.options)
         context.__enter__()
-        if not hasattr(self.local, "open"):
-            self.local.open = []
-        self.local.open.append(context)
+        local.open.append(context)
 
     def leave(self) -> None:
-        if getattr(self.local, "open", None):
-            self.local.open.pop().__exit__(None, None, None)
+        local = self.local
+        if local.open:
+            context = local.open.pop()
+            context.__exit__(None, None, None)
+            local.free.append(context)
 
 
 class _Before:

@@ -227,6 +227,12 @@ class DDP(Strategy):
     ) -> None:
         """The reducer waits for every parameter, but for those that it has found unused itself."""
         replicas = [replica for replica in map(_replica, models) if replica is not None]
+        if any(map(_learning, replicas)):
+            raise PrepareError(
+                "the first micro-batch that reduces gradients has num_items=0, and static_graph=True",
+                why="torch learns a static graph from the first backward through the model",
+                fix="begin with a batch that has items, or leave static_graph out",
+            )
         if not any(replica.find_unused_parameters for replica in replicas):
             reached = set(parameters)
         super().backward_zero(models, parameters, reached)
