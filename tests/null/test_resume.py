@@ -5,9 +5,11 @@ Ranks are computed one after the other in this process; ``tests/cpu/test_resume_
 
 from __future__ import annotations
 
+import gc
 import json
 import tracemalloc
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +101,7 @@ def test_torchdatas_own_loader(kind: str, workers: int, size: int, how: str) -> 
     interrupted(kind, workers, size, size - 1, how, points=[(1, 3), (1, "last"), (1, -1)])
 
 
-@pytest.mark.parametrize("kind", ["default", "generator"])
+@pytest.mark.parametrize("kind", ["default", "generator", "stream"])
 def test_workers_that_persist(kind: str) -> None:
     interrupted(kind, 2, 1, 0, "twin", persistent=True, points=[(0, 2), (1, 3), (1, -1)])
 
@@ -202,6 +204,27 @@ def test_a_generator_that_two_loaders_share() -> None:
     whole, saved = seeded(script)
     rest, _ = seeded(lambda: script(saved), seed=2)
     assert rest == whole[saved[3] :]
+
+
+@pytest.mark.parametrize("kind", ["default", "stream"])
+@pytest.mark.parametrize("how", ["to its end", "broken off", "skipping"])
+def test_a_loader_and_its_workers_go_when_nobody_holds_them(kind: str, how: str) -> None:
+    """Without the garbage collector: workers that are found late write errors into others that start."""
+    gc.disable()
+    try:
+        batches = loader = prepared(kind, 1, 1, 0, persistent=True)
+        if how == "skipping":
+            batches = skip_first_batches(loader, 2)
+        for _ in batches:
+            if how == "broken off":
+                break
+        iterator = loader._fed[0][1]._iterator
+        held = [weakref.ref(item) for item in (batches, loader, iterator)]
+        assert iterator is not None
+        del batches, loader, iterator
+        assert [item() for item in held] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def real(loader: Any, batch: Any) -> list[int]:

@@ -34,7 +34,7 @@ from accelerate.data.order import (
 )
 from accelerate.data.position import Epoch, Given
 from accelerate.data.shard import BatchSamplerShard, cut_of
-from accelerate.data.states import owned, put_back, states_of
+from accelerate.data.states import Hosts, owned, put_back, states_of
 from accelerate.data.stream import IterableDatasetShard
 from accelerate.world import collective
 from accelerate.world.rng import derive, seed_host
@@ -44,11 +44,13 @@ Opener = Callable[[Any, list[Any], Epoch, bool], Iterator[Step]]
 
 def by_index(loader: DataLoader[Any]) -> bool:
     """Whether torch's own loop fetches what a sampler tells it to."""
-    own = (
-        type(loader).__iter__ is DataLoader.__iter__
-        and type(loader)._get_iterator is DataLoader._get_iterator
-    )
-    return own and not isinstance(loader.dataset, IterableDataset)
+    return torchs_own(loader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def torchs_own(loader: DataLoader[Any]) -> bool:
+    """Whether a loader iterates as torch's own does."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 def generators_of(loader: DataLoader[Any]) -> list[Any]:
@@ -253,13 +255,44 @@ def _walked(
     return marked(single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1))
 
 
-def read(base: DataLoader[Any], epoch: Epoch, step: int) -> Iterator[tuple[Any, bool]]:
+class _Persisting:
+    """A stream that persistent workers read; each begins every epoch with random numbers of that epoch.
+
+    They would go on with what the epoch before left, which a new process cannot know.
+    """
+
+    def __init__(self, base: DataLoader[Any], fed: DataLoader[Any], feed: Feed, epoch: Epoch) -> None:
+        self.base, self.fed, self.feed, self.epoch = base, fed, feed, epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        hosts, generators = Hosts.capture(), generators_of(self.base)
+        started, now = self.epoch.warm and self.fed._iterator is None, states_of(generators)
+        # It must not hold what holds the workers: they would outlive their loader until garbage is collected.
+        self.feed.upcoming = _fresh(self.base, hosts.digest(), self.epoch.number)
+        iterator = iter(self.fed)
+        if started:  # torch has drawn a seed for them, which it did not where the epoch began
+            hosts.restore()
+            put_back(generators, now)
+        return iterator
+
+
+def _fresh(base: DataLoader[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """What each worker is asked for, the first time with a seed."""
+    for number, item in enumerate(sampler_of(base)):
+        # They are asked in turn.
+        yield _Seeded(item, derive(seed, "data", epoch, number)) if number < base.num_workers else item
+
+
+def read(
+    base: DataLoader[Any], epoch: Epoch, step: int, feeding: tuple[DataLoader[Any], Feed] | None = None
+) -> Iterator[tuple[Any, bool]]:
     """Each batch of a stream, or of a loader that iterates in its own way, and whether it is the last.
 
     Args:
         base: the loader, sharded.
         epoch: see ``pick``; what it leaves out is read and dropped, so that all draws are as they were.
         step: samples of all processes in a step.
+        feeding: the loader with a feed in place of its sampler, for workers that persist.
     """
     generators = generators_of(base)
     if epoch.natural:  # torch's loader draws a seed for workers
@@ -268,6 +301,8 @@ def read(base: DataLoader[Any], epoch: Epoch, step: int) -> Iterator[tuple[Any, 
     agree = type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
     start = epoch.start if epoch.again else None
     items, count = _behind(base, generators, epoch, step)
+    if items is base and feeding and base.persistent_workers and stream and torchs_own(base):
+        items = _Persisting(base, *feeding, epoch)
     aside = base.num_workers == 0 or not stream
     batches, epoch.start = open_walk(items, generators, agree=agree, start=start, aside=aside)
     upcoming = next(islice(batches, count, None), END)
