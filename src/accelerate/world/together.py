@@ -85,6 +85,7 @@ def begin(rank: int, size: int, timeout: timedelta | None) -> None:
         return
     end()
     _current = Watch(rank, size, timeout.total_seconds(), Board(store), counters)
+    _current.group = dist.group.WORLD
     if not _settled:
         _settled = True
         os.register_at_fork(after_in_child=_forget)
@@ -133,6 +134,7 @@ class Watch:
         letters: exchanges that this process began.
         doing: the exchange that it is in: operation and line of the user's code; None outside.
         report: why no exchange can end any more, once that is known.
+        group: torch's own group that the processes share.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class Watch:
         self._wake, self._stop, self._found = threading.Event(), threading.Event(), threading.Event()
         self._looking = threading.Lock()
         self._counters = counters
+        self.group: object = None
         self._told: Position | None = None
         self._mark: object = None
         self._alarmed = self._failed = False
@@ -216,6 +219,10 @@ class Watch:
             self.board.put(f"heard/{self.rank}", "")
             if self.rank == 0:
                 self._farewell("ended")
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the watcher."""
         self._stop.set()
         self._wake.set()
         # It must not be inside torch while the interpreter ends.
@@ -353,15 +360,23 @@ def _torch() -> tuple[str, ...]:
     return (os.path.dirname(str(torch.__file__)) + os.sep, threading.__file__)
 
 
+# Files of torch that may wait for other ranks -> what the user knows it as; empty: the function's own name.
+_WAITS = {
+    "distributed/distributed_c10d.py": "",
+    "nn/parallel/distributed.py": "a forward of the model",
+    "autograd/graph.py": "backward",
+}
+
+
 def _waiting_for(frame: Any) -> str:
     """``"backward"``, ``"all_reduce"``: the call of torch that may wait for others; else empty."""
     [folder, _] = _torch()
     found = ""
     while frame is not None and frame.f_code.co_filename.startswith(folder):
-        name = frame.f_code.co_filename[len(folder) :]
-        if frame.f_code.co_name == "_engine_run_backward":
-            return "backward"
-        if name.startswith("distributed") and name.endswith("distributed_c10d.py"):
+        name = _WAITS.get(frame.f_code.co_filename[len(folder) :].replace(os.sep, "/"))
+        if name:
+            return name
+        if name is not None:
             found = frame.f_code.co_name
         frame = frame.f_back
     return found

@@ -193,6 +193,7 @@ def _close_at_exit() -> None:
 def close() -> None:
     """Closes the world; destroys the process group if it was opened here."""
     global _current, _opened_group
+    together.end()
     if _opened_group and not environ.flag("FORK_LAUNCHED"):
         import torch.distributed as dist
 

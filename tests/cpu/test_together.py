@@ -1,0 +1,358 @@
+"""Failing together: what does not match, and who failed or ended, is the same error on all ranks, soon."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.core.errors import CollectiveError
+from tests.support.command import Running, launch
+from tests.support.ranks import RankServer, free_port, same_on_all
+
+
+def message(call: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(CollectiveError) as error:
+        call(*arguments, **options)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- values
+
+
+def many() -> int:
+    """A long mixture of calls of all sizes, as a program with several loops makes them."""
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast, gather_object
+
+    accelerator = Accelerator()
+    rank, chance = accelerator.process_index, random.Random(7)
+    turn = 0
+    for turn in range(250):
+        rows, kind = chance.choice([0, 1, 3, 40, 5000, 40_000]), chance.choice("grbotp")
+        like = torch.arange(rows * 2.0).reshape(rows, 2) + turn
+        both = [like + 0.5 * r for r in range(2)]
+        if kind == "g":
+            assert torch.equal(accelerator.gather(both[rank]), torch.cat(both))
+        elif kind == "r":
+            assert torch.equal(accelerator.reduce(both[rank], "sum"), both[0] + both[1])
+        elif kind == "b":
+            assert torch.equal(broadcast(both[rank].clone(), turn % 2), both[turn % 2])
+        elif kind == "o":
+            assert gather_object(["x" * rows, rank]) == ["x" * rows, 0, "x" * rows, 1]
+        elif kind == "t":
+            found = accelerator.gather({"a": both[rank], "b": torch.tensor(rank)})
+            assert torch.equal(found["a"], torch.cat(both))
+            assert found["b"].tolist() == [0, 1]
+        else:
+            accelerator.wait_for_everyone()
+            ragged = both[rank][: rows // (1 + rank)]
+            assert torch.equal(accelerator.gather(ragged), torch.cat([both[0], both[1][: rows // 2]]))
+    return turn
+
+
+def test_values_of_all_sizes_arrive_whatever_was_sent_before(ranks: RankServer) -> None:
+    assert ranks(2, many) == [249, 249]
+
+
+def modes() -> list[float]:
+    """A letter written in one mode of torch is written again in another."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    weight = torch.ones(2, requires_grad=True)
+    found: list[float] = []
+    for _ in range(3):
+        with torch.inference_mode():
+            found += accelerator.gather(torch.ones(2)).tolist()
+        gathered = accelerator.gather(weight * 2)
+        assert not gathered.requires_grad
+        found += gathered.tolist()
+    return found
+
+
+def test_modes_of_torch_do_not_mix(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, modes)) == [1.0, 1, 1, 1, 2, 2, 2, 2] * 3
+
+
+# ---------------------------------------------------------------- calls that do not match
+
+
+def other_order() -> list[str]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    x = torch.ones(3)
+    first, second = accelerator.gather, accelerator.reduce
+    if accelerator.process_index:
+        first, second = second, first
+    texts = [message(first, x), message(second, x)]
+    accelerator.wait_for_everyone()  # they are in step again
+    return texts
+
+
+def test_collectives_in_another_order_are_detected_at_once(ranks: RankServer) -> None:
+    """C5."""
+    one, two = same_on_all(ranks(2, other_order))
+    assert one.startswith("the ranks called different collectives\n")
+    assert "rank 0: gather at test_together.py:" in one
+    assert "rank 1: reduce at test_together.py:" in one
+    assert "rank 0: reduce at test_together.py:" in two
+
+
+def caught() -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    try:
+        if accelerator.process_index == 1:
+            raise ValueError("caught")
+        accelerator.gather(torch.ones(1))
+    except ValueError:
+        return message(accelerator.wait_for_everyone)
+    except CollectiveError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_caught_an_error_and_goes_on_is_detected(ranks: RankServer) -> None:
+    """C4."""
+    text = same_on_all(ranks(2, caught))
+    assert "rank 0: gather at test_together.py:" in text
+    assert "rank 1: wait_for_everyone at test_together.py:" in text
+
+
+def disagreements() -> dict[str, str]:
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast, gather_object
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    two, three = torch.ones(2, 3), torch.ones(3, 3)
+    mine = three if rank else two
+    large = torch.ones(1000, 2000 + rank)
+    found = {
+        "reduce": message(accelerator.reduce, mine),
+        "broadcast": message(broadcast, mine, 1),
+        "large": message(accelerator.gather, {"x": large}),
+        "key": message(accelerator.gather, {"a": {"b": two} if rank else {"b": two, "c": two}}),
+        "type": message(accelerator.gather, [two, two if rank else [two]]),
+        "order": message(accelerator.gather, {"a": two, "b": two} if rank else {"b": two, "a": two}),
+    }
+    if rank:
+        with pytest.raises((TypeError, AttributeError)):
+            gather_object([lambda: 0])
+    else:
+        found["object"] = message(gather_object, ["fine"])
+    accelerator.wait_for_everyone()
+    return found
+
+
+def test_what_the_ranks_disagree_about_is_shown_in_a_table(ranks: RankServer) -> None:
+    """C2, also for reduce and broadcast, and for trees."""
+    zero, one = ranks(2, disagreements)
+    assert "rank 1 cannot send its object" in zero.pop("object")
+    found = same_on_all([zero, one])
+    for operation in ("reduce", "broadcast"):
+        assert f"a tensor to {operation}\n  why: rank 0: torch.float32 (2, 3)\n" in found[operation]
+        assert "rank 1: torch.float32 (3, 3)" in found[operation]
+    assert "a tensor to gather, ['x']\n" in found["large"]
+    assert "rank 1: torch.float32 (1000, 2001)" in found["large"]
+    assert "at ['a']['c']\n  why: rank 0: a tensor\n       rank 1: nothing there" in found["key"]
+    assert "at [1]" in found["type"]
+    assert "different orders" in found["order"]
+
+
+# ---------------------------------------------------------------- ranks that fail, end or stay away
+
+
+SCRIPT = """
+import sys, time, torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+rank, x = accelerator.process_index, torch.ones(3)
+model = accelerator.prepare(torch.nn.Linear(3, 1))
+
+def bad(batch):
+    raise ValueError("a bad batch")
+
+def train():
+    accelerator.backward(model(x).sum())
+"""
+WAITS = {
+    "gather": "accelerator.gather(x); bad(x) if rank == failing else accelerator.gather(x)",
+    "barrier": "bad(x) if rank == failing else accelerator.wait_for_everyone()",
+    "save": "bad(x) if rank == failing else accelerator.save_state('c')",
+    "backward": "train(); bad(x) if rank == failing else train()",
+}
+
+
+def two_processes(text: str) -> list[tuple[int, str]]:
+    """Exit status and stderr of two ranks that nobody watches: each ends by itself or not at all."""
+    port = free_port()
+    env: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2}
+    running = [
+        Running([sys.executable], script_text=text, env={**env, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in range(2)
+    ]
+    ends = [each.wait(60) for each in running]
+    return [(end.returncode, end.stderr.replace("[rank0]: ", "").replace("[rank1]: ", "")) for end in ends]
+
+
+@pytest.mark.parametrize(("how", "failing"), [("gather", 0), ("barrier", 1), ("save", 1), ("backward", 1)])
+def test_every_ranks_last_words_are_the_failing_ranks(how: str, failing: int) -> None:
+    """C3, without any launcher that would end them."""
+    ends = two_processes(f"{SCRIPT}\nfailing = {failing}\n{WAITS[how]}\n")
+    for code, text in ends:
+        assert code == 1
+        assert text.rstrip().endswith("ValueError: a bad batch")
+        assert "in bad\n" in text.rpartition("Traceback (most recent call last)")[2]
+    waiting = ends[1 - failing][1]
+    assert f"Error: rank {failing} failed: ValueError: a bad batch\n" in waiting
+
+
+def test_the_launcher_shows_the_failing_ranks_traceback_once_and_last() -> None:
+    """C3, launched by our launcher."""
+    result = launch("--cpu", "-n", "2", script_text=f"{SCRIPT}\nfailing = 1\n{WAITS['save']}\n")
+    assert result.returncode == 1, result.output
+    assert result.stderr.rstrip().endswith("ValueError: a bad batch")
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    assert "rank 0 stopped after it: ApartError: rank 1 failed: ValueError: a bad batch" in result.stderr
+
+
+ONLY_MAIN = "if rank == 0: accelerator.save_state('c')\n"
+
+
+def test_a_save_on_rank_0_alone_is_an_error_when_the_other_rank_ends() -> None:
+    """D3."""
+    (code, text), (fine, _) = two_processes(SCRIPT + ONLY_MAIN)
+    assert (code, fine) == (1, 0)
+    assert "was reached by 1 of 2 ranks" in text
+    assert "rank 1 has ended" in text
+
+
+@pytest.mark.parametrize(("before", "place"), [(1, "a forward of the model"), (2, "backward")])
+def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_trains_on(before: int, place: str) -> None:
+    """D3: the other waits in torch, in a step that rank 0 never comes to."""
+    ends = two_processes(f"{SCRIPT}for _ in range({before}): train()\n{ONLY_MAIN}train()\n")
+    for code, text in ends:
+        assert code == 1
+        assert "was reached by 1 of 2 ranks" in text
+        assert "rank 0 is in save the checkpoint" in text
+        assert f"rank 1 is in {place} at script.py:" in text.rpartition("Error: ")[2]
+
+
+def only_main(folder: str) -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    call = accelerator.save_state if accelerator.is_main_process else accelerator.gather
+    return message(call, folder if accelerator.is_main_process else torch.ones(1))
+
+
+def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_gathers(
+    ranks: RankServer, tmp_path: Any
+) -> None:
+    """D3."""
+    text = same_on_all(ranks(2, only_main, str(tmp_path / "c")))
+    assert "rank 0: save the checkpoint" in text
+    assert "rank 1: gather at test_together.py:" in text
+
+
+def hinted() -> list[str]:
+    import logging
+
+    from accelerate import Accelerator
+    from accelerate.world import together
+
+    together.HINT, together.PATIENCE, together.TICK = 0.4, 0.1, 0.05
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    together.logger.addHandler(handler)
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            time.sleep(0.05)
+    accelerator.wait_for_everyone()
+    return records
+
+
+def test_a_rank_that_waits_long_says_for_whom_once(ranks: RankServer) -> None:
+    waiting, late = ranks(2, hinted)
+    assert late == []
+    [text] = waiting
+    assert text.startswith("rank 0 has waited ")
+    assert "in wait_for_everyone at test_together.py:" in text
+    assert "rank 1 is at test_together.py:" in text
+
+
+# ---------------------------------------------------------------- processes, threads, worlds
+
+
+def interrupted() -> bool:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        time.sleep(3)
+        return True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.wait_for_everyone()
+    return time.monotonic() - started < 2.5
+
+
+def test_ctrl_c_ends_a_wait(ranks: RankServer) -> None:
+    assert ranks(2, interrupted) == [True, True]
+
+
+def forked() -> int:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = message(accelerator.wait_for_everyone)
+            os._exit(0 if "takes no part" in text and threading.active_count() == 1 else 1)
+        finally:
+            os._exit(2)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    accelerator.wait_for_everyone()
+    return status
+
+
+def test_a_forked_process_is_no_rank(ranks: RankServer) -> None:
+    assert ranks(2, forked) == [0, 0]
+
+
+def reopened() -> tuple[list[float], int]:
+    from accelerate import Accelerator
+
+    found: list[float] = []
+    for _ in range(2):
+        accelerator = Accelerator()
+        inner = Accelerator()
+        found += inner.gather(torch.tensor([float(accelerator.process_index)])).tolist()
+        accelerator.end_training()
+        assert type(sys.excepthook).__name__ != "_Hook"
+    return found, threading.active_count()
+
+
+def test_a_world_can_be_opened_again_and_leaves_nothing_behind(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, reopened)) == ([0.0, 1.0, 0.0, 1.0], 1)
