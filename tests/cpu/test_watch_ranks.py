@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,50 @@ def test_another_error_ends_the_search_on_all_ranks(ranks: RankServer) -> None:
     assert first.status in ("raised", "stopped")
     if first.status == "raised":
         assert "rank 1 failed" in first.message
+
+
+def begun_anew() -> list[Any]:
+    """What each attempt finds when it begins; on rank 1 the memory holds 10 samples."""
+    import random
+
+    import torch
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    kept = accelerator.prepare(torch.nn.Linear(1, 1))
+    found: list[Any] = []
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: sizes.pop(0))
+    def train(batch_size: int) -> int:
+        state = accelerator._models, accelerator._optimizers, accelerator.step, accelerator.sync_gradients
+        found.append((batch_size, [len(s) if isinstance(s, list) else s for s in state], random.random()))
+        model = torch.nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=torch.rand(()).item())
+        )
+        found.append(optimizer.param_groups[0]["lr"])
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(batch_size, 1)).sum())
+        if accelerator.process_index == 1 and batch_size > 10:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return batch_size
+
+    sizes = [12, 8]
+    assert train() == 8
+    assert accelerator._models[0] is kept
+    assert len(accelerator._models) == 2
+    return found
+
+
+def test_each_attempt_begins_as_the_first_did(ranks: RankServer) -> None:
+    """C8: what the failed attempts prepared, counted and drew is put back, also where there was room."""
+    for found in ranks(2, begun_anew):
+        starts, rates = found[::2], found[1::2]
+        assert [start[0] for start in starts] == [16, 12, 8]
+        assert starts[0][1] == [1, 0, 0, True]
+        assert {repr(start[1:]) for start in starts} == {repr(starts[0][1:])}
+        assert len(set(rates)) == 1
 
 
 def log_in_turn() -> list[str]:

@@ -29,6 +29,7 @@ from accelerate.facade.later import Later
 from accelerate.facade.loop import Loop
 from accelerate.facade.metrics import gather_for_metrics
 from accelerate.facade.optimizer import AcceleratedOptimizer
+from accelerate.facade.rollback import remember
 from accelerate.facade.saving import Saving
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
@@ -37,7 +38,7 @@ from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.strategy import choose
 from accelerate.strategy.base import Bundle, Request, Strategy
-from accelerate.watch.retry import release_memory
+from accelerate.watch.retry import release_memory, roll_back
 from accelerate.world import collective
 from accelerate.world.world import InitProcessGroupKwargs, World
 
@@ -143,6 +144,7 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         self._start_saving()
         self._start_tracking(log_with)
         self._forget()
+        roll_back(self, remember)
 
     def _forget(self) -> None:
         self._models: list[nn.Module] = []
@@ -451,7 +453,7 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
             self._trigger = False
         return raised
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Any, num_batches: int | None = 0) -> Any:
         """A loader without its first ``num_batches`` batches, for the rest of an interrupted epoch."""
         return skip(dataloader, num_batches)
 

@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,9 +14,24 @@ from typing import Any, Literal, NoReturn
 
 from accelerate import device as devices
 from accelerate.core.errors import CollectiveError, DeviceError, PrepareError, SettingError
-from accelerate.world import collective, world
+from accelerate.world import collective, rng, world
 
+Undo = Callable[[], None]
 Outcome = Literal["done", "full", "failed"]
+
+
+# What an attempt may change besides the memory of devices -> how to remember it, so that it can be put back.
+_remembered: weakref.WeakKeyDictionary[Any, Callable[[Any], Undo]] = weakref.WeakKeyDictionary()
+
+
+def roll_back(owner: Any, remember: Callable[[Any], Undo]) -> None:
+    """Has the state of ``owner`` put back after each failed attempt, for as long as it lives.
+
+    Args:
+        owner: an object that attempts change.
+        remember: called with the owner before an attempt; what it returns puts everything back.
+    """
+    _remembered[owner] = remember
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
@@ -54,7 +70,8 @@ def find_executable_batch_size(
     """Calls ``function(batch_size, ...)`` with smaller and smaller batches until it fits into memory.
 
     The size that worked is kept for the next call. In a world of several processes every rank must make the
-    call: the ranks agree after each attempt, so that all end with the same size.
+    call: the ranks agree after each attempt, so that all end with the same size. Before the next attempt what
+    the failed one did is put back: random states, and what an ``Accelerator`` prepared and counted in it.
 
     Args:
         function: takes the batch size first; callers leave that argument out. None makes a decorator.
@@ -107,11 +124,14 @@ class _Search:
         last: Exception | None = None
         while self.size > 0:
             clear_device_cache(garbage_collection=True)
+            undo = _remember()
             with _Attempt() as attempt:
                 attempt.result = self.function(self.size, *args, **kwargs)
             last = attempt.error or last
             smaller = self._smaller() if attempt.outcome == "full" else self.size
-            every: list[tuple[Outcome, int]] = collective.all_objects((attempt.outcome, smaller))
+            every: list[tuple[Outcome, int]] = collective.all_objects(
+                (attempt.outcome, smaller), "find_executable_batch_size"
+            )
             outcomes: list[Outcome] = [outcome for outcome, _ in every]
             if "failed" in outcomes:
                 attempt.give_up(outcomes)
@@ -119,6 +139,9 @@ class _Search:
                 return attempt.result
             # The smallest proposal of all ranks: those that had room follow those that had not.
             self.size = min(size for _, size in every)
+            attempt.result = None
+            for each in undo:
+                each()
         raise DeviceError(
             "no batch size fits into memory: not even one sample does",
             fix="use a smaller model or precision, gradient checkpointing, or sharding",
@@ -133,6 +156,17 @@ class _Search:
                 fix="return a smaller number",
             )
         return size
+
+
+def _remember() -> list[Undo]:
+    """What puts everything back that an attempt may change."""
+    states = rng.capture()
+    owners = [remember(owner) for owner, remember in list(_remembered.items())]
+    return [*owners, lambda: _restore(states)]
+
+
+def _restore(states: dict[str, Any]) -> None:
+    rng.restore(states)
 
 
 class _Attempt:
