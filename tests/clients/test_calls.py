@@ -1,0 +1,66 @@
+"""Calls give what they give on the public package, recorded by record.py; every difference is listed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.calls import TOGETHER
+from tests.clients.differences import LISTED
+from tests.clients.record import launch
+
+RECORDED = json.loads((Path(__file__).parent / "calls.json").read_text())["results"]
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Any]:
+    """What the calls give here, on one process and on two."""
+    module = "tests.clients.calls"
+    return {"1": launch(sys.executable, 1, module), "2": launch(sys.executable, 2, module, *TOGETHER)}
+
+
+def alike(mine: Any, theirs: Any) -> bool:
+    """Equal; an error that the same except clause catches; or the same fields and more of our own."""
+    if mine == theirs:
+        return True
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        if "raises" in theirs:
+            return theirs["raises"][0] in (*mine.get("raises", ()), "Exception")
+        return all(key in mine and alike(mine[key], theirs[key]) for key in theirs)
+    return False
+
+
+def differences(mine: dict[str, Any], size: str) -> dict[str, str]:
+    """By name of the call: what it gives there and here."""
+    return {
+        f"{job}: {call}": f"there {theirs!r:.150}, here {mine[job].get(call, 'no such call')!r:.150}"
+        for job, calls in RECORDED[size].items()
+        for call, theirs in calls.items()
+        if not alike(mine[job].get(call, "no such call"), theirs)
+    }
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_every_difference_is_listed(size: str, ours: dict[str, Any]) -> None:
+    found = differences(ours[size], size)
+    unlisted = {call: what for call, what in found.items() if not any(re.fullmatch(p, call) for p in LISTED)}
+    assert not unlisted, "\n".join(f"{call}\n    {what}" for call, what in unlisted.items())
+
+
+def test_the_list_has_no_old_entry(ours: dict[str, Any]) -> None:
+    found = {**differences(ours["1"], "1"), **differences(ours["2"], "2")}
+    old = [pattern for pattern in LISTED if not any(re.fullmatch(pattern, call) for call in found)]
+    assert old == []
+
+
+def test_the_record_is_of_what_it_says(ours: dict[str, Any]) -> None:
+    for size, jobs in RECORDED.items():
+        assert jobs.keys() == ours[size].keys()
+        calls = {job: sorted(calls) for job, calls in jobs.items() if job != "enums"}
+        assert calls == {job: sorted(ours[size][job]) for job in calls}
