@@ -93,3 +93,41 @@ def left() -> list[str]:
 def test_a_left_window_is_refused_on_every_rank(ranks: RankServer) -> None:
     said = same_on_all(ranks(2, left))
     assert said == ["optimizer.step() after a window that was left in micro-batch 2 of 4", "1.5", "5.5"]
+
+
+def interleaved() -> tuple[str, list[int], list[int], list[list[int]]]:
+    """Two training loaders in step, an evaluation in the middle of every second window, broken or whole."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    numbers = [TensorDataset(torch.arange(start, start + 10)) for start in (0, 100)]
+    one, two, evaluation = accelerator.prepare(
+        *(DataLoader(data, batch_size=1) for data in numbers),
+        DataLoader(TensorDataset(torch.arange(5)), batch_size=1),
+    )
+    flags, of_two, evaluated, first = "", [], [], []
+    for step, ((a,), (b,)) in enumerate(zip(one, two, strict=True)):
+        for x in (a, b):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x.view(1, 1).float()).sum())
+                if step % 2:
+                    seen: list[int] = []
+                    for (y,) in evaluation:
+                        seen += accelerator.gather_for_metrics(y).tolist()
+                        if x is a:
+                            break
+                    evaluated.append(seen)
+                flags += "T" if accelerator.sync_gradients else "F"
+        first += accelerator.gather(a).tolist()
+        of_two += accelerator.gather_for_metrics(b).tolist()
+    return flags, first, of_two, evaluated
+
+
+def test_interleaved_loops_keep_flags_and_samples(ranks: RankServer) -> None:
+    """B4."""
+    flags, first, second, evaluated = same_on_all(ranks(2, interleaved))
+    assert flags == "FTFTFTFTFT"
+    assert first == list(range(10))
+    assert second == list(range(100, 110))
+    assert evaluated == [[0, 1], [0, 1, 2, 3, 4]] * 2
