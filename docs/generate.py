@@ -160,7 +160,7 @@ def _data() -> Iterator[Claim]:
     )
     yield tested("streams", "null/test_sharding.py::stream", "cpu/test_dispatch.py::variable_lengths")
     yield tested("process 0 reads for all (`dispatch_batches`)", "cpu/test_dispatch.py::any_kind_travel")
-    yield tested("sharded data is recognised", "null/test_sharding.py::sharded_already_is_kept")
+    yield tested("sharded data is recognised", "cpu/test_sharded.py")
     yield tested(
         "exact resume inside an epoch, also on another number of processes",
         "cpu/test_resume_ranks.py::run_in_two_parts",
@@ -182,8 +182,8 @@ def _processes() -> Iterator[Claim]:
     yield tested("collectives over trees and objects", "cpu/test_collectives.py::every_leaf")
     yield tested(
         "one process fails, all end, and it is said who",
-        "cpu/test_launch_failures.py::fails_in_a_collective",
-        "cpu/test_collectives.py::ranks_disagree",
+        "cpu/test_together.py::last_words_are_the_failing_ranks",
+        "cpu/test_together.py::disagree_about",
     )
 
 
