@@ -14,6 +14,7 @@ from accelerate.core.errors import PrepareError, SettingError
 from accelerate.data import sharded
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.loader import DataLoaderShard, get_sampler, with_parts
+from accelerate.data.reading import shard_of
 from accelerate.data.shard import BatchSamplerShard, SeedableRandomSampler
 from accelerate.data.steps import OneByOne
 from accelerate.data.stream import CountingCollate, IterableDatasetShard, counts
@@ -83,6 +84,9 @@ def prepare_data_loader(
     if count > 1 and count == collective.size() and shard == "auto":
         how = "kept" if kept else "dispatched" if dispatch else "shared out"
         prepared.before_first_use = partial(sharded.compare_ranks, dataloader, how)
+        cut = shard_of(base)
+        if cut is not None and how == "shared out":
+            cut.unproved = sharded.name_of(dataloader)
     prepared.rng_types = rng_types
     prepared.use_stateful_dataloader = use_stateful_dataloader
     prepared.synchronized_generator = getattr(get_sampler(base), "generator", None)

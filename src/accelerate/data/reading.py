@@ -34,6 +34,7 @@ from accelerate.data.order import (
 )
 from accelerate.data.position import Epoch, Given
 from accelerate.data.shard import BatchSamplerShard, cut_of
+from accelerate.data.sharded import compared
 from accelerate.data.states import Hosts, owned, put_back, states_of
 from accelerate.data.stream import IterableDatasetShard
 from accelerate.world import collective
@@ -247,6 +248,8 @@ def _walked(
 ) -> Iterator[Step]:
     items = holder if shard is None else shard.batch_sampler
     found, epoch.start = open_walk(items, generators, agree=shard is not None, start=start)
+    if shard is not None and shard.unproved is not None:
+        found, shard.unproved = compared(found, shard.unproved), None
     group = 1 if shard is None or shard.split_batches else shard.num_processes
     skip = epoch.skip
     rest, epoch.samples, head = behind(found, skip.batches * group, skip.samples, group)

@@ -47,6 +47,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_sampler = batch_sampler
         self.num_processes, self.process_index = num_processes, process_index
         self.split_batches, self.even_batches = split_batches, even_batches
+        # The loader in words, as long as nobody has seen that all ranks begin with one order.
+        self.unproved: str | None = None
         # How many samples of the last step are real, once it was given out; 0 when all are.
         self.remainder = -1
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]

@@ -161,10 +161,13 @@ def facts(loader: DataLoader[Any]) -> dict[str, str]:
         mark = getattr(holder, "_fingerprint", None)
         if isinstance(mark, str):
             found["its fingerprint"] = mark
-    streams = isinstance(data, IterableDataset)
     for holder in _holders(loader):
+        # A map-style dataset may differ for many reasons; what gives the order may not.
+        everything = holder is not data or isinstance(data, IterableDataset)
+        if isinstance(holder, list | tuple | range):
+            found["its order"] = _short(f"{len(holder)} samples {[*holder[:512], *holder[-512:]]}")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            text = _plain(value, everything=streams)
+            text = _plain(value, everything)
             if text is not None and not any(part in name.lower() for part in _OWN):
                 found[f"{type(holder).__name__}.{name}"] = text
     return found
@@ -178,8 +181,8 @@ def _plain(value: Any, everything: bool) -> str | None:
         return None
     if isinstance(value, str | int | float | PurePath | range):
         return _short(str(value))
-    if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value):
-        return _short(repr(value))
+    if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value[:64]):
+        return _short(f"{len(value)} numbers {[*value[:512], *value[-512:]]}")
     return None
 
 
@@ -226,31 +229,15 @@ def compare(name: str, seen: Any) -> None:
             )
 
 
-def digest(value: Any) -> str:
-    """A short text of a batch of indices or of a sample; equal for equal values."""
-    hashed = hashlib.blake2b(digest_size=6)
-    _feed(hashed, value)
-    return hashed.hexdigest()
+def compared(batches: Iterator[Any], name: str) -> Iterator[Any]:
+    """The same batches of indices; before the first one, all ranks compare theirs.
 
-
-def _feed(hashed: Any, value: Any) -> None:
-    import numpy as np
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        hashed.update(f"{value.dtype}{tuple(value.shape)}".encode() + flat.numpy().tobytes())
-    elif isinstance(value, np.ndarray):
-        hashed.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            hashed.update(repr(key).encode())
-            _feed(hashed, item)
-    elif isinstance(value, list | tuple):
-        hashed.update(f"[{len(value)}".encode())
-        for item in value:
-            _feed(hashed, item)
-    elif isinstance(value, str | bytes | int | float | bool | None):
-        hashed.update(repr(value).encode())
-    else:
-        hashed.update(type(value).__qualname__.encode())
+    Args:
+        batches: of the whole data, in the order that all ranks are to share.
+        name: the loader in words.
+    """
+    first = next(batches, None)
+    compare(name, {"its first batch of indices": "none" if first is None else _short(str(first))})
+    if first is not None:
+        yield first
+        yield from batches

@@ -28,18 +28,20 @@ def gather_for_metrics(data: Any, loader: Any, *, as_objects: bool = False) -> A
         The same structure. Objects come as a flat list, also on one process.
     """
     real = last = None
+    filled = False
     if loader is not None and loader.filled:
+        filled = True
         real = loader.real
         if real is None and loader.end_of_dataloader and loader.remainder > 0:
             last = loader.remainder  # where only the whole step is known
-    return _Gatherer(real, last).gather(data, as_objects)
+    return _Gatherer(filled, real, last).gather(data, as_objects)
 
 
 class _Gatherer:
-    """Gathers with ``real`` rows of this process's, or (``last``) so many of all."""
+    """Gathers ``real`` rows of this process's, or (``last``) so many of all; ``filled`` is alike on all."""
 
-    def __init__(self, real: int | None, last: int | None) -> None:
-        self.real, self.last = real, last
+    def __init__(self, filled: bool, real: int | None, last: int | None) -> None:
+        self.filled, self.real, self.last = filled and collective.size() > 1, real, last
 
     def gather(self, data: Any, as_objects: bool) -> Any:
         if not as_objects and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.leaves(data)):
@@ -53,11 +55,10 @@ class _Gatherer:
         return self._objects(data)
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.real is None:
-            return rows
         if rows.dim() > 0:
-            return rows[: self.real]
-        return rows.reshape(1)[:0] if self.real == 0 else rows  # the value of fillers alone
+            return rows if self.real is None else rows[: self.real]
+        # A value of fillers alone does not count; its place must be the same on all processes.
+        return rows.reshape(1)[: self.real] if self.filled else rows
 
     def _cut(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.last is None or rows.dim() == 0 else rows[: self.last]

@@ -1,0 +1,264 @@
+"""Data that is sharded already: kept and said, or refused; never shared out twice without a word."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+
+from accelerate.core.errors import CollectiveError, PrepareError
+from tests.support.ranks import RankServer, same_on_all
+
+DATA = TensorDataset(torch.arange(16))
+
+
+class RankAware(Sampler[int]):
+    """Gives its rank's part, and says so by its attributes."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 16, self.world_size))
+
+    def __len__(self) -> int:
+        return 16 // self.world_size
+
+
+class AskingSampler(Sampler[int]):
+    """Asks for its rank when it is iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(torch.distributed.get_rank(), 16, torch.distributed.get_world_size()))
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Files(IterableDataset[int]):
+    """Reads its own files."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.files = [f"part-{number}" for number in range(rank, 4, world)]
+
+    def __iter__(self) -> Iterator[int]:
+        for name in self.files:
+            start = 4 * int(name[-1])
+            yield from range(start, start + 4)
+
+
+class Named(Files):
+    """The same with attributes that say it."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world)
+        self.process_index, self.num_processes = rank, world
+
+
+class Asking(IterableDataset[int]):
+    """A stream that asks for its rank when it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        from accelerate import PartialState
+
+        state = PartialState()
+        return iter(range(state.process_index, 16, state.num_processes))
+
+
+class ByVariables(IterableDataset[int]):
+    """The same by the launcher's variables, in a function beside it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(*_bounds()))
+
+
+def _bounds() -> tuple[int, int, int]:
+    return int(os.environ["RANK"]), 16, int(os.environ["WORLD_SIZE"])
+
+
+class Seeding(IterableDataset[int]):
+    """Asks for the rank alone: to shard or to seed?"""
+
+    def __iter__(self) -> Iterator[int]:
+        torch.manual_seed(torch.distributed.get_rank())
+        return iter(range(16))
+
+
+class Workers(IterableDataset[int]):
+    """Shared by workers only: nothing to be recognised."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        return iter(range(16) if info is None else range(info.id, 16, info.num_workers))
+
+
+SHARDED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
+    "DistributedSampler": lambda rank, size: DataLoader(
+        DATA, batch_size=2, sampler=DistributedSampler(DATA, size, rank, shuffle=False)
+    ),
+    "sampler with attributes": lambda rank, size: DataLoader(
+        DATA, batch_size=2, sampler=RankAware(rank, size)
+    ),
+    "sampler that asks": lambda rank, size: DataLoader(DATA, batch_size=2, sampler=AskingSampler()),
+    "stream with attributes": lambda rank, size: DataLoader(Named(rank, size), batch_size=2),
+    "stream that asks": lambda rank, size: DataLoader(Asking(), batch_size=2),
+    "stream that reads variables": lambda rank, size: DataLoader(ByVariables(), batch_size=2),
+}
+
+
+def rows_of(loader: Any) -> list[int]:
+    return [
+        row for batch in loader for row in (batch if isinstance(batch, torch.Tensor) else batch[0]).tolist()
+    ]
+
+
+def seen(kind: str, dispatch: bool | None, shard: bool | str) -> list[Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    config = DataLoaderConfiguration(dispatch_batches=dispatch, shard=shard)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = SHARDED[kind](accelerator.process_index, accelerator.num_processes)
+    prepared = accelerator.prepare(loader)
+    return [rows_of(prepared), len(lines), lines, rows_of(prepared)]
+
+
+@pytest.mark.parametrize("dispatch", [None, False])
+@pytest.mark.parametrize("kind", SHARDED)
+def test_what_is_sharded_already_is_kept_and_said_once(
+    ranks: RankServer, kind: str, dispatch: bool | None
+) -> None:
+    """A6: every sample is seen, once, on its rank."""
+    first, second = ranks(2, seen, kind, dispatch, "auto")
+    assert sorted(first[0] + second[0]) == list(range(16))
+    assert len(first[0]) == len(second[0]) == 8
+    assert first[3] == first[0]
+    assert (first[1], second[1]) == (1, 0), "one line, on rank 0"
+    assert "is sharded already" in first[2][0]
+    assert "shard=True" in first[2][0]
+
+
+def test_three_ways_to_say_it(ranks: RankServer) -> None:
+    kept = ranks(2, seen, "DistributedSampler", None, False)
+    assert sorted(kept[0][0] + kept[1][0]) == list(range(16))
+    assert kept[0][1] == 0, "who says it need not be told"
+    shared = ranks(2, seen, "DistributedSampler", None, True)
+    assert len(shared[0][0]) == len(shared[1][0]) == 4, "as asked: a part of its part"
+
+
+def alone() -> list[int]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    return [len(rows_of(accelerator.prepare(make(0, 1)))) for make in SHARDED.values() if make is not None][
+        :2
+    ]
+
+
+def test_one_process_keeps_all(ranks: RankServer) -> None:
+    assert ranks(1, alone) == [[16, 16]]
+
+
+class Hidden(Sampler[int]):
+    """A part of the data that no attribute and no name in the code tells of."""
+
+    def __init__(self, which: int) -> None:
+        self.order = lambda: iter(range(8 * which, 8 * which + 8))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.order()
+
+    def __len__(self) -> int:
+        return 8
+
+
+REFUSED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
+    "files differ": lambda rank, size: DataLoader(Files(rank, size), batch_size=2),
+    "lengths differ": lambda rank, size: DataLoader(TensorDataset(torch.arange(8 + rank)), batch_size=2),
+    "orders differ": lambda rank, size: DataLoader(
+        DATA, batch_size=2, sampler=list(range(8 * rank, 8 * rank + 8))
+    ),
+    "orders differ, unseen": lambda rank, size: DataLoader(DATA, batch_size=2, sampler=Hidden(rank)),
+    "known on one rank only": lambda rank, size: DataLoader(
+        DATA, batch_size=2, sampler=DistributedSampler(DATA, size if rank else 1, 0)
+    ),
+}
+
+
+def refused(kind: str, dispatch: bool | None) -> str:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    loader = accelerator.prepare(REFUSED[kind](accelerator.process_index, accelerator.num_processes))
+    with pytest.raises(CollectiveError) as caught:
+        next(iter(loader))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dispatch", [None, False, True])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_differs_between_ranks_is_refused_on_all(
+    ranks: RankServer, kind: str, dispatch: bool | None
+) -> None:
+    """A6 and A14: found by comparing the ranks, before the first batch."""
+    if kind == "orders differ, unseen" and dispatch:
+        pytest.skip("rank 0's order is the only one that is asked for")
+    text = same_on_all(ranks(2, refused, kind, dispatch))
+    assert "rank 0:" in text
+    assert "rank 1:" in text
+    assert "shard=False" in text
+
+
+def ambiguous() -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    with pytest.raises(PrepareError) as caught:
+        accelerator.prepare(DataLoader(Seeding(), batch_size=2))
+    shared = accelerator.prepare_data_loader(DataLoader(Seeding(), batch_size=2), shard=True)
+    workers = accelerator.prepare(DataLoader(Workers(), batch_size=2))
+    return [
+        str(caught.value),
+        sorted(accelerator.gather(torch.tensor(rows_of(shared))).tolist()),
+        len(rows_of(workers)),
+    ]
+
+
+def test_a_stream_that_asks_for_the_rank_alone_must_be_explained(ranks: RankServer) -> None:
+    text, rows, count = same_on_all(ranks(2, ambiguous))
+    assert "asks for get_rank" in text
+    assert "shard=True" in text
+    assert (rows, count) == (list(range(16)), 8)
+
+
+def split_by_node(style: str) -> list[Any]:
+    datasets = pytest.importorskip("datasets")
+    distributed = pytest.importorskip("datasets.distributed")
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    data = datasets.Dataset.from_dict({"x": list(range(16))}).with_format("torch")
+    stream = data.to_iterable_dataset(num_shards=4) if style == "stream" else data
+    part = distributed.split_dataset_by_node(stream, accelerator.process_index, accelerator.num_processes)
+    loader = accelerator.prepare(DataLoader(part, batch_size=2))
+    try:
+        return [row for batch in loader for row in batch["x"].tolist()]
+    except CollectiveError as error:
+        return [error.what]
+
+
+def test_hugging_face_streams_that_were_split_are_kept(ranks: RankServer) -> None:
+    pytest.importorskip("datasets")
+    first, second = ranks(2, split_by_node, "stream")
+    assert sorted(first + second) == list(range(16))
+    first, second = ranks(2, split_by_node, "map")
+    assert first == second
+    assert "its fingerprint differs" in first[0]
