@@ -163,7 +163,8 @@ def plan_twice() -> list[bool]:
     return [before == after, first == second, bool(first)]
 
 
-OPTIONS: list[dict[str, Any]] = [{}, *({name: True} for name in ("use_seedable_sampler", "split_batches"))]
+NAMES = ("use_seedable_sampler", "split_batches", "dispatch_batches", "shard")
+OPTIONS: list[dict[str, Any]] = [{}, *({name: True} for name in NAMES)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "default")

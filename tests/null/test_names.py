@@ -131,7 +131,10 @@ def signed() -> list[tuple[str, str]]:
 # Options of this package behind the promised ones. Each has a default, so no call changes.
 OPTIONS = {
     "accelerate.accelerator.Accelerator.backward": ["num_items"],
+    "accelerate.accelerator.Accelerator.prepare_data_loader": ["shard"],
+    "accelerate.data_loader.prepare_data_loader": ["shard"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],
+    "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard"],
     "accelerate.utils.dataclasses.GradientAccumulationPlugin": ["step_scheduler_once"],
     "accelerate.utils.dataclasses.ProfileKwargs": ["memory_timeline"],
 }
