@@ -44,6 +44,8 @@ class _Gatherer:
         self.filled, self.real, self.last = filled and collective.size() > 1, real, last
 
     def gather(self, data: Any, as_objects: bool) -> Any:
+        if isinstance(data, torch.Tensor) and not as_objects:
+            return self._cut(collective.gather(self._own(data)))
         if not as_objects and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.leaves(data)):
             # All tensors together: one exchange between the processes, however many they are.
             return tree.map_tree(self._cut, collective.gather(tree.map_tree(self._own, data)))

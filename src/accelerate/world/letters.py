@@ -44,7 +44,7 @@ HEAD = _HEAD.size
 ALIGNED = 16
 SMALLEST = 4096
 # Values above, times half the ranks, travel by themselves: copying them into letters would cost more.
-LARGEST = 1 << 18
+LARGEST = 1 << 20
 # Up to so many ranks send letters to each other directly, in one step; more pass them on in a ring.
 DIRECT = 8
 PATIENT = 8  # small letters in a row, after which all letters get smaller
@@ -289,15 +289,19 @@ class Office:
 
     def _remember(self, needed: int) -> None:
         """Chooses the size of the next letters: as large as this one, smaller after several small ones."""
-        if needed > self.room:
-            self.room, self._roomy = (_rounded(needed) if needed <= 2 * LARGEST else self.room), 0
+        if self.room < needed <= 2 * LARGEST:
+            self._resize(needed)
         elif needed * 2 > self.room or self.room == SMALLEST:
             self._roomy = 0
         else:
             self._roomy += 1
             if self._roomy == PATIENT:
-                self.room, self._roomy = _rounded(needed), 0
-                self._sheets = {room: sheet for room, sheet in self._sheets.items() if room <= self.room}
+                self._resize(needed)
+
+    def _resize(self, needed: int) -> None:
+        self.room, self._roomy = _rounded(needed), 0
+        self._sheets = {room: sheet for room, sheet in self._sheets.items() if room == self.room}
+        self.forms.clear()
 
     def sheet(self, room: int) -> Sheet:
         """A letter to write and letters to read, of ``room`` bytes each."""
@@ -421,7 +425,9 @@ def _needed(lengths: Sequence[int], amounts: Sequence[int], any_size: bool) -> t
 
 
 def _rounded(needed: int) -> int:
-    return SMALLEST if needed <= SMALLEST else 1 << (needed - 1).bit_length()
+    """A little more than needed, so that values whose size varies a little need no other letters."""
+    step = max(ALIGNED, 1 << max(0, (needed - 1).bit_length() - 4))
+    return max(SMALLEST, -(-needed // step) * step)
 
 
 def _different(texts: Sequence[bytes]) -> CollectiveError:
