@@ -226,7 +226,7 @@ class Watch:
         self._stop.set()
         self._wake.set()
         # It must not be inside torch while the interpreter ends.
-        self._thread.join(FAREWELL)
+        self._thread.join(10.0)
 
     def _farewell(self, key: str) -> None:
         others = [f"{key}/{rank}" for rank in range(self.size) if rank != self.rank]
