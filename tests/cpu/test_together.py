@@ -351,8 +351,6 @@ def reopened() -> tuple[list[float], int]:
         found += inner.gather(torch.tensor([float(accelerator.process_index)])).tolist()
         accelerator.end_training()
         assert type(sys.excepthook).__name__ != "_Hook"
-        if accelerator.process_index:
-            time.sleep(1)  # rank 0 closes torch's old store; a rank that is faster would meet it again
     return found, threading.active_count()
 
 

@@ -141,6 +141,10 @@ class World:
 _current: World | None = None
 # Whether the open process group is ours to destroy, also while no world stands on it.
 _opened_group = False
+# The store of the first group that was opened here, and how many were. Later groups stand on the same store:
+# a rank that opens a new one sooner than rank 0 would find the old one under the same address and port.
+_store: Any = None
+_opened = 0
 
 
 def current() -> World | None:
@@ -302,8 +306,6 @@ def _open_group(
     timeout: timedelta | None,
     group: Mapping[str, Any],
 ) -> None:
-    import torch.distributed as dist
-
     # torch and every library above it read these names; schedulers use others.
     environ.write(
         {
@@ -320,7 +322,22 @@ def _open_group(
         # Host tensors and objects go over gloo whatever the device, so that gathering them needs no copy.
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
-    dist.init_process_group(**{name: value for name, value in arguments.items() if value is not None})
+    _join(cluster, {name: value for name, value in arguments.items() if value is not None})
+
+
+def _join(cluster: clusters.Cluster, arguments: dict[str, Any]) -> None:
+    global _store, _opened
+    import torch.distributed as dist
+
+    _opened += 1
+    if "init_method" in arguments or "store" in arguments:
+        dist.init_process_group(**arguments)
+    elif _store is None:
+        dist.init_process_group(**arguments)
+        _store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    else:
+        store = dist.distributed_c10d.PrefixStore(f"accelerate/group/{_opened}", _store)
+        dist.init_process_group(store=store, rank=cluster.rank, world_size=cluster.size, **arguments)
 
 
 def _device(
