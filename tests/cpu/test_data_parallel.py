@@ -86,7 +86,7 @@ def world_of_two() -> tuple[object, ...]:
 
 def test_torchrun_on_a_machine_without_accelerator_is_a_world_of_two(ranks: RankServer) -> None:
     """F2: no variable of ours is set, only torchrun's."""
-    assert same_on_all(ranks(2, world_of_two)) == (2, 2, "MULTI_CPU", "cpu", "gloo")
+    assert same_on_all(ranks(2, world_of_two)) == (2, 2, "DistributedType.MULTI_CPU", "cpu", "gloo")
 
 
 def walked(count: int, batch: int, shuffle: bool, split: bool, even: bool, drop: bool) -> list[object]:

@@ -47,7 +47,7 @@ SMALLEST = 4096
 LARGEST = 1 << 20
 # Up to so many ranks send letters to each other directly, in one step; more pass them on in a ring.
 DIRECT = 8
-PATIENT = 8  # small letters in a row, after which all letters get smaller
+WASTE = 1 << 17  # bytes sent in vain by small letters in a row, after which all get smaller
 FORMS = 256  # kept at a time
 SLICE = timedelta(seconds=0.25)
 ELSEWHERE = -1  # amount of values that cannot be in a letter: they are not in host memory
@@ -188,7 +188,7 @@ class Office:
         self.room = SMALLEST
         self.forms: dict[Any, Form | None] = {}
         self._written: tuple[Form, Site] | None = None
-        self._roomy = 0
+        self._wasted, self._larger = 0, False
         self._group: Any = None
         self._sheets: dict[int, Sheet] = {}
 
@@ -276,7 +276,7 @@ class Office:
             if inbox[cut] != begin:
                 return False
         self.watch.doing = None
-        if self.room != SMALLEST:
+        if self.room != SMALLEST or self._larger:
             self._remember(form.needed)
         return True
 
@@ -288,18 +288,24 @@ class Office:
         watch.doing = operation, site
 
     def _remember(self, needed: int) -> None:
-        """Chooses the size of the next letters: as large as this one, smaller after several small ones."""
-        if self.room < needed <= 2 * LARGEST:
-            self._resize(needed)
+        """Chooses the size of the next letters: larger after two large ones, smaller after small ones.
+
+        A letter that turns out too small costs one more exchange; they shrink when the space in vain has cost
+        about as much.
+        """
+        was_larger, self._larger = self._larger, needed > self.room
+        if self._larger:
+            if was_larger and needed <= 2 * LARGEST:
+                self._resize(needed)
         elif needed * 2 > self.room or self.room == SMALLEST:
-            self._roomy = 0
+            self._wasted = 0
         else:
-            self._roomy += 1
-            if self._roomy == PATIENT:
+            self._wasted += self.room - needed
+            if self._wasted >= WASTE:
                 self._resize(needed)
 
     def _resize(self, needed: int) -> None:
-        self.room, self._roomy = _rounded(needed), 0
+        self.room, self._wasted, self._larger = _rounded(needed), 0, False
         self._sheets = {room: sheet for room, sheet in self._sheets.items() if room == self.room}
         self.forms.clear()
 
