@@ -100,7 +100,7 @@ def test_three_processes_count_every_test_image_once(tmp_path: Path) -> None:
 def test_torchrun_resumes_a_killed_run_to_the_same_numbers(launched: Launched, tmp_path: Path) -> None:
     """Killed in epoch 3, it goes on from the newest whole checkpoint, to the losses of a run left alone.
 
-    F2: the world that torchrun describes is the world, also on a machine without accelerators.
+    The world that torchrun describes is the world, also on a machine without accelerators.
     """
     expected = read(launched[0])
     killed = start("--cpu", "--num_processes", "2", path=DIGITS, script_args=options(tmp_path))

@@ -242,6 +242,18 @@ def test_gradients_stay_local_and_only_what_trains_is_sent(ranks: RankServer) ->
     assert torch.equal(first["after"], second["after"])
 
 
+def weigh_inside() -> str:
+    accelerator, model, _ = prepared()
+    with LocalSGD(accelerator, model, local_sgd_steps=2), pytest.raises(PrepareError) as raised:
+        accelerator.backward(model(batch(0, 0)).square().mean(), num_items=3)
+    accelerator.backward(model(batch(0, 0)).square().mean(), num_items=3)
+    return str(raised.value)
+
+
+def test_items_of_all_processes_are_refused_inside(ranks: RankServer) -> None:
+    assert all("while the processes train apart" in text for text in ranks(2, weigh_inside))
+
+
 def leave_early(kind: str, breaks: bool) -> tuple[torch.Tensor, int, float]:
     """Rank 0 takes 5 steps, rank 1 leaves after 3 and takes part in the rounds that follow."""
     accelerator, model, optimizer = prepared("SGD")

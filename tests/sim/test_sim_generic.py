@@ -1,4 +1,4 @@
-"""B1: an accelerator that no file of ours knows works through the default ``Device``, end to end."""
+"""An accelerator that no file of ours knows works through the default ``Device``, end to end."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether the scheduler only advances with the optimizer."""
-        return self.plugin_kwargs.get("adjust_scheduler", True)
+        """Whether the plugin asked for it; the scheduler only advances with the optimizer either way."""
+        return self.plugin_kwargs.get("adjust_scheduler", False)
 
     @property
     def sync_with_dataloader(self) -> bool:

@@ -156,6 +156,12 @@ class Items:
             kwargs: arguments of ``loss.backward``.
         """
         items = _checked(num_items)
+        if self.strategy.trains_apart and self.strategy.replicas > 1:
+            raise PrepareError(
+                "backward(num_items=...) while the processes train apart",
+                why="gradients are not reduced there, so there is no mean over the items of all processes",
+                fix="leave num_items out inside of LocalSGD and DiLoCo",
+            )
         live = [part for part in self.parts if part.trains()]
         if not live:
             raise PrepareError(

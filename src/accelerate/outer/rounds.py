@@ -84,6 +84,7 @@ class Rounds(ABC):
                 raise PrepareError(f"this {type(self).__name__} block is entered already")
             self.model_sync_obj = self.accelerator.strategy.apart(self.model)
             self.model_sync_obj.__enter__()
+            self.accelerator.strategy.trains_apart = True
         return self
 
     def __exit__(
@@ -96,6 +97,7 @@ class Rounds(ABC):
             return
         self.model_sync_obj.__exit__(type, value, tb)
         self.model_sync_obj = None
+        self.accelerator.strategy.trains_apart = False
         # After an error the others may be anywhere: a collective call would wait for them, or they for it.
         if type is None:
             while not self._meet(leaving=True):

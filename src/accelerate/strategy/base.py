@@ -129,6 +129,7 @@ class Strategy(ABC):
         handler_class: the kwargs handler that configures it, if any.
         planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
         replicates: every process holds a whole copy of each model, and could train it by itself for a while.
+        trains_apart: that is so now: gradients stay on their process.
     """
 
     name: ClassVar[str]
@@ -143,6 +144,7 @@ class Strategy(ABC):
         self.request = request
         self.world = request.world
         self.handler: Any = request.handler(self.handler_class) if self.handler_class else None
+        self.trains_apart = False
 
     @classmethod
     @abstractmethod

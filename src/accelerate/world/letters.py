@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world import together
+from accelerate.world.paths import one_way
 from accelerate.world.report import SAME_CALLS
 from accelerate.world.sites import Site, here
 
@@ -50,6 +51,18 @@ DIRECT = 8
 WASTE = 1 << 17  # bytes sent in vain by small letters in a row, after which all get smaller
 FORMS = 256  # kept at a time
 SLICE = timedelta(seconds=0.25)
+# What a program calls by itself: ranks that do so from other lines may have left out a call.
+ALIKE = frozenset(
+    {
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "reduce",
+        "wait_for_everyone",
+    }
+)
 ELSEWHERE = -1  # amount of values that cannot be in a letter: they are not in host memory
 
 
@@ -160,7 +173,7 @@ class Form:
         self.begin = bytearray(_HEAD.pack(b"", code, tree, 0, len(description), amount)[_TEXT:] + description)
         end, room = HEAD + len(description), self.room
         others = [rank for rank in range(office.size) if rank != office.rank]
-        self.cuts = [slice(rank * room + _TEXT, rank * room + end) for rank in others]
+        self.cuts = [slice(rank * room, rank * room + end) for rank in others]
         self.slots: list[torch.Tensor] = []
         self.parts: list[tuple[torch.Tensor, ...]] = []
         start = body_start(len(description))
@@ -242,6 +255,8 @@ class Office:
             if set(codes) != {code} or set(kinds) != {kind}:
                 self.watch.doing = None
                 raise _different(texts)
+            if operation in ALIKE and len(set(texts)) > 1:
+                self._check_places(operation, site, texts)
             needed, carried = _needed(lengths, amounts, any_size)
             if needed <= room:
                 break
@@ -253,6 +268,17 @@ class Office:
             first = inbox[HEAD : HEAD + lengths[0]]
             same = all(inbox[r * room + HEAD : r * room + HEAD + n] == first for r, n in enumerate(lengths))
         return Mail(room, lengths, amounts, trees, same, carried, inbox)
+
+    def _check_places(self, operation: str, site: Site, texts: Sequence[bytes]) -> None:
+        """The ranks call one operation from several lines: a rank may have left out a call."""
+        begin = f"{operation} at {site}".rpartition(":")[0] + ":"
+        shown = [_read(text) for text in texts]
+        numbers = [text.removeprefix(begin) for text in shown]
+        if not all(number.isdecimal() for number in numbers):
+            return  # in other files
+        if one_way(site.file, frozenset(map(int, numbers))):
+            self.watch.doing = None
+            raise _different(texts, f"the ranks called {operation} in different places")
 
     def repeat(self, form: Form, tensors: Sequence[torch.Tensor]) -> bool:
         """Sends a letter by a form; whether all ranks sent the same form, so that their values are in it.
@@ -271,7 +297,7 @@ class Office:
         if form.copies is not None:
             form.copies[0].copy_(form.copies[1])
         self._run(form.sheet.start)
-        inbox, begin = form.sheet.inbox, form.begin
+        inbox, begin = form.sheet.inbox, form.sheet.outbox[: _TEXT + len(form.begin)]
         for cut in form.cuts:
             if inbox[cut] != begin:
                 return False
@@ -436,10 +462,15 @@ def _rounded(needed: int) -> int:
     return max(SMALLEST, -(-needed // step) * step)
 
 
-def _different(texts: Sequence[bytes]) -> CollectiveError:
-    rows = [text.rstrip(b"\0").decode(errors="replace") for text in texts]
-    table = "\n       ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
-    return CollectiveError("the ranks called different collectives", why=table, fix=SAME_CALLS)
+def _read(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
+def _different(
+    texts: Sequence[bytes], what: str = "the ranks called different collectives"
+) -> CollectiveError:
+    table = "\n       ".join(f"rank {rank}: {_read(text)}" for rank, text in enumerate(texts))
+    return CollectiveError(what, why=table, fix=SAME_CALLS)
 
 
 _office: Office | None = None
