@@ -375,3 +375,43 @@ def test_two_models_with_two_optimizers_train_as_on_one_process(
     ranks: RankServer, size: int, how: str
 ) -> None:
     assert same_on_all(ranks(size, adversaries, how)) == {"same": True, "moved": True}
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self):
+        return iter(torch.arange(5.0)[:, None].double() + 1)
+
+
+def epoch_with_fillers(kind: str) -> list[float]:
+    """Five samples in steps of four; a loss over the rows that are real, weighted by their number."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    dispatch = {"dispatched stream": True, "sharded stream": False}.get(kind)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    model.weight.data.fill_(0.5)
+    data: Any = Stream() if "stream" in kind else list(Stream())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch_size = 4 // accelerator.num_processes
+    loader = torch.utils.data.DataLoader(data, batch_size=batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    weights: list[float] = []
+    for batch in loader:
+        real = len(batch) if loader.real is None else loader.real
+        loss = (model(batch[:real]) - 1).square().mean()
+        accelerator.backward(loss, num_items=real)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(accelerator.unwrap_model(model).weight.item())
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["map-style", "sharded stream", "dispatched stream"])
+def test_samples_that_fill_the_last_step_can_weigh_nothing(ranks: RankServer, kind: str) -> None:
+    weight, expected = 0.5, []
+    for rows in (torch.arange(1.0, 5).double(), torch.tensor([5.0]).double()):
+        weight -= 0.01 * float((2 * rows * (weight * rows - 1)).mean())
+        expected.append(weight)
+    assert same_on_all(ranks(2, epoch_with_fillers, kind)) == pytest.approx(expected, abs=1e-12)
+    assert same_on_all(ranks(1, epoch_with_fillers, kind)) == pytest.approx(expected, abs=1e-12)
