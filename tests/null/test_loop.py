@@ -161,3 +161,20 @@ def test_an_accelerator_may_follow_another_with_other_settings() -> None:
         assert GradientState().num_steps == steps
         accelerator.free_memory()
         accelerator.end_training()
+
+
+def test_an_evaluation_left_half_way_and_kept_does_not_hide_the_end_of_the_training_loop() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(1, 1)
+    train, evaluation = (DataLoader(torch.arange(6.0)[:, None]) for _ in range(2))
+    model, train, evaluation = accelerator.prepare(model, train, evaluation)
+    kept: list[Any] = []
+    flags: list[bool] = []
+    for step, batch in enumerate(train):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            flags.append(accelerator.sync_gradients)
+        if step == 2:
+            kept.append(iter(evaluation))
+            next(kept[0])
+    assert flags == [False, False, False, True, False, True]

@@ -16,6 +16,12 @@ class ActiveLoaders:
         """The loader begins an epoch."""
         self._stack.append(ref(loader))
 
+    def touch(self, loader: Any) -> None:
+        """The loader is asked for a batch: loops inside of its own, also one left half-way, are over."""
+        if self.innermost is not loader:
+            self.remove(loader)
+            self.add(loader)
+
     def remove(self, loader: Any) -> None:
         """The loader's epoch ended, or was broken off."""
         self._stack = [item for item in self._stack if item() not in (None, loader)]

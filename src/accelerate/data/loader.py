@@ -254,6 +254,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         empty = True
         for batch, last, samples, remainder, real in self._source(epoch.skip):
             empty = False
+            self.active.touch(self)
             if device is not None:
                 batch = send_to_device(batch, device, non_blocking)
             epoch.batches += 1
