@@ -111,6 +111,7 @@ def numbered(folder: str) -> list[str]:
 
 
 def test_two_ranks_number_and_prune_together(ranks: RankServer, tmp_path: Path) -> None:
+    """D4, D5."""
     names = same_on_all(ranks(2, numbered, str(tmp_path)))
     assert names == [*(f"checkpoint_{i}" for i in range(4)), "checkpoint_3 3 4", "checkpoint_4"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
@@ -268,7 +269,7 @@ def load_damaged(folder: str) -> tuple[str, bool]:
 def test_damage_is_the_same_error_on_all_ranks(
     ranks: RankServer, tmp_path: Path, name: str, how: str
 ) -> None:
-    """Also when one rank alone would read the file."""
+    """D2: also when one rank alone would read the file."""
     folder = tmp_path / "c"
     ranks(2, save_here, str(folder))
     data = bytearray((folder / name).read_bytes())
@@ -293,7 +294,7 @@ def only_rank_0(folder: str) -> str:
 
 
 def test_a_save_on_rank_0_alone_ends_with_the_reason(ranks: RankServer, tmp_path: Path) -> None:
-    """Within the timeout of the group."""
+    """D3: within the timeout of the group."""
     text, _ = ranks(2, only_rank_0, str(tmp_path / "c"))
     assert "save the checkpoint" in text
     assert "was reached by 1 of 2 ranks within 2 s" in text
@@ -348,7 +349,7 @@ def value_in(folder: Path) -> tuple[int, float]:
 
 
 def test_a_process_killed_at_any_write_loses_nothing(ranks: RankServer, tmp_path: Path) -> None:
-    """With SIGKILL."""
+    """D1, with SIGKILL."""
     folder = tmp_path / "c"
     seen = set()
     for at in range(1, 100):
@@ -370,7 +371,7 @@ def test_a_process_killed_at_any_write_loses_nothing(ranks: RankServer, tmp_path
 def test_a_killed_rank_loses_nothing_and_its_peer_is_told(
     ranks: RankServer, tmp_path: Path, victim: int, at: int
 ) -> None:
-    """With SIGKILL on one rank of two; the next save succeeds and clears what was left."""
+    """D1, with SIGKILL on one rank of two; the next save succeeds and clears what was left."""
     folder = tmp_path / "c"
     ranks(2, save_here, str(folder))
     ends = ranks.outcomes(2, save_and_die, str(folder), victim, at)

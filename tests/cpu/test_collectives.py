@@ -90,6 +90,7 @@ def test_gather_of_any_size(ranks: RankServer, rows: list[int], dtype: torch.dty
 
 
 def test_gather_on_one_process_has_the_types_and_shapes_of_two(ranks: RankServer) -> None:
+    """C6."""
     (alone,) = ranks(1, gathered)
     assert alone["scalar"] == [0.0]
     assert alone["output"] == ([0.0], [[0.0, 0.0]])
@@ -114,6 +115,7 @@ def disagree(shape: str) -> str:
 
 @pytest.mark.parametrize("shape", ["dim 1", "dtype", "dims"])
 def test_a_gather_the_ranks_disagree_about_is_the_same_error_on_all(ranks: RankServer, shape: str) -> None:
+    """C2."""
     text = same_on_all(ranks(2, disagree, shape))
     assert "rank 0: torch.float32 (2" in text
     assert "rank 1: torch.float" in text
@@ -200,6 +202,7 @@ def parts(lengths: list[int]) -> list[object]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_splitting_is_disjoint_complete_in_order_and_even(ranks: RankServer, size: int) -> None:
+    """C7."""
     lengths = [0, 1, 3, 17]
     results = ranks(size, parts, lengths)
     for place, length in enumerate(lengths):
@@ -211,6 +214,7 @@ def test_splitting_is_disjoint_complete_in_order_and_even(ranks: RankServer, siz
 
 
 def test_splitting_over_eight_processes_needs_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C7."""
     from accelerate.world import world
     from accelerate.world.split import split
 
@@ -239,6 +243,7 @@ def late(seconds: float) -> tuple[float, str]:
 
 
 def test_a_barrier_gives_up_after_the_asked_timeout(ranks: RankServer) -> None:
+    """C9."""
     waited, text = ranks(2, late, 9.0)[0]
     assert 1.5 < waited < 8.0, "after its 2 seconds, not when the late rank comes"
     assert text

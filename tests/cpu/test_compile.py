@@ -91,7 +91,7 @@ def every_way(precision: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("size", "precision"), [(1, "no"), (1, "bf16"), (2, "bf16")])
 def test_a_compiled_model_trains_as_it_is(ranks: RankServer, size: int, precision: str) -> None:
-    """Canonical names, nothing to unwrap; one graph for the whole model, also under autocast."""
+    """D9: canonical names, nothing to unwrap; one graph for the whole model, also under autocast."""
     plain, *others = same_on_all(ranks(size, every_way, precision))
     for found in others:
         near = 1e-6 if precision == "no" else 2e-2

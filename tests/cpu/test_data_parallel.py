@@ -65,7 +65,7 @@ def attributes() -> tuple[object, ...]:
 
 
 def test_the_prepared_model_is_the_users_own(ranks: RankServer) -> None:
-    """Methods, attributes, class and names stay, and a method that calls forward synchronises."""
+    """F13: methods, attributes, class and names stay, and a method that calls forward synchronises."""
     found = same_on_all(ranks(2, attributes))
     assert found[:5] == (True, "Net", "set", True, True)
 
@@ -85,7 +85,7 @@ def world_of_two() -> tuple[object, ...]:
 
 
 def test_torchrun_on_a_machine_without_accelerator_is_a_world_of_two(ranks: RankServer) -> None:
-    """No variable of ours is set, only torchrun's."""
+    """F2: no variable of ours is set, only torchrun's."""
     assert same_on_all(ranks(2, world_of_two)) == (2, 2, "DistributedType.MULTI_CPU", "cpu", "gloo")
 
 
@@ -114,7 +114,7 @@ def walked(count: int, batch: int, shuffle: bool, split: bool, even: bool, drop:
 def test_every_sample_counts_once_in_metrics(
     ranks: RankServer, count: int, batch: int, shuffle: bool
 ) -> None:
-    """Tensors, and one order for all ranks whatever their seeds."""
+    """C1 for tensors, and one order for all ranks whatever their seeds."""
     results = ranks(2, walked, count, batch, shuffle, False, True, False)
     metric = same_on_all([result[1] for result in results])
     assert sorted(metric) == list(range(count))
@@ -153,6 +153,7 @@ def emptied() -> str:
 
 
 def test_an_epoch_without_batches_is_said(ranks: RankServer) -> None:
+    """A11."""
     assert "9 samples do not fill one" in same_on_all(ranks(2, emptied))
 
 
@@ -191,7 +192,7 @@ def words() -> list[str]:
 
 
 def test_strings_count_once_in_metrics(ranks: RankServer) -> None:
-    """Objects."""
+    """C1 for objects."""
     assert same_on_all(ranks(2, words)) == list("abcde")
 
 
@@ -224,7 +225,7 @@ def streamed(kind: type[Unsized], count: int, split: bool) -> list[int]:
 def test_every_sample_of_a_stream_counts_once_in_metrics(
     ranks: RankServer, kind: type[Unsized], count: int, split: bool
 ) -> None:
-    """Evaluation, with and without a length."""
+    """A10 for evaluation: with and without a length."""
     assert same_on_all(ranks(2, streamed, kind, count, split)) == list(range(count))
 
 
@@ -259,7 +260,7 @@ def sampled(kind: str) -> list[int]:
     ("kind", "count"), [("batch sampler", 6), ("sampler", 6), ("workers", 6), ("one by one", 5)]
 )
 def test_metrics_count_what_the_users_sampler_gives(ranks: RankServer, kind: str, count: int) -> None:
-    """Samplers that are shorter than the data and batches that differ in size."""
+    """C1 for samplers that are shorter than the data and batches that differ in size."""
     assert same_on_all(ranks(2, sampled, kind)) == list(range(count))
 
 
@@ -273,7 +274,7 @@ def as_alone(shuffle_seed: int) -> list[int]:
 
 
 def test_the_order_on_two_ranks_is_that_of_rank_zero_alone(ranks: RankServer) -> None:
-    """2 x 3 samples a step are those of the loop on one process."""
+    """B3 of the mission: 2 x 3 samples a step are those of the loop on one process."""
     assert same_on_all(ranks(2, as_alone, 5)) == ranks(1, as_alone, 5)[0]
 
 
@@ -314,7 +315,7 @@ def clip_in_window() -> list[tuple[bool, bool, float]]:
 
 
 def test_clipping_waits_for_the_end_of_the_window_and_takes_the_true_norm(ranks: RankServer) -> None:
-    """Frozen parameters, two dtypes, accumulation; the norm is that of one process."""
+    """B7: frozen parameters, two dtypes, accumulation; the norm is that of one process."""
     (alone,) = ranks(1, clip_in_window)
     pair = ranks(2, clip_in_window)
     for found in (alone, *pair):
@@ -347,6 +348,7 @@ def two_at_once() -> tuple[object, ...]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_accelerators_of_other_precision_live_together(ranks: RankServer, size: int) -> None:
+    """F11."""
     expected = (torch.float32, torch.float32, [torch.bfloat16], "no", "bf16", 1, 3, "bf16")
     assert same_on_all(ranks(size, two_at_once)) == expected
 
@@ -376,7 +378,7 @@ def windows(batches: int, micro: int, steps: int) -> str:
 def test_windows_close_where_they_should(
     ranks: RankServer, batches: int, micro: int, steps: int, pattern: str
 ) -> None:
-    """Also after a nested evaluation loop that is broken off."""
+    """B3, and B4 for a nested evaluation loop that is broken off."""
     assert same_on_all(ranks(2, windows, batches, micro, steps)) == pattern
 
 

@@ -99,7 +99,7 @@ def equal(one: Any, two: Any) -> bool:
 
 
 def test_batches_of_any_kind_travel(ranks: RankServer) -> None:
-    """Variable lengths, texts, nested lists, any picklable object; only rank 0 reads."""
+    """A9: variable lengths, texts, nested lists, any picklable object; only rank 0 reads."""
     first, second = ranks(2, traveled)
     assert first[0] == second[0] == "DataLoaderDispatcher"
     assert (first[1], second[1]) == (len(anything()), 0)
@@ -345,7 +345,7 @@ def shorter_than_the_world(options: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("options", MODES, ids=str)
 def test_empty_data_and_data_shorter_than_the_world(ranks: RankServer, options: dict[str, Any]) -> None:
-    """No hang; an empty loader gives no batch, on every rank."""
+    """A14: no hang; an empty loader gives no batch, on every rank."""
     found = same_on_all(ranks(3, shorter_than_the_world, options))
     assert found == [[], [], [[0]], [[0]], [[0, 1]], [[0, 1]]]
 
@@ -360,6 +360,7 @@ def empty_on_one_rank() -> str:
 
 
 def test_data_that_is_empty_on_one_rank_is_told_on_all(ranks: RankServer) -> None:
+    """A14."""
     text = same_on_all(ranks(2, empty_on_one_rank))
     assert "its length differs" in text
     assert "rank 0: 0" in text
@@ -498,7 +499,7 @@ def kept(dispatch: bool) -> list[Any]:
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_users_loader_stays_what_it_is(ranks: RankServer, n: int, dispatch: bool) -> None:
-    """Class, attributes, batch sampler with changing sizes, set_epoch."""
+    """A12: class, attributes, batch sampler with changing sizes, set_epoch."""
     rows, note, hello, same, length, loader = same_on_all(ranks(n, kept, dispatch))
     flat = [[row for step in epoch for row in step] for epoch in rows]
     assert flat == [[0, 1, 2, 3, 4, 5, 6, 7, 8], [7, 1, 2, 3, 4, 5, 6, 7, 8]]

@@ -118,7 +118,7 @@ def weighted(windows: list[int], dtype: torch.dtype, by_windows: bool) -> list[t
 def test_weights_make_any_split_the_gradient_of_one_batch(
     ranks: RankServer, size: int, by_windows: bool
 ) -> None:
-    """The second step has processes and micro-batches without any word."""
+    """B1, and B9: the second step has processes and micro-batches without any word."""
     windows = [window for window in (1, 2, 4) if window * size <= len(LENGTHS)]
     found = same_on_all(ranks(size, weighted, windows, torch.float64, by_windows))
     assert max(worst for _, worst, _ in found) < 1e-12
@@ -313,7 +313,7 @@ def test_a_static_graph_needs_something_to_learn_from(ranks: RankServer) -> None
 
 
 def adversaries(how: str) -> dict[str, bool]:
-    """A generator and a discriminator with their own optimizers, and other weights for each."""
+    """B8: a generator and a discriminator with their own optimizers, and other weights for each."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -374,6 +374,7 @@ def plain_adversaries(
 def test_two_models_with_two_optimizers_train_as_on_one_process(
     ranks: RankServer, size: int, how: str
 ) -> None:
+    """B8."""
     assert same_on_all(ranks(size, adversaries, how)) == {"same": True, "moved": True}
 
 

@@ -32,7 +32,7 @@ def told(stdout: str) -> list[dict[str, object]]:
 
 
 def test_two_processes_on_the_cpu_are_a_world_of_two() -> None:
-    """Both short and long spellings; nothing of torch comes from the launcher."""
+    """F1, F10: both short and long spellings; nothing of torch comes from the launcher."""
     for flags in (("--cpu", "-n", "2"), ("--cpu", "--num-processes=2"), ("--cpu", "--nproc_per_node", "2")):
         result = launch(*flags, script_text=TELL)
         assert result.returncode == 0, result.output
@@ -56,7 +56,7 @@ def test_one_process_becomes_the_script() -> None:
 
 
 def test_a_world_of_two_in_torch() -> None:
-    """The group is real, and gathers from both."""
+    """F1: the group is real, and gathers from both."""
     result = launch(
         "--cpu",
         "-n",
@@ -76,7 +76,7 @@ def test_a_world_of_two_in_torch() -> None:
 
 
 def test_torchrun_alone_makes_the_same_world() -> None:
-    """Without any variable of ours."""
+    """F2: without any variable of ours."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     result = Running(
         torchrun,
@@ -117,7 +117,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("kind", ["script", "elsewhere", "module", "package", "folder", "link"])
 def test_a_rank_sees_what_python_would_show_it(tmp_path: Path, kind: str) -> None:
-    """Arguments, ``__main__``, its module attributes, the path, pickling and spawning: as without us."""
+    """F9: arguments, ``__main__``, its module attributes, the path, pickling and spawning: as without us."""
     (tmp_path / "inner").mkdir()
     for path in ("mirror.py", "inner/mirror.py", "inner/__main__.py"):
         (tmp_path / path).write_text(MIRROR)
@@ -161,6 +161,7 @@ def test_the_first_rank_alone_reads_what_is_typed(tmp_path: Path) -> None:
 
 
 def test_a_busy_port_is_replaced_and_one_line_says_so() -> None:
+    """F7."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -175,7 +176,7 @@ def test_a_busy_port_is_replaced_and_one_line_says_so() -> None:
 
 
 def test_two_launches_at_once_get_a_port_each(tmp_path: Path) -> None:
-    """Also when both ask for the same one, before either's rank 0 listens on it."""
+    """F7: also when both ask for the same one, before either's rank 0 listens on it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -220,7 +221,7 @@ def test_rank_0_can_listen_on_the_port_that_was_kept_for_it() -> None:
 
 
 def test_a_default_file_is_used_only_with_one_line_that_says_so(tmp_path: Path) -> None:
-    """--config_file and accelerate.yaml in the working folder win over it."""
+    """F6: --config_file and accelerate.yaml in the working folder win over it."""
     default = tmp_path / "home/accelerate/default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("mixed_precision: bf16\n")

@@ -108,7 +108,7 @@ def test_the_error_is_the_one_that_python_prints() -> None:
 
 
 def test_a_failed_peer_is_told_in_one_line() -> None:
-    """Without torch: what follows from the first failure is not taken for it, whoever ends first."""
+    """C3 without torch: what follows from the first failure is not taken for it, whoever ends first."""
     result = launch(
         *TWO,
         script_text=HEAD
@@ -131,7 +131,7 @@ raise ConnectionError("Connection closed by peer\\nmore of it")
 
 
 def test_a_rank_that_fails_in_a_collective() -> None:
-    """One rank raises while the other waits in gather; seconds later its traceback is the last word."""
+    """C3: one rank raises while the other waits in gather; seconds later its traceback is the last word."""
     result = launch(
         *TWO,
         script_text="""
@@ -261,7 +261,7 @@ def running(text: str, *flags: str) -> Running:
     ids=["ctrl-c", "term", "hup"],
 )
 def test_giving_up_leaves_nothing(how: signal.Signals | str, code: int, text: str) -> None:
-    """The ranks, and what they started, are gone; the exit code is the shell's for that signal."""
+    """F8: the ranks, and what they started, are gone; the exit code is the shell's for that signal."""
     # The default gives them 3 seconds.
     job = running(text, *(() if how == "ctrl-c" else ("--stop_timeout", "1")))
     job.interrupt() if how == "ctrl-c" else job.signal(how)  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("text", [WAITS, IGNORES], ids=["polite", "stubborn"])
 def test_a_killed_launcher_leaves_nothing(text: str) -> None:
-    """SIGKILL gives the launcher no chance to clean up."""
+    """F8: SIGKILL gives the launcher no chance to clean up."""
     job = running(text)
     assert len(job.members()) >= 6  # launcher, guard, two ranks, two workers
     job.signal(signal.SIGKILL)

@@ -156,7 +156,7 @@ GRID = [
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_sample_counts_once_and_in_order(ranks: RankServer, n: int, mode: str) -> None:
-    """Tensors, texts, nested and ragged samples; map-style, streams with and without a length."""
+    """C1: tensors, texts, nested and ragged samples; map-style, streams with and without a length."""
     cases = GRID if n == 2 else GRID[:: n + 1]
     assert same_on_all(ranks(n, wrong, cases, MODES[mode], timeout=120)) == []
 
@@ -175,7 +175,7 @@ def with_workers(options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_sample_counts_once_with_workers(ranks: RankServer, mode: str) -> None:
-    """Workers end at different times, and each fills a step of its own."""
+    """A10 and C1: workers end at different times, and each fills a step of its own."""
     assert same_on_all(ranks(2, with_workers, MODES[mode], timeout=120)) == []
 
 
@@ -232,7 +232,7 @@ def loops() -> list[Any]:
 
 
 def test_nested_and_interrupted_loops_do_not_disturb_each_other(ranks: RankServer) -> None:
-    """What counts is the loader of the innermost loop."""
+    """B4 and C1: what counts is the loader of the innermost loop."""
     found, trained, pattern, by_turns = same_on_all(ranks(2, loops))
     assert found == [list(range(5)), list(range(4))] * 2
     assert (trained, pattern) == (list(range(7)), "FT")
@@ -263,7 +263,7 @@ def objects() -> list[Any]:
 
 
 def test_objects_dicts_and_tuples_keep_their_structure(ranks: RankServer) -> None:
-    """Nested lists, dicts of different lengths: one process gives the same types as two."""
+    """C1 (nested lists, dicts of different lengths) and C6: one process gives the same types as two."""
     (alone,) = ranks(1, objects)
     (both,) = same_on_all(ranks(2, objects))
     assert (
@@ -292,5 +292,5 @@ def items(kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_batches_that_the_data_makes_itself_count_once(ranks: RankServer, kind: str) -> None:
-    """``batch_size=None``: an item may be a whole batch of any size."""
+    """A12, ``batch_size=None``: an item may be a whole batch of any size."""
     assert same_on_all(ranks(2, items, kind)) == list(range(9))

@@ -108,7 +108,7 @@ def training(
 def test_a_run_in_two_parts_is_the_run_in_one(
     ranks: RankServer, tmp_path: Path, size: int, kind: str, workers: int, how: str, ends: bool
 ) -> None:
-    """Samples, augmentation, dropout, losses, weights and learning rate, on every rank."""
+    """D11, A1, A2: samples, augmentation, dropout, losses, weights and learning rate, on every rank."""
     whole = ranks(size, training, kind, workers, "", None, None, how)
     for save, since in ((STEP, STEP), ((0, -1), (1, 0)))[: 1 + ends]:
         folder = str(tmp_path / f"{save[0]}")
@@ -148,7 +148,7 @@ def seen(kind: str, workers: int, folder: str, stop: int | None, size: int) -> l
 def test_another_number_of_processes_gets_the_rest(
     ranks: RankServer, tmp_path: Path, kind: str, before: int, after: int
 ) -> None:
-    """With real processes that are seeded differently."""
+    """A4, with real processes that are seeded differently."""
     given = ranks(before, seen, kind, 0, str(tmp_path / "a"), 2, before)
     rest = ranks(after, seen, kind, 0, str(tmp_path / "a"), None, after)
     assert sorted(x for part in [*given, *rest] for x in part) == list(range(COUNT))
@@ -167,7 +167,7 @@ def orders(kind: str, workers: int) -> Any:
 
 @pytest.mark.parametrize("kind", ["default", "torch", "numpy", "python", "owner", "changing", "sequential"])
 def test_the_order_is_one_and_the_augmentation_is_not(ranks: RankServer, kind: str) -> None:
-    """Ranks with other seeds share one order; ranks, workers, epochs and runs draw as they should."""
+    """A7, A8: ranks with other seeds share one order; ranks, workers, epochs and runs draw as they should."""
     first, second = ranks(2, orders, kind, 2)
     again = ranks(2, orders, kind, 2)
     assert [first, second] == again, "every run draws the same"
@@ -218,7 +218,7 @@ def small() -> Any:
 
 
 def test_too_little_data_hangs_nobody(ranks: RankServer) -> None:
-    """No batch at all is said, fewer samples than processes are defined."""
+    """A11, A14: no batch at all is said, fewer samples than processes are defined."""
     first, second = ranks(2, small)
     assert [part[2:] for part in first] == [part[2:] for part in second] == [(1, True)] * 8
     assert first[0][0] == second[0][0] == []

@@ -30,7 +30,7 @@ def states() -> dict[str, Any]:
 
 
 def test_ranks_differ_until_they_are_synchronized(ranks: RankServer) -> None:
-    """The order is equal on all ranks, augmentation differs."""
+    """A8: the order is equal on all ranks, augmentation differs."""
     first, second = ranks(2, states)
     assert first["early"] == first["own"]
     assert first["own"] != second["own"]

@@ -61,7 +61,7 @@ def rates(kind: str, once: bool | None, window: int, steps: int) -> tuple[list[f
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_rate_of_a_step_is_that_of_one_process(ranks: RankServer, kind: str) -> None:
-    """Once per optimizer step, GA 1 and 2; also with split batches, which always did."""
+    """B5: once per optimizer step, GA 1 and 2; also with split batches, which always did."""
     ((alone, said),) = ranks(1, rates, kind, False, 1, PLANNED)
     assert not said
     for once, window in ((True, 1), (True, 2), (None, 1)):
@@ -75,7 +75,7 @@ ENDS = {"lambda": "a learning rate of -0.2", "to zero": "learning rate of 0", "w
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_that_runs_past_its_end_is_announced_once(ranks: RankServer, kind: str) -> None:
-    """The documented default advances by the number of processes."""
+    """B5: the documented default advances by the number of processes."""
     ((alone, _),) = ranks(1, rates, kind, False, 1, PLANNED)
     (found, said), (same, nothing) = ranks(2, rates, kind, False, 1, PLANNED)
     assert found == same
@@ -183,6 +183,7 @@ def overflow(window: int) -> list[tuple[bool, int, float, bool, float]]:
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankServer, window: int) -> None:
+    """B6."""
     found = same_on_all(ranks(2, overflow, window))
     assert [row[:2] for row in found] == [(False, 0), (True, 1), (False, 1), (False, 1)]
     assert [row[2] for row in found] == [0.1 / 4, 0.1 / 4, 0.1 / 16, 0.1 / 64]

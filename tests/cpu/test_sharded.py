@@ -136,7 +136,7 @@ def seen(kind: str, dispatch: bool | None, shard: bool | str) -> list[Any]:
 def test_what_is_sharded_already_is_kept_and_said_once(
     ranks: RankServer, kind: str, dispatch: bool | None
 ) -> None:
-    """Every sample is seen, once, on its rank."""
+    """A6: every sample is seen, once, on its rank."""
     first, second = ranks(2, seen, kind, dispatch, "auto")
     assert sorted(first[0] + second[0]) == list(range(16))
     assert len(first[0]) == len(second[0]) == 8
@@ -208,7 +208,7 @@ def refused(kind: str, dispatch: bool | None) -> str:
 def test_what_differs_between_ranks_is_refused_on_all(
     ranks: RankServer, kind: str, dispatch: bool | None
 ) -> None:
-    """Found by comparing the ranks, before the first batch."""
+    """A6 and A14: found by comparing the ranks, before the first batch."""
     if kind == "orders differ, unseen" and dispatch:
         pytest.skip("rank 0's order is the only one that is asked for")
     text = same_on_all(ranks(2, refused, kind, dispatch))

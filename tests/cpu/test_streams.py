@@ -51,7 +51,7 @@ def taken(count: int, batch: int, options: dict[str, Any], workers: int) -> list
 def test_the_loader_tells_which_rows_are_real(
     ranks: RankServer, count: int, batch: int, dispatch: bool, workers: int
 ) -> None:
-    """Fillers make the ranks even, ``loader.real`` tells them; without even_batches there are none."""
+    """A10: fillers make the ranks even, ``loader.real`` tells them; without even_batches there are none."""
     even = ranks(2, taken, count, batch, {"dispatch_batches": dispatch}, workers)
     assert sorted(even[0][1] + even[1][1]) == list(range(count))
     assert len(even[0][0]) == len(even[1][0])

@@ -99,6 +99,7 @@ def other_order() -> list[str]:
 
 
 def test_collectives_in_another_order_are_detected_at_once(ranks: RankServer) -> None:
+    """C5."""
     one, two = same_on_all(ranks(2, other_order))
     assert one.startswith("the ranks called different collectives\n")
     assert "rank 0: gather at test_together.py:" in one
@@ -122,6 +123,7 @@ def caught() -> str:
 
 
 def test_a_rank_that_caught_an_error_and_goes_on_is_detected(ranks: RankServer) -> None:
+    """C4."""
     text = same_on_all(ranks(2, caught))
     assert "rank 0: gather at test_together.py:" in text
     assert "rank 1: wait_for_everyone at test_together.py:" in text
@@ -198,7 +200,7 @@ def disagreements() -> dict[str, str]:
 
 
 def test_what_the_ranks_disagree_about_is_shown_in_a_table(ranks: RankServer) -> None:
-    """Also for reduce and broadcast, and for trees."""
+    """C2, also for reduce and broadcast, and for trees."""
     zero, one = ranks(2, disagreements)
     assert "rank 1 cannot send its object" in zero.pop("object")
     found = same_on_all([zero, one])
@@ -250,7 +252,7 @@ def two_processes(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(("how", "failing"), [("gather", 0), ("barrier", 1), ("save", 1), ("backward", 1)])
 def test_every_ranks_last_words_are_the_failing_ranks(how: str, failing: int) -> None:
-    """Without any launcher that would end them."""
+    """C3, without any launcher that would end them."""
     ends = two_processes(f"{SCRIPT}\nfailing = {failing}\n{WAITS[how]}\n")
     for code, text in ends:
         assert code == 1
@@ -261,7 +263,7 @@ def test_every_ranks_last_words_are_the_failing_ranks(how: str, failing: int) ->
 
 
 def test_the_launcher_shows_the_failing_ranks_traceback_once_and_last() -> None:
-    """Launched by our launcher."""
+    """C3, launched by our launcher."""
     result = launch("--cpu", "-n", "2", script_text=f"{SCRIPT}\nfailing = 1\n{WAITS['save']}\n")
     assert result.returncode == 1, result.output
     assert result.stderr.rstrip().endswith("ValueError: a bad batch")
@@ -273,6 +275,7 @@ ONLY_MAIN = "if rank == 0: accelerator.save_state('c')\n"
 
 
 def test_a_save_on_rank_0_alone_is_an_error_when_the_other_rank_ends() -> None:
+    """D3."""
     (code, text), (fine, _) = two_processes(SCRIPT + ONLY_MAIN)
     assert (code, fine) == (1, 0)
     assert "was reached by 1 of 2 ranks" in text
@@ -281,7 +284,7 @@ def test_a_save_on_rank_0_alone_is_an_error_when_the_other_rank_ends() -> None:
 
 @pytest.mark.parametrize(("before", "place"), [(1, "a forward of the model"), (2, "backward")])
 def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_trains_on(before: int, place: str) -> None:
-    """The other waits in torch, in a step that rank 0 never comes to."""
+    """D3: the other waits in torch, in a step that rank 0 never comes to."""
     ends = two_processes(f"{SCRIPT}for _ in range({before}): train()\n{ONLY_MAIN}train()\n")
     for code, text in ends:
         assert code == 1
@@ -302,6 +305,7 @@ def only_main(folder: str) -> str:
 def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_gathers(
     ranks: RankServer, tmp_path: Any
 ) -> None:
+    """D3."""
     text = same_on_all(ranks(2, only_main, str(tmp_path / "c")))
     assert "rank 0: save the checkpoint" in text
     assert "rank 1: gather at test_together.py:" in text

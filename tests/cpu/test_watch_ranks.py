@@ -30,13 +30,13 @@ def search(full_above: list[int], wrong_on: int | None) -> tuple[int, list[int]]
 
 
 def test_all_ranks_end_with_the_same_batch_size(ranks: RankServer) -> None:
-    """One rank's memory is smaller than the other's."""
+    """C8: one rank's memory is smaller than the other's."""
     first, second = ranks(2, search, [100, 15], None)
     assert first == second == (14, [20, 18, 16, 14])
 
 
 def test_another_error_ends_the_search_on_all_ranks(ranks: RankServer) -> None:
-    """The rank that has room must not wait for the one that failed."""
+    """C8, C3: the rank that has room must not wait for the one that failed."""
     with pytest.raises(RanksError) as caught:
         ranks(2, search, [100, 100], 1)
     first, second = caught.value.outcomes
@@ -81,7 +81,7 @@ def begun_anew() -> list[Any]:
 
 
 def test_each_attempt_begins_as_the_first_did(ranks: RankServer) -> None:
-    """What the failed attempts prepared, counted and drew is put back, also where there was room."""
+    """C8: what the failed attempts prepared, counted and drew is put back, also where there was room."""
     for found in ranks(2, begun_anew):
         starts, rates = found[::2], found[1::2]
         assert [start[0] for start in starts] == [16, 12, 8]

@@ -56,7 +56,7 @@ def walked(kind: str, count: int, n: int, models: str) -> list[tuple[int, str, f
 @pytest.mark.parametrize("models", ["all", "given"])
 @pytest.mark.parametrize("kind", ["map", "stream", "dispatched"])
 def test_gradients_travel_once_per_window_and_are_its_mean(ranks: RankServer, kind: str, models: str) -> None:
-    """5 micro-batches per rank in windows of 4: the last step's gradient is the whole mean."""
+    """B2: 5 micro-batches per rank in windows of 4: the last step's gradient is the whole mean."""
     found = [row for rows in ranks(2, walked, kind, 10, 4, models) for row in rows]
     assert found == [(4, "FFFT", 3.5, True), (1, "T", 8.5, True)] * 2
     found = same_on_all(ranks(2, walked, kind, 14, 4, models))
@@ -125,6 +125,7 @@ def interleaved() -> tuple[str, list[int], list[int], list[list[int]]]:
 
 
 def test_interleaved_loops_keep_flags_and_samples(ranks: RankServer) -> None:
+    """B4."""
     flags, first, second, evaluated = same_on_all(ranks(2, interleaved))
     assert flags == "FTFTFTFTFT"
     assert first == list(range(10))

@@ -30,7 +30,7 @@ def test_probing_leaves_torch_and_the_driver_alone() -> None:
 
 
 def test_asking_what_is_available_leaves_a_process_able_to_fork(device: Device) -> None:
-    """A parent that only asked has not initialised the device."""
+    """F14: a parent that only asked has not initialised the device."""
     script = (
         "import torch; from accelerate import device as d; here = d.detect(); here.count(); "
         "assert not getattr(here.module, 'is_initialized', lambda: False)()"

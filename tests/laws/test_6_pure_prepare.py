@@ -170,20 +170,20 @@ OPTIONS: list[dict[str, Any]] = [{}, *({name: True} for name in NAMES)]
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "default")
 @pytest.mark.parametrize("n", [1, 2])
 def test_prepare_changes_nothing_around_it(ranks: RankServer, n: int, options: dict[str, Any]) -> None:
-    """``prepare`` has no side effect."""
+    """A13: prepare() has no side effect."""
     facts = same_on_all(ranks(n, prepare_everything, "no", options))
     assert [name for name, holds in facts.items() if not holds] == []
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_prepare_in_mixed_precision_patches_no_forward(ranks: RankServer, n: int) -> None:
-    """``prepare`` has no side effect, with autocast either."""
+    """A13: prepare() has no side effect, with autocast either."""
     facts = same_on_all(ranks(n, prepare_everything, "bf16", {}))
     assert [name for name, holds in facts.items() if not holds] == []
 
 
 def test_preparing_loaders_and_optimizers_needs_no_other_rank(ranks: RankServer) -> None:
-    """No collective."""
+    """A13: no collective."""
     assert same_on_all(ranks(2, count_collectives)) == {}
     assert ranks(2, prepare_a_loader_on_one_rank_only, timeout=30) == ["done", "done"]
 

@@ -136,7 +136,7 @@ print("rank", os.environ.get("RANK", "0"), "torch" in sys.modules, sys.argv[1:])
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_launching_imports_no_torch_in_the_parent(tmp_path: Path, n: int) -> None:
-    """The launcher only starts processes; its children may import what they like."""
+    """F10: the launcher only starts processes; its children may import what they like."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     output = command("launch", "--cpu", "--num_processes", str(n), str(script), "an argument")

@@ -118,6 +118,7 @@ def test_a_copy_of_a_prepared_model_keeps_its_precision() -> None:
 
 
 def test_a_skipped_step_is_seen_and_the_schedule_waits() -> None:
+    """B6."""
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
     model, optimizer, schedule = accelerator.prepare(*parts())
     for step, factor in enumerate([1.0, float("inf"), 1.0]):
@@ -375,7 +376,7 @@ def test_a_profile_leaves_a_trace_per_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("regional", [False, True])
 def test_models_are_compiled_in_place(regional: bool) -> None:
-    """Names stay, and there is nothing to unwrap."""
+    """D9: names stay, and there is nothing to unwrap."""
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
     accelerator = Accelerator(dynamo_plugin=plugin)
     torch.manual_seed(0)

@@ -224,7 +224,7 @@ def test_the_cpu_trains_in_every_format_that_it_says_it_does(name: str) -> None:
 
 
 def test_a_model_of_another_accelerator_takes_the_precision_of_the_newest() -> None:
-    """One after the other on the same model."""
+    """F11: one after the other on the same model."""
     model = nn.Linear(2, 2)
     Accelerator(mixed_precision="bf16").prepare(model)
     inside: list[bool] = []

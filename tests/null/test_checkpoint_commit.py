@@ -165,7 +165,7 @@ class Scenario:
 def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, name: str, dies: bool
 ) -> None:
-    """At every operation of a save; then the next save succeeds and leaves nothing behind."""
+    """D1: at every operation of a save; then the next save succeeds and leaves nothing behind."""
     seen: set[float] = set()
     for at in range(1, 1000):
         root = tmp_path / str(at)
@@ -229,7 +229,7 @@ def numbers(folder: Path) -> list[int]:
 
 
 def test_the_oldest_go_by_number_and_only_after_the_new_one_is_there(tmp_path: Path) -> None:
-    """9, 10, 11 are numbers, not text."""
+    """D5: 9, 10, 11 are numbers, not text."""
     settings = project(tmp_path, limit=3)
     for step in range(12):
         path = state.save(box(step), project=settings)
@@ -265,7 +265,7 @@ def test_what_cannot_be_removed_does_not_stop_the_training(
 
 
 def test_numbering_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """Save, save, new process, load, save."""
+    """D4: save, save, new process, load, save."""
     settings = project(tmp_path)
     state.save(box(1), project=settings)
     state.save(box(2), project=settings)
@@ -293,7 +293,7 @@ def test_a_taken_number_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 def test_what_an_interrupted_save_left_does_not_take_the_number(tmp_path: Path) -> None:
-    """A half folder of the public package, which writes in place."""
+    """D1: a half folder of the public package, which writes in place."""
     half = tmp_path / "checkpoints" / "checkpoint_0"
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(b"half")
@@ -304,7 +304,7 @@ def test_what_an_interrupted_save_left_does_not_take_the_number(tmp_path: Path) 
 def test_the_newest_committed_one_is_taken_and_the_others_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A half checkpoint, a damaged one, an interrupted save and a stranger's folder lie beside it."""
+    """D1: a half checkpoint, a damaged one, an interrupted save and a stranger's folder lie beside it."""
     settings = project(tmp_path)
     for step in (9, 10, 11, 12, 13):
         settings.iteration = step
@@ -472,7 +472,7 @@ def test_automatic_naming_needs_a_project_folder() -> None:
 
 
 def test_a_replacement_that_died_between_its_renames_is_finished_by_a_load(tmp_path: Path) -> None:
-    """Forward if the new one is whole, back if it is not."""
+    """D1: forward if the new one is whole, back if it is not."""
     for whole in (True, False):
         root = tmp_path / str(whole)
         old, new = state.save(box(1), root / "run"), state.save(box(2), root / "new")

@@ -77,7 +77,7 @@ def test_what_an_earlier_save_left_is_removed_and_the_rest_stays(tmp_path: Path,
 
 
 def test_tied_weights_are_counted_and_written_once(tmp_path: Path) -> None:
-    """In shards too, the alias is told beside its tensor."""
+    """D6: in shards too, the alias is told beside its tensor."""
     state = weights()
     state["tied.weight"] = state["layer.3.weight"]
     files = export.save_weights(state, tmp_path, max_shard_size="2KB")

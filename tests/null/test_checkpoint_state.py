@@ -111,7 +111,7 @@ def assert_same(one: Any, two: Any) -> None:
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, safe: bool) -> None:
-    """Model, optimizer, schedule, scaler, random draws, positions and own objects, bit-equal."""
+    """D7, D8, D11: model, optimizer, schedule, scaler, random draws, positions and own objects, bit-equal."""
     straight = training(steps=3)
     expected = train(straight, 3)
 
@@ -199,7 +199,7 @@ def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) ->
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
-    """One tensor in the file, an alias in the manifest, one parameter after loading."""
+    """D6: one tensor in the file, an alias in the manifest, one parameter after loading."""
     model = Tied()
     path = state.save(Parts([model]), tmp_path / "c", safe_serialization=safe)
     if safe:
@@ -218,6 +218,7 @@ def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
 def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """D6."""
     model = Tied()
     path = state.save(Parts([model]), tmp_path / "c")
     apart = Tied(tie=False)
@@ -228,7 +229,7 @@ def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
 
 
 def test_tied_weights_without_an_alias_table_follow_the_model(tmp_path: Path) -> None:
-    """A file of the public package drops the tied name and says nothing."""
+    """D6: a file of the public package drops the tied name and says nothing."""
     model, fresh = Tied(), Tied()
     path = state.save(Parts([model]), tmp_path / "c")
     (path / "manifest.json").unlink()
@@ -253,7 +254,7 @@ def test_views_that_overlap_are_saved_each(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
-    """No ``_orig_mod`` in the file, whole or regional; loads compiled and uncompiled."""
+    """D9: no ``_orig_mod`` in the file, whole or regional; loads compiled and uncompiled."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     names = set(model.state_dict())
     regional = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 1))
@@ -455,6 +456,7 @@ def damage(path: Path, how: str) -> None:
 def test_any_damage_is_an_error_that_names_the_file_and_changes_nothing(
     tmp_path: Path, name: str, how: str
 ) -> None:
+    """D2."""
     path = state.save(training(steps=2), tmp_path / "c")
     damage(path / name, how)
     fresh = training(seed=3)
@@ -545,6 +547,7 @@ def test_a_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """D8."""
     with pytest.raises(CheckpointError, match=r"registered object 1 cannot be saved: it is a object"):
         state.save(Parts(custom=[Counter(), object()]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
@@ -682,7 +685,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
 
 
 def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
-    """A rank's file that should be there and is not."""
+    """D2: a rank's file that should be there and is not."""
     from accelerate.checkpoint.restore import Reader
 
     path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)

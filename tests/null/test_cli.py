@@ -169,7 +169,7 @@ def test_env_survives_a_torch_that_cannot_be_imported(cli: Run, monkeypatch: pyt
 def test_explain_shows_every_source_of_every_setting(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The value, where it comes from, and all that it overrides."""
+    """F4: the value, where it comes from, and all that it overrides."""
     (tmp_path / "accelerate.yaml").write_text(
         "debug: true\nmixed_precision: fp16\ndynamo_config: {mode: default}"
     )
@@ -193,7 +193,7 @@ def test_explain_shows_every_source_of_every_setting(
 
 
 def test_the_parser_of_other_launchers_gives_flags_and_an_untouched_script() -> None:
-    """By way of the functions that other command lines use."""
+    """F9, by way of the functions that other command lines use."""
     args = [
         "--cpu",
         "--num-processes",

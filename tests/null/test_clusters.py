@@ -1,4 +1,4 @@
-"""Who started a process and what its place is, from nothing but the environment."""
+"""F16: who started a process and what its place is, from nothing but the environment."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_torchrun_says_everything() -> None:
 
 
 def test_the_world_size_is_law_on_one_machine() -> None:
-    """Two processes are two, whatever the device."""
+    """F2: two processes are two, whatever the device."""
     cluster = found({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"})
     assert place(cluster) == (1, 2, 1, 2, 0, 1)
     assert cluster.port == DEFAULT_PORT
@@ -233,7 +233,7 @@ def test_slurm_with_uneven_machines_and_infiniband_names() -> None:
 
 
 def test_slurm_ports_are_a_jobs_own() -> None:
-    """Two jobs, or two steps of a job, on one machine do not meet."""
+    """F7: two jobs, or two steps of a job, on one machine do not meet."""
     ports = {
         found(slurm(0, 0, 0, SLURM_JOB_ID=job, SLURM_STEP_ID=step)).port
         for job in ("4242", "4243")

@@ -66,7 +66,7 @@ def given(sources: tuple[str, ...], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("cls", "name"), [(Top, "speed"), (Nested, "engine_version")])
 @pytest.mark.parametrize("order", list(permutations(GIVEN)))
 def test_the_documented_source_wins_in_any_order(cls: type, name: str, order: tuple[str, ...]) -> None:
-    """All 24 orders of four sources, of a top-level and of a nested key; every source is remembered."""
+    """F4: all 24 orders of four sources, of a top-level and of a nested key; every source is remembered."""
     loaded = load(cls, **given(order, name))
     assert getattr(loaded.value, name) == 40
     assert [(o.source, o.value) for o in loaded.origins[name]] == [*WINS.items(), ("default", 1)]
@@ -74,7 +74,7 @@ def test_the_documented_source_wins_in_any_order(cls: type, name: str, order: tu
 
 @pytest.mark.parametrize("missing", range(1, 5))
 def test_the_next_source_wins_where_one_says_nothing(missing: int) -> None:
-    """Code > flag > environment > file > default."""
+    """F4: code > flag > environment > file > default."""
     left = SOURCES[missing:-1]
     loaded = load(Top, **given(left, "speed"))
     assert loaded.value.speed == WINS.get(left[0], 1) if left else loaded.value.speed == 1
@@ -139,6 +139,7 @@ def test_a_setting_without_default_must_be_given() -> None:
 
 
 def test_a_typo_in_a_key_is_an_error_with_a_suggestion_at_any_depth() -> None:
+    """F5."""
     with pytest.raises(UnknownNameError) as top:
         load(Top, env={}, file={"spede": 1}, file_name="job.yaml", lines={"spede": 3})
     assert str(top.value).startswith("unknown key 'spede' in job.yaml, line 3")
@@ -177,7 +178,7 @@ def test_a_section_may_omit_its_prefix_but_not_say_a_thing_twice() -> None:
     ],
 )
 def test_a_wrong_type_in_a_file_is_an_error_that_says_what_fits(name: str, value: Any, fix: str) -> None:
-    """ "8" is not 8 in a file, where both can be written."""
+    """F5: "8" is not 8 in a file, where both can be written."""
     with pytest.raises(SettingError) as error:
         load(Top, env={}, file={name: value}, file_name="job.yaml", lines={name: 2})
     assert error.value.what.startswith(f"job.yaml, line 2: {name} is ")

@@ -24,7 +24,7 @@ def test_get_knows_files_and_types() -> None:
 
 
 def test_get_takes_any_type_torch_has_a_module_for() -> None:
-    """A new accelerator needs no file."""
+    """B1: a new accelerator needs no file."""
     device = devices.get("mtia")
     assert type(device) is Device
     assert (device.type, device.distributed_type, device.rng_key) == (
@@ -138,7 +138,7 @@ def test_a_package_that_registers_nothing_is_no_device(monkeypatch: pytest.Monke
 
 
 def test_cuda_is_asked_without_being_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that asked may still fork."""
+    """F14: a process that asked may still fork."""
     fake = install(monkeypatch, "cuda")
     seen: list[str | None] = []
     monkeypatch.setattr(
@@ -219,7 +219,7 @@ def test_metal_has_bf16_since_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_xla_is_hidden_by_its_variable_and_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed torch_xla must not take a machine over that has no TPU."""
+    """B1: an installed torch_xla must not take a machine over that has no TPU."""
     fake = install(monkeypatch, "xla")
     assert isinstance(fake, FakeXla)
     xla = devices.get("xla")

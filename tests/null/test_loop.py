@@ -30,7 +30,7 @@ class Both(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("upcast", [None, True, False])
 def test_outputs_may_stay_as_they_were_computed(precision: str, upcast: bool | None) -> None:
-    """Float32 by default, as computed by a named option."""
+    """F12: float32 by default, as computed by a named option."""
     handlers: Any = [] if upcast is None else [AutocastKwargs(upcast_outputs=upcast)]
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
     computed = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -126,7 +126,7 @@ def trainer(steps: int, **options: Any) -> tuple[Accelerator, nn.Module, Any, An
 
 
 def test_accelerators_of_other_settings_train_in_turns() -> None:
-    """Three at once, in one loop; each has its own windows, precision, scaler and flags."""
+    """F11: three at once, in one loop; each has its own windows, precision, scaler and flags."""
     scaled: Any = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=8.0)]}
     three = [trainer(1), trainer(2, mixed_precision="bf16"), trainer(3, **scaled)]
     flags = ["", "", ""]
@@ -149,7 +149,7 @@ def test_accelerators_of_other_settings_train_in_turns() -> None:
 
 
 def test_an_accelerator_may_follow_another_with_other_settings() -> None:
-    """One after the other, after ``end_training`` too."""
+    """F11: one after the other, after ``end_training`` too."""
     for steps, precision in ((1, "no"), (2, "bf16"), (3, "no")):
         accelerator, model, optimizer, loader = trainer(steps, mixed_precision=precision)
         for (x,) in loader:

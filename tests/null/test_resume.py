@@ -70,13 +70,13 @@ def _stateful(loader: Any, how: str) -> Any:
 @pytest.mark.parametrize("how", ["twin", "none", "plain", "stateful"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_goes_on(kind: str, how: str) -> None:
-    """In the middle of an epoch, at its ends, before and after; all later epochs."""
+    """A1, A5: in the middle of an epoch, at its ends, before and after; all later epochs."""
     interrupted(kind, 0, 1, 0, how)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shard_goes_on(kind: str) -> None:
-    """On each of two ranks."""
+    """A1 on each of two ranks."""
     for rank in range(2):
         interrupted(kind, 0, 2, rank, "twin")
 
@@ -84,11 +84,13 @@ def test_a_shard_goes_on(kind: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["default", "generator", "stream"])
 def test_what_workers_read_ahead_does_not_count(kind: str, workers: int) -> None:
+    """A2."""
     interrupted(kind, workers, 1, 0, "twin")
 
 
 @pytest.mark.parametrize("kind", ["torch", "seedable", "changing", "one by one", "own iteration", "split"])
 def test_workers_of_other_loaders(kind: str) -> None:
+    """A2, A12."""
     interrupted(kind, 2, 1, 0, "twin", points=[(1, 3), (1, "last")])
 
 
@@ -106,7 +108,7 @@ def test_workers_that_persist(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_twice_in_one_epoch(kind: str) -> None:
-    """Offsets add up, and saving again without training changes nothing."""
+    """A3: offsets add up, and saving again without training changes nothing."""
     whole, _ = seeded(lambda: train(prepared(kind, 0, 1, 0)))
     log, first = seeded(lambda: train(prepared(kind, 0, 1, 0), stop=(1, 2)))
     assert first is not None
@@ -257,7 +259,7 @@ def walk(loaders: list[Any], skip: Any = 0, stop: int | None = None) -> tuple[li
 def test_another_number_of_processes_gets_exactly_the_rest(
     kind: str, before: int, after: int, workers: int
 ) -> None:
-    """The order of the remaining samples is the same, whoever gets them."""
+    """A4: the order of the remaining samples is the same, whoever gets them."""
     if workers and kind not in ("default", "stream", "own iteration"):
         return
     everything = sorted(x for part in walk([prepared(kind, 0, 1, 0)])[0] for x in part)

@@ -63,7 +63,7 @@ def test_a_stream_is_a_function_of_its_arguments(seed: int, stream: str, counter
 
 
 def test_streams_of_other_names_counters_and_seeds_differ() -> None:
-    """No two of rank, worker and epoch share augmentation; counters do not run into each other."""
+    """A8: no two of rank, worker and epoch share augmentation; counters do not run into each other."""
     values = [
         rng.derive(seed, stream, *counters)
         for seed in (0, 1, 12)
@@ -81,7 +81,7 @@ def test_nearby_seeds_are_unrelated() -> None:
 
 
 def test_the_order_stream_does_not_depend_on_what_was_drawn_before() -> None:
-    """A generator of a stream touches no global generator."""
+    """A13: a generator of a stream touches no global generator."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     first = torch.randperm(10, generator=rng.generator(7, "order", 0))
@@ -211,7 +211,7 @@ def test_the_devices_generators_are_captured_by_name(
 
 
 def test_restore_tells_what_the_state_has_nothing_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of a CPU, resumed on a GPU; the caller says so."""
+    """A4: a checkpoint of a CPU, resumed on a GPU; the caller says so."""
     state = rng.capture()
     del state["numpy_random_seed"]
     install(monkeypatch, "cuda")

@@ -39,7 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that nobody named is used only from its two places, and known to be unnamed."""
+    """F6: a file that nobody named is used only from its two places, and known to be unnamed."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert files.find(None) is None
@@ -111,7 +111,7 @@ def test_a_missing_file_suggests_a_similar_one(config: Any, tmp_path: Path) -> N
     ],
 )
 def test_an_error_names_file_line_and_key(config: Any, text: str, line: int, what: str) -> None:
-    """A typo or a wrong type at any depth."""
+    """F5: a typo or a wrong type at any depth."""
     with pytest.raises(SettingError) as error:
         config(text)
     assert what in error.value.what

@@ -74,7 +74,7 @@ def where(request: Request, machine: Machine) -> tuple[str, int, str | None]:
 def test_processes_and_devices(
     asks: Any, tmp_path: Path, flags: dict[str, Any], expected: tuple[str, int, str | None]
 ) -> None:
-    """--cpu and a number of processes go together."""
+    """F1: --cpu and a number of processes go together."""
     request = asks(**flags)
     check(request)
     assert where(request, cards(tmp_path, 4)) == expected
@@ -252,6 +252,7 @@ def test_the_script_is_told_what_was_given_and_nothing_else(asks: Any, tmp_path:
 
 
 def test_a_group_on_the_cpu_is_told_so_however_it_was_asked_for(asks: Any, tmp_path: Path) -> None:
+    """F1."""
     machine = cards(tmp_path, 4)
     for request in (asks(use_cpu=True), asks("use_cpu: true"), asks("distributed_type: MULTI_CPU")):
         assert shared_variables(request, place(request, machine), machine)["ACCELERATE_USE_CPU"] == "true"

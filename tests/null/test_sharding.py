@@ -91,6 +91,7 @@ class Changing(BatchSampler):
 
 
 def test_batches_of_changing_size_stay_whole() -> None:
+    """A12."""
     seen = views(Changing(), 3)
     assert seen == [[[0, 1, 2], [6]], [[3], [0, 1, 2]], [[4, 5], [3]]]
     assert BatchSamplerShard(Changing(), 3, 0).note == "mine"
@@ -141,6 +142,7 @@ def test_a_stream_is_cut_into_steps_in_order(count: int, batch: int, size: int, 
 
 
 def test_a_loader_is_wrapped_and_keeps_its_class_and_attributes() -> None:
+    """A12."""
 
     class Mine(DataLoader[Any]):
         colour = "red"
@@ -173,7 +175,7 @@ def test_a_loader_that_does_not_collate_is_sharded_by_sample() -> None:
 
 
 def test_a_loader_that_is_sharded_already_is_kept() -> None:
-    """Torch's own sampler."""
+    """A6 for torch's own sampler."""
     from torch.utils.data.distributed import DistributedSampler
 
     data = TensorDataset(torch.arange(8))

@@ -289,6 +289,7 @@ def test_compile_options_come_from_arguments_then_variables(monkeypatch):
 
 
 def test_blocks_are_compiled_in_place_and_names_stay():
+    """D9."""
     model = Deep()
     names, x = list(model.state_dict()), torch.randn(2, 4)
     expected = model(x)

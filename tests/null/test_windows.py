@@ -66,7 +66,7 @@ def walked(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: A
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("kind", ["map", "stream", "list", "skipped"])
 def test_a_loss_is_divided_by_the_micro_batches_that_there_are(kind: str, steps: int) -> None:
-    """The last window of 5 in windows of 4 divides by 1; whatever gradient_accumulation_steps says."""
+    """B2: the last window of 5 in windows of 4 divides by 1; whatever gradient_accumulation_steps says."""
     accelerator, model, optimizer = line(gradient_accumulation_steps=steps)
     if kind == "list":
         loader: Any = list(torch.arange(5.0))
@@ -115,7 +115,7 @@ def test_nothing_is_read_ahead() -> None:
 
 
 def test_a_loop_inside_a_window_changes_nothing() -> None:
-    """An evaluation in the middle of a window, whole and broken off."""
+    """B4: an evaluation in the middle of a window, whole and broken off."""
     accelerator, model, optimizer = line()
     loader, evaluation = accelerator.prepare(numbers(4), numbers(3))
     for window in accelerator.windows(loader, 4):

@@ -106,7 +106,7 @@ def test_fp16_scales_the_loss_and_trains_close_to_float32() -> None:
 
 
 def test_an_overflow_in_fp16_skips_the_step_and_the_schedule() -> None:
-    """The optimizer steps not, the scheduler neither, and the script can see it."""
+    """B6: the optimizer steps not, the scheduler neither, and the script can see it."""
     accelerator = Accelerator(mixed_precision="fp16")
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -240,7 +240,7 @@ def overflow_on_one_rank() -> list[tuple[bool, float]]:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks: RankServer) -> None:
-    """No rank takes a step that another one has skipped."""
+    """B6: no rank takes a step that another one has skipped."""
     first, second = same_on_all(ranks(2, overflow_on_one_rank))
     assert [first[0], second[0]] == [True, False]
     assert second[1] == first[1]
