@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import math
 import types
 import warnings
@@ -206,3 +207,45 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
+
+
+class ProjectTracker(GeneralTracker):
+    """Base of trackers whose library begins a run by ``init(project=...)`` and gives an object of that run.
+
+    Args:
+        run_name: name of the project.
+        kwargs: options of the library's ``init``.
+    """
+
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.init_kwargs = run_name, kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Begins the run."""
+        library: Any = importlib.import_module(self.packages[0])
+        self.run: Any = library.init(project=self.run_name, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Stores the configuration, nested as it is."""
+        self.run.config.update(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Logs whatever the library takes; ``kwargs`` go to the run's ``log``."""
+        self.run.log(scalars(values), step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Ends the run."""
+        self.run.finish()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
+from accelerate.track.base import ProjectTracker, on_main_process, plain
 
 
-class WandBTracker(GeneralTracker):
+class WandBTracker(ProjectTracker):
     """A run of the project ``run_name``. Run here: wandb 0.31, ``WANDB_MODE=offline``, its file read back.
 
     Args:
@@ -16,35 +16,12 @@ class WandBTracker(GeneralTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
-    main_process_only = False
     packages = ("wandb",)
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name, self.init_kwargs = run_name, kwargs
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begins the run."""
-        import wandb
-
-        self.run: Any = wandb.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Stores the configuration, nested as it is."""
         self.run.config.update(plain(values), allow_val_change=True)
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs whatever the library takes; ``kwargs`` go to ``Run.log``."""
-        self.run.log(scalars(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
