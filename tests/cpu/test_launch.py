@@ -80,10 +80,12 @@ def test_torchrun_alone_makes_the_same_world() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     result = Running(
         torchrun,
+        # One write for each line: torchrun starts Python unbuffered, where the parts of a print mix with another rank's.
         script_text="""
+            import sys
             from accelerate import PartialState
             state = PartialState()
-            print("world", state.num_processes, state.device.type)
+            sys.stdout.write(f"world {state.num_processes} {state.device.type}\\n")
             state.destroy_process_group()
         """,
     ).wait()
