@@ -130,6 +130,7 @@ class Strategy(ABC):
         planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
         replicates: every process holds a whole copy of each model, and could train it by itself for a while.
         trains_apart: that is so now: gradients stay on their process.
+        shards: every process holds a part of each parameter, and of what optimizers keep for it.
     """
 
     name: ClassVar[str]
@@ -139,6 +140,7 @@ class Strategy(ABC):
     handler_class: ClassVar[type[KwargsHandler] | None] = None
     planned: ClassVar[str] = ""
     replicates: ClassVar[bool] = False
+    shards: ClassVar[bool] = False
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -235,6 +237,33 @@ class Strategy(ABC):
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Loads what ``state`` gave; the result lists missing and unexpected names."""
         return model.load_state_dict(state, strict=strict)
+
+    @property
+    def saves_sharded(self) -> bool:
+        """Whether checkpoints hold what each process has, unless somebody asks for whole files.
+
+        Only where the strategy ``shards``.
+        """
+        return False
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> dict[str, Any]:
+        """The optimizer's full state, as its ``state_dict`` would be in one process.
+
+        All processes must call it. It is complete on process 0; others may get less.
+
+        Args:
+            optimizer: the user's own.
+            models: the prepared models, whose parameters it has.
+        """
+        return optimizer.state_dict()
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """Loads what ``optimizer_state`` gave; every process gets it whole, and takes its part."""
+        optimizer.load_state_dict(dict(state))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module."""
