@@ -96,7 +96,8 @@ def test_exported_shards_are_named_and_indexed_alike(
 ) -> None:
     def listing(name: str) -> dict[str, str | int]:
         files = (saved[name][0] / f"{form}-export").iterdir()
-        return {p.name: p.read_text() if p.suffix == ".json" else p.stat().st_size // 64 for p in files}
+        # Torch files name their members after themselves or not, so their sizes may differ by a little.
+        return {p.name: p.read_text() if p.suffix == ".json" else p.stat().st_size // 1024 for p in files}
 
     assert listing("ours") == listing("theirs")
     assert len(listing("ours")) == 6

@@ -7,8 +7,9 @@ import random
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -316,13 +317,14 @@ class Deadly(LocalStore):
         if cls.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
-        def half(path: Path) -> None:
-            fill(path)
-            whole = path.read_bytes()
-            path.write_bytes(whole[: len(whole) // 2])
+    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> Record:
+        def half(file: BinaryIO) -> None:
+            whole = BytesIO()
+            fill(whole)
+            data = whole.getvalue()
+            file.write(data[: len(data) // 2])
             self.tick()
-            path.write_bytes(whole)
+            file.write(data[len(data) // 2 :])
 
         self.tick()
         return super().write(name, half)

@@ -80,7 +80,7 @@ def test_torchrun_alone_makes_the_same_world() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     result = Running(
         torchrun,
-        # One write for each line: torchrun starts Python unbuffered, where the parts of a print mix with another rank's.
+        # One write for each line: torchrun starts Python unbuffered, so the parts of a print would mix.
         script_text="""
             import sys
             from accelerate import PartialState

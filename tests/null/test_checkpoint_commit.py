@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -59,14 +60,15 @@ class Faulty(LocalStore):
         self.guarded(self.path(folder))
         super().make(folder)
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
-        def half(path: Path) -> None:
+    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> Record:
+        def half(file: BinaryIO) -> None:
             self.tick()
-            fill(path)
-            whole = path.read_bytes()
-            path.write_bytes(whole[: len(whole) // 2])
+            whole = BytesIO()
+            fill(whole)
+            data = whole.getvalue()
+            file.write(data[: len(data) // 2])
             self.tick()
-            path.write_bytes(whole)
+            file.write(data[len(data) // 2 :])
             self.tick()
 
         return super().write(name, half)
@@ -433,7 +435,7 @@ def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> 
     stages = [commit.Stage(LocalStore(tmp_path), "c", "aa", ranks, each_node=True) for ranks in nodes(2)]
     for stage in stages:
         stage.open()
-        stage.write("x", lambda path: path.write_text("1") and None)
+        stage.write("x", lambda file: file.write(b"1"))
     with pytest.raises(CheckpointError, match="save_on_each_node=True, but the machines share"):
         stages[0].close(
             [stage.report() for stage in stages], lambda files: manifest.Manifest("aa", 0, 2, files)
@@ -444,7 +446,7 @@ def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) ->
     here, there = (commit.Stage(LocalStore(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2))
     for stage in (here, there):
         stage.open()
-        stage.write(f"random_states_{stage.ranks.rank}.pkl", lambda path: path.write_text("1") and None)
+        stage.write(f"random_states_{stage.ranks.rank}.pkl", lambda file: file.write(b"1"))
     with pytest.raises(
         CheckpointError, match=r"(?s)rank 1 wrote random_states_1.pkl .*does not see it.*save_on_each_node"
     ):

@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.manifest import PartEntry, plain
-from accelerate.checkpoint.parts import FILES, Parts, kind
+from accelerate.checkpoint.parts import FILES, Parts, Share, kind
+from accelerate.checkpoint.ranks import Ranks
 
 Weights = list[dict[str, Any]]
 
@@ -23,12 +23,19 @@ class Item:
     Attributes:
         sort: ``"models"``, ``"optimizers"`` ...
         entry: its line in the manifest.
-        fill: writes it.
+        fill: writes it; what it returns is told to the rank that commits.
+        own: its file, where the entry names another.
     """
 
     sort: str
     entry: PartEntry
-    fill: Callable[[Path], None]
+    fill: Callable[[BinaryIO], Any]
+    own: str = ""
+
+    @property
+    def file(self) -> str:
+        """Where it goes, below the checkpoint's folder."""
+        return self.own or self.entry.file
 
 
 @dataclass
@@ -42,6 +49,7 @@ class States:
         positions: of the loaders, and
         metadata: of the caller, as plain values.
         kinds: class of the model by the ``id`` of its state.
+        shares: what this rank writes of states that are spread over the ranks.
     """
 
     weights: Weights
@@ -50,10 +58,12 @@ class States:
     positions: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
+    shares: list[Share] = field(default_factory=list)
 
 
-def states(parts: Parts, rank: int) -> States:
+def states(parts: Parts, ranks: Ranks) -> States:
     """Asks every part for its state. Every rank asks, since a state may be gathered from all of them."""
+    rank = ranks.rank
     weights = [model.state_dict() for model in parts.models]
     found = States(weights)
     found.kinds = {id(state): kind(model) for state, model in zip(weights, parts.models, strict=True)}
@@ -71,6 +81,7 @@ def states(parts: Parts, rank: int) -> States:
     if parts.rng is not None:
         value = {"step": parts.step, **parts.rng.capture()}
         found.own.append(("rng", names.rng_file(rank), "random states", value))
+    found.shares = [part.share(ranks) for part in parts.spread]
     return found
 
 
@@ -87,6 +98,9 @@ def items(found: States, *, shared: bool, safe: bool) -> Iterator[Item]:
             yield _model(state, index, found.kinds.get(id(state), ""), safe)
     for sort, file, name, state in [*(found.shared if shared else []), *found.own]:
         yield Item(sort, PartEntry(file, name), partial(pickles.write, state))
+    for share in found.shares:
+        if share.file:
+            yield Item(share.sort, share.entry, share.fill, share.file)
 
 
 def _model(state: dict[str, Any], index: int, name: str, safe: bool) -> Item:

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from accelerate.checkpoint import manifest as manifests
 from accelerate.checkpoint.find import automatic_number, hidden, inspect, working
@@ -48,11 +48,12 @@ def new_id() -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank wrote: its machine, and its files by name."""
+    """What one rank wrote: its machine, its files by name, and what its shares tell, by the part's folder."""
 
     node: int
     host: str
     files: dict[str, Record]
+    told: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -103,9 +104,15 @@ class Stage:
             sweep(self.store, self.name, spare=self.id)
         self.store.make(self.temp)
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Writes one file of the checkpoint."""
-        self.records[name] = replace(self.store.write(f"{self.temp}/{name}", fill), rank=self.ranks.rank)
+    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> Any:
+        """Writes one file of the checkpoint; returns what ``fill`` returns."""
+        folder = Path(name).parent
+        if folder.name:
+            self.store.make(f"{self.temp}/{folder.as_posix()}")
+        returned: list[Any] = []
+        record = self.store.write(f"{self.temp}/{name}", lambda file: returned.append(fill(file)))
+        self.records[name] = replace(record, rank=self.ranks.rank)
+        return returned[0]
 
     def seal(self, names: Iterable[str]) -> None:
         """Takes files into the checkpoint that were written to ``folder`` directly."""
@@ -113,9 +120,9 @@ class Stage:
             record = self.store.seal(f"{self.temp}/{name}")
             self.records[name] = replace(record, rank=self.ranks.rank)
 
-    def report(self) -> Report:
+    def report(self, told: dict[str, Any] | None = None) -> Report:
         """What this rank tells the others."""
-        return Report(self.ranks.node, socket.gethostname(), self.records)
+        return Report(self.ranks.node, socket.gethostname(), self.records, told or {})
 
     def close(self, reports: Iterable[Report], describe: Callable[[dict[str, Record]], Manifest]) -> None:
         """Checks that all files are there and writes the manifest; nothing is visible yet."""
@@ -132,7 +139,7 @@ class Stage:
             self._refuse_shared()
         manifest = describe(dict(sorted(records.items())))
         data = manifests.encode(manifest)
-        self.store.write(f"{self.temp}/{MANIFEST_NAME}", lambda path: _put(path, data))
+        self.store.write(f"{self.temp}/{MANIFEST_NAME}", lambda file: file.write(data))
         for folder in {Path(name).parent.as_posix() for name in records} | {"."}:
             self.store.sync(self.temp if folder == "." else f"{self.temp}/{folder}")
 
@@ -170,10 +177,6 @@ class Stage:
 
     def _is_other_node(self, entry: str) -> bool:
         return hidden(entry) == (self.name, "tmp", self.id) and entry != self.temp
-
-
-def _put(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 def refuse_unmovable(target: Path) -> None:

@@ -6,15 +6,15 @@ A file is written beside its name and renamed, so that a crash leaves the old on
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save as safetensors_bytes
 
 from accelerate.checkpoint import commit, names, pickles, tensors
 from accelerate.checkpoint.errors import file_errors
@@ -62,7 +62,7 @@ def save(
     if not isinstance(f, str | PurePath):
         if safe_serialization:
             separate, aliases = tensors.separated(obj)
-            f.write(safetensors_bytes(separate, {**aliases, "format": "pt"}))
+            tensors.write(separate, aliases, cast(BinaryIO, f))
         else:
             torch.save(obj, f)
         return
@@ -119,13 +119,15 @@ def _placed(name: str, value: Any, device_map: Mapping[str, Any]) -> Any:
     return value if device in ("cpu", "disk") or not isinstance(value, torch.Tensor) else value.to(device)
 
 
-def replace_file(path: Path, fill: Callable[[Path], None]) -> None:
+def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Writes one file so that its name has the old content or the new one, never a part."""
     temp = path.with_name(working(path.name, "tmp", commit.new_id()))
     try:
         with file_errors("write", path):
-            fill(temp)
-            sync_file(temp)
+            with temp.open("wb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
             temp.replace(path)
             sync_file(path.parent)
     except BaseException:
@@ -182,14 +184,10 @@ def save_weights(
             "weight_map": dict(split.tensor_to_filename),
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        replace_file(folder / index_name, lambda path: _put(path, text))
+        replace_file(folder / index_name, lambda file: file.write(text.encode()))
         written.append(index_name)
     _remove_stale(folder, pattern, index_name, written)
     return [name for name in written if name != index_name]
-
-
-def _put(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _remove_stale(folder: Path, pattern: str, index_name: str, written: list[str]) -> None:

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import collect, names, pickles
 from accelerate.checkpoint.export import replace_file
+from accelerate.checkpoint.load import on_device
 from accelerate.checkpoint.parts import Parts
 from accelerate.checkpoint.ranks import Ranks
 from accelerate.checkpoint.restore import Reader
-from accelerate.checkpoint.state import on_device
 from accelerate.world import rng
 
 
@@ -41,12 +42,12 @@ def save_accelerator_state(
     folder = Path(output_dir)
     parts = Parts([], optimizers, schedulers, scaler, rng=rng, step=step)
     parts.stateful_loaders = _stateful(dataloaders)
-    found = collect.states(parts, process_index)
-    found.weights = model_states
     ranks = Ranks.current()
+    found = collect.states(parts, replace(ranks, rank=process_index))
+    found.weights = model_states
     shared = process_index == 0 or (save_on_each_node and ranks.local_rank == 0)
     for item in collect.items(found, shared=shared, safe=safe_serialization):
-        replace_file(folder / item.entry.file, item.fill)
+        replace_file(folder / item.file, item.fill)
     for index in range(len(model_states) if shared else 0):
         # The other format would be read in its place, or beside it.
         (folder / names.model_file(index, safe=not safe_serialization)).unlink(missing_ok=True)

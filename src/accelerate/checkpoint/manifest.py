@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
+from accelerate.checkpoint.digest import HASHING
 from accelerate.checkpoint.names import MANIFEST_NAME
-from accelerate.checkpoint.store import HASH, PIECE, Record
+from accelerate.checkpoint.store import Record
 from accelerate.core.errors import CheckpointError
 
 FORMAT = 1
-HASHING = f"{HASH}, pieces of {PIECE} bytes"
+_GUARD = "sha256"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Manifest:
 
 def _guard(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.new(HASH, text.encode()).hexdigest()
+    return hashlib.new(_GUARD, text.encode()).hexdigest()
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+import torch
 
 from accelerate.checkpoint import names
+from accelerate.checkpoint.manifest import PartEntry
+from accelerate.checkpoint.ranks import Ranks
 from accelerate.core.errors import CheckpointError
 
 
@@ -60,6 +64,51 @@ class OwnFiles(Protocol):
         ...
 
 
+class Share(Protocol):
+    """What one rank writes of a state that is spread over the ranks.
+
+    Making it may be collective. Afterwards it stands alone: writing needs no other rank and no collective, so
+    another thread may do it later. What each rank's ``fill`` returned is told to the rank that commits, which
+    then writes one file more with ``finish``.
+
+    Attributes:
+        sort, entry: its line in the manifest, the same on all ranks.
+        file: the file of this rank, below the checkpoint's folder; empty if it has nothing to write.
+        tensors: what ``fill`` writes; an asynchronous save puts copies in their place.
+    """
+
+    sort: str
+    entry: PartEntry
+    file: str
+    tensors: list[torch.Tensor]
+
+    def fill(self, file: BinaryIO, /) -> Any:
+        """Writes the file of this rank; returns what the rank that commits must know, to be pickled."""
+        ...
+
+    def finish(self, told: list[Any], /) -> tuple[str, bytes]:
+        """(name, content) of the file that ties the shares together; ``told`` by rank, None for no file."""
+        ...
+
+
+class Spread(Protocol):
+    """A part whose state is spread over the ranks, in files of a folder of its own.
+
+    Attributes:
+        name: how errors call it.
+    """
+
+    name: str
+
+    def share(self, ranks: Ranks, /) -> Share:
+        """This rank's share; called on every rank, may be collective."""
+        ...
+
+    def load(self, folder: Path, /) -> None:
+        """Reads from a checkpoint's folder; called on every rank, may be collective."""
+        ...
+
+
 class Rng(Protocol):
     """The random states of one rank; the module ``accelerate.world.rng`` is one."""
 
@@ -89,6 +138,7 @@ class Parts:
             far; they go into the manifest.
         stateful_loaders: loaders with a state per rank, such as torchdata's.
         rng: how random states are got and put back; None leaves them out.
+        spread: parts whose state is spread over the ranks, such as sharded models and optimizers.
         own_files: parts that write files of their own.
         step: the accelerator's step counter.
         strategy: how the training is spread, for the record.
@@ -103,6 +153,7 @@ class Parts:
     loaders: list[Any] = field(default_factory=list)
     stateful_loaders: list[Any] = field(default_factory=list)
     rng: Rng | None = None
+    spread: list[Spread] = field(default_factory=list)
     own_files: list[OwnFiles] = field(default_factory=list)
     step: int = 0
     strategy: str = "single"

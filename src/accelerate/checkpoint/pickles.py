@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -33,9 +33,9 @@ def _encode() -> Any:
     return encode  # numpy pickles bytes through it
 
 
-def write(value: Any, path: Path) -> None:
+def write(value: Any, file: BinaryIO) -> None:
     """Writes one torch file."""
-    torch.save(value, path)
+    torch.save(value, file)
 
 
 def read(source: Path | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:

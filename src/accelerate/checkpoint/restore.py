@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint.digest import digest
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.parts import FILES, Parts, Rng, kind, label
 from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.store import digest
 from accelerate.core.errors import CheckpointError
 
 # What objects raise when a state does not fit them.
@@ -39,7 +39,7 @@ def verify(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
         size = path.stat().st_size
         if size != record.size:
             raise CheckpointError(f"{path} is damaged", why=f"it has {size} bytes, expected {record.size}")
-        found = digest(path)
+        found = digest(path, manifest.hashing)
         if found != record.digest:
             raise CheckpointError(
                 f"{path} is damaged",
@@ -107,8 +107,8 @@ class Reader:
             _attempt(what, function)
 
     def finish(self, parts: Parts) -> None:
-        """Lets parts read files of their own, then restores random states: nothing draws from them after."""
-        for part in parts.own_files:
+        """Lets parts read folders of their own, then restores random states: nothing draws after."""
+        for part in (*parts.spread, *parts.own_files):
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
         for what, function in self.last:
             _attempt(what, function)

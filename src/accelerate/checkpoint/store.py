@@ -6,20 +6,15 @@ file durable before it says so: what ``write`` and ``seal`` return describes byt
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol, cast
 
+from accelerate.checkpoint.digest import DigestingFile, digest
 from accelerate.checkpoint.errors import file_errors
-
-HASH = "sha256"
-PIECE = 64 * 2**20
-_CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class Record:
 
     Attributes:
         size: bytes.
-        digest: see ``digest``.
+        digest: see ``digest.py``.
         rank: the rank that wrote it.
     """
 
@@ -53,8 +48,8 @@ class Store(Protocol):
         """Makes a folder and those above it; one that exists is fine."""
         ...
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
-        """Makes a file: ``fill`` writes it to the path it is given."""
+    def write(self, name: str, fill: Callable[[BinaryIO], object]) -> Record:
+        """Makes a file: ``fill`` writes it, from its beginning to its end, to the file it is given."""
         ...
 
     def seal(self, name: str) -> Record:
@@ -84,34 +79,6 @@ class Store(Protocol):
     def remove(self, name: str) -> None:
         """Removes a file, or a folder with all it holds."""
         ...
-
-
-def digest(path: Path, threads: int | None = None) -> str:
-    """Digest of a file: SHA-256 over the SHA-256 digests of its 64 MiB pieces, in order, as hex.
-
-    Pieces can be hashed by several threads, so that checking runs at the speed of the disk.
-    """
-    count = max(1, -(-path.stat().st_size // PIECE))
-    workers = min(count, threads or os.cpu_count() or 1)
-    if workers == 1:
-        pieces = [_piece(path, index) for index in range(count)]
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            pieces = list(pool.map(lambda index: _piece(path, index), range(count)))
-    return hashlib.new(HASH, b"".join(pieces)).hexdigest()
-
-
-def _piece(path: Path, index: int) -> bytes:
-    state, left, buffer = hashlib.new(HASH), PIECE, memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        file.seek(index * PIECE)
-        while left > 0:
-            got = file.readinto(buffer[: min(left, _CHUNK)])
-            if not got:
-                break
-            state.update(buffer[:got])
-            left -= got
-    return state.digest()
 
 
 def sync_file(path: Path) -> None:
@@ -147,11 +114,12 @@ class LocalStore:
         with file_errors("make the folder", path):
             path.mkdir(parents=True, exist_ok=True)
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
+    def write(self, name: str, fill: Callable[[BinaryIO], object]) -> Record:
         path = self.path(name)
-        with file_errors("write", path):
-            fill(path)
-        return self.seal(name)
+        with file_errors("write", path), DigestingFile(path) as file:
+            fill(cast(BinaryIO, file))
+            file.sync()
+            return Record(file.digester.size, file.digester.hexdigest())
 
     def seal(self, name: str) -> Record:
         path = self.path(name)
