@@ -1,0 +1,122 @@
+"""Digests of files, taken while they are written or from what is on the disk.
+
+The digest of a file is the XXH3 digest (128 bits) over those of its 64 MiB pieces, in order, as hex: so
+several threads can check one file. It finds what disks, networks and hands damage; it is not a signature.
+Source: Collet, "xxHash", https://xxhash.com.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+HASH = "xxh3_128"
+PIECE = 64 * 2**20
+HASHING = f"{HASH}, pieces of {PIECE} bytes"
+_CHUNK = 2**20
+_HASHES: dict[str, Callable[[], Any]] = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
+
+
+def digest(path: Path, hashing: str = HASHING, threads: int | None = None) -> str:
+    """Digest of a file.
+
+    Args:
+        path: the file.
+        hashing: how, as a manifest states it.
+        threads: how many hash; all cores when None.
+    """
+    new = _HASHES[hashing.partition(",")[0]]
+    count = max(1, -(-path.stat().st_size // PIECE))
+    workers = min(count, threads or os.cpu_count() or 1)
+    if workers == 1:
+        pieces = [_piece(path, index, new()) for index in range(count)]
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            pieces = list(pool.map(lambda index: _piece(path, index, new()), range(count)))
+    whole = new()
+    whole.update(b"".join(pieces))
+    return whole.hexdigest()
+
+
+def _piece(path: Path, index: int, state: Any) -> bytes:
+    left, buffer = PIECE, memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        file.seek(index * PIECE)
+        while left > 0:
+            got = file.readinto(buffer[: min(left, _CHUNK)])
+            if not got:
+                break
+            state.update(buffer[:got])
+            left -= got
+    return state.digest()
+
+
+class Digester:
+    """The digest of bytes that come one after the other."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._pieces: list[bytes] = []
+        self._piece = xxhash.xxh3_128()
+
+    def update(self, data: memoryview) -> None:
+        """Takes the next bytes."""
+        while data:
+            room = PIECE - self.size % PIECE
+            self._piece.update(data[:room])
+            self.size += min(room, len(data))
+            data = data[room:]
+            if self.size % PIECE == 0:
+                self._pieces.append(self._piece.digest())
+                self._piece.reset()
+
+    def hexdigest(self) -> str:
+        """That of all bytes so far."""
+        last = [self._piece.digest()] if self.size % PIECE or not self._pieces else []
+        return xxhash.xxh3_128(b"".join([*self._pieces, *last])).hexdigest()
+
+
+class DigestingFile(io.RawIOBase):
+    """A new file that knows its digest; bytes can only be added at its end.
+
+    Attributes:
+        digester: of what is written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.digester = Digester()
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Writes all of ``data``; returns its number of bytes."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.write(self._handle, view[done:])
+        self.digester.update(view)
+        return done
+
+    def tell(self) -> int:
+        """How many bytes are written."""
+        return self.digester.size
+
+    def sync(self) -> None:
+        """Waits until all of it is on the disk."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Ends writing."""
+        if not self.closed:
+            os.close(self._handle)
+        super().close()
