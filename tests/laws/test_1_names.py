@@ -44,6 +44,7 @@ GENERIC = {
 FACTS = {
     ("device", "fp8"): "which numbers the units of a device take",
     ("facade/modules", "fp8"): "how many bits a number of that type has",
+    ("checkpoint/names", "fsdp"): "what the public format calls the folder of a model that is saved in parts",
 }
 # Files that are lists of names.
 TABLES = {

@@ -49,7 +49,8 @@ class States:
         positions: of the loaders, and
         metadata: of the caller, as plain values.
         kinds: class of the model by the ``id`` of its state.
-        shares: what this rank writes of states that are spread over the ranks.
+        plans: what this rank tells all others of states that are spread over the ranks, and
+        shares: what it writes of them, once all have told.
     """
 
     weights: Weights
@@ -58,17 +59,21 @@ class States:
     positions: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
+    plans: list[Any] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)
 
 
 def states(parts: Parts, ranks: Ranks) -> States:
     """Asks every part for its state. Every rank asks, since a state may be gathered from all of them."""
     rank = ranks.rank
-    weights = [model.state_dict() for model in parts.models]
-    found = States(weights)
-    found.kinds = {id(state): kind(model) for state, model in zip(weights, parts.models, strict=True)}
+    spread = {(sort, index): spread for sort, index, spread in parts.in_parts()}
+    models = [model for index, model in enumerate(parts.models) if ("models", index) not in spread]
+    weights = [model.state_dict() for model in models]
+    found = States(weights, plans=[one.plan() for one in spread.values()])
+    found.kinds = {id(state): kind(model) for state, model in zip(weights, models, strict=True)}
     for sort, file in FILES.items():
-        for index, item in enumerate(getattr(parts, sort)):
+        items = [(i, item) for i, item in enumerate(getattr(parts, sort)) if (sort, i) not in spread]
+        for index, item in items:
             found.shared.append((sort, file(index), kind(item), item.state_dict()))
     if parts.scaler is not None:
         found.shared.append(("scaler", names.SCALER_NAME, kind(parts.scaler), parts.scaler.state_dict()))
@@ -81,8 +86,15 @@ def states(parts: Parts, ranks: Ranks) -> States:
     if parts.rng is not None:
         value = {"step": parts.step, **parts.rng.capture()}
         found.own.append(("rng", names.rng_file(rank), "random states", value))
-    found.shares = [part.share(ranks) for part in parts.spread]
     return found
+
+
+def shares(parts: Parts, plans: list[list[Any]], rank: int) -> list[Share]:
+    """What this rank writes of the states that are spread; ``plans`` are those of all ranks."""
+    return [
+        spread.share([told[position] for told in plans], index, rank)
+        for position, (_, index, spread) in enumerate(parts.in_parts())
+    ]
 
 
 def items(found: States, *, shared: bool, safe: bool) -> Iterator[Item]:

@@ -22,6 +22,9 @@ SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 
+SHARDED_MODEL_NAME = "pytorch_model_fsdp"
+SHARDED_INDEX = ".metadata"
+
 MANIFEST_NAME = "manifest.json"
 AUTOMATIC_FOLDER = "checkpoints"
 AUTOMATIC_NAME = "checkpoint"
@@ -40,6 +43,17 @@ def model_file(index: int, *, safe: bool) -> str:
 def optimizer_file(index: int) -> str:
     """File of the optimizer of that index."""
     return numbered(OPTIMIZER_NAME, index, ".bin")
+
+
+def sharded_folder(sort: str, index: int) -> str:
+    """Folder of the model or optimizer of that index, where it is saved in parts."""
+    stem = {"models": SHARDED_MODEL_NAME, "optimizers": OPTIMIZER_NAME}[sort]
+    return f"{stem}_{index}"
+
+
+def shard_file(rank: int) -> str:
+    """File of one rank's parts, in such a folder."""
+    return f"__{rank}_0.distcp"
 
 
 def scheduler_file(index: int) -> str:

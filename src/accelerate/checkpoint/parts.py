@@ -11,7 +11,6 @@ import torch
 
 from accelerate.checkpoint import names
 from accelerate.checkpoint.manifest import PartEntry
-from accelerate.checkpoint.ranks import Ranks
 from accelerate.core.errors import CheckpointError
 
 
@@ -35,11 +34,15 @@ class Part:
     Attributes:
         name: how errors call it.
         state_dict, load_state_dict: see Stateful. Both are called on every rank.
+        spread: saves and loads the same state in parts, where that is possible.
+        like: for a model, a state with its names and ties that costs nothing to make; ``state_dict`` if None.
     """
 
     name: str
     state_dict: Callable[[], Any]
     load_state_dict: Callable[..., Any]
+    spread: Spread | None = None
+    like: Callable[[], Mapping[str, Any]] | None = None
 
 
 class OwnFiles(Protocol):
@@ -91,21 +94,42 @@ class Share(Protocol):
         ...
 
 
-class Spread(Protocol):
-    """A part whose state is spread over the ranks, in files of a folder of its own.
+@dataclass
+class Reading:
+    """How a load reads, and what it finds.
 
     Attributes:
-        name: how errors call it.
+        strict: what is missing is an error; otherwise it is listed in ``missing``.
+        trusted: objects may be of any class, so reading them may run code.
+        missing: what stays as it is.
+        notes: what comes back otherwise than it was saved.
     """
 
-    name: str
+    strict: bool = True
+    trusted: bool = False
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
-    def share(self, ranks: Ranks, /) -> Share:
-        """This rank's share; called on every rank, may be collective."""
+
+class Spread(Protocol):
+    """A state that can be saved spread over the ranks: each writes a part, into a folder that all share."""
+
+    def plan(self) -> Any:
+        """What this rank has, to be told to all ranks; called on every rank, may be collective."""
         ...
 
-    def load(self, folder: Path, /) -> None:
-        """Reads from a checkpoint's folder; called on every rank, may be collective."""
+    def share(self, plans: list[Any], index: int, rank: int, /) -> Share:
+        """This rank's share of the object of that index; ``plans`` by rank. Not collective."""
+        ...
+
+    def prepare(self, folder: Path, reading: Reading, /) -> Callable[[], Any]:
+        """Checks what was saved in ``folder`` against the object; what is returned puts it back.
+
+        Not collective, but for what the object's own ``load_state_dict`` does.
+
+        Raises:
+            CheckpointError: it is not complete, or does not fit.
+        """
         ...
 
 
@@ -138,7 +162,8 @@ class Parts:
             far; they go into the manifest.
         stateful_loaders: loaders with a state per rank, such as torchdata's.
         rng: how random states are got and put back; None leaves them out.
-        spread: parts whose state is spread over the ranks, such as sharded models and optimizers.
+        sharded: a save writes models and optimizers in parts, where each has a ``spread``. A load goes by
+            what is in the folder.
         own_files: parts that write files of their own.
         step: the accelerator's step counter.
         strategy: how the training is spread, for the record.
@@ -153,7 +178,7 @@ class Parts:
     loaders: list[Any] = field(default_factory=list)
     stateful_loaders: list[Any] = field(default_factory=list)
     rng: Rng | None = None
-    spread: list[Spread] = field(default_factory=list)
+    sharded: bool = False
     own_files: list[OwnFiles] = field(default_factory=list)
     step: int = 0
     strategy: str = "single"
@@ -176,6 +201,20 @@ class Parts:
                     "state_dict and load_state_dict",
                     fix="give the class these two methods",
                 )
+
+    def in_parts(self) -> list[tuple[str, int, Spread]]:
+        """(sort, index, spread) of what a save writes in parts; the models all or none of them."""
+        if not self.sharded:
+            return []
+        models = [(i, s) for i, model in enumerate(self.models) if (s := spread(model)) is not None]
+        found = [("models", i, s) for i, s in models] if len(models) == len(self.models) else []
+        every = enumerate(self.optimizers)
+        return found + [("optimizers", i, s) for i, item in every if (s := spread(item)) is not None]
+
+
+def spread(item: Any) -> Spread | None:
+    """How an object is saved and loaded in parts, None if it cannot be."""
+    return item.spread if isinstance(item, Part) else None
 
 
 def kind(item: Any) -> str:

@@ -108,7 +108,7 @@ class Reader:
 
     def finish(self, parts: Parts) -> None:
         """Lets parts read folders of their own, then restores random states: nothing draws after."""
-        for part in (*parts.spread, *parts.own_files):
+        for part in parts.own_files:
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
         for what, function in self.last:
             _attempt(what, function)

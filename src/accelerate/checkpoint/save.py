@@ -93,7 +93,12 @@ def _staged(
     with together(doing):
         parts.check()
         stage.open()
+    with together(doing) as planned:
+        # May be collective, so no rank begins before all have come this far.
         found = collect.states(parts, stage.ranks)
+        planned.value = found.plans
+    with together(doing):
+        found.shares = collect.shares(parts, planned.values, stage.ranks.rank)
         if before is not None:
             before(found.weights, stage.folder)
         written = list(collect.items(found, shared=stage.commits, safe=safe))
@@ -102,7 +107,7 @@ def _staged(
             if returned is not None:
                 told[item.entry.file] = returned
     with together(doing) as shared:
-        # May be collective, so no rank begins before all have come this far.
+        # May be collective too.
         for part in parts.own_files:
             stage.seal(part.save(stage.folder))
         shared.value = stage.report(told)
