@@ -39,8 +39,8 @@ from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
-from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.utils.imports import is_rich_available as is_rich_available
 from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map
 from accelerate.utils.modeling import load_checkpoint_in_model as load_checkpoint_in_model

@@ -238,6 +238,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("precision.settings", "DynamoBackend")
     | at("precision.fp16", "GradScalerKwargs")
     | at("strategy.ddp", "DDPCommunicationHookType DistributedDataParallelKwargs")
+    | at("world.stop", "PreemptionKwargs")
     | at("world.world", "InitProcessGroupKwargs")
     | at("world.tensors", "TensorInformation")
     | at("data.configuration", "DataLoaderConfiguration")
@@ -249,7 +250,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("watch.profile", "ProfileKwargs")
     | later("models quantized by bitsandbytes", "BnbQuantizationConfig")
     | later(DEEPSPEED, "DeepSpeedPlugin DeepSpeedSequenceParallelConfig")
-    | later(FSDP, "FullyShardedDataParallelPlugin")
+    | at("strategy.fsdp2.plugin", "FullyShardedDataParallelPlugin")
     | later(PARALLEL, "TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin")
     | later(
         MEGATRON,
@@ -273,13 +274,15 @@ HOMES: dict[str, dict[str, Home]] = {
     )
     | {"check_cuda_fp8_capability": Made("facade.available:format_checker", "cuda", "fp8")}
     | at("world.affinity", "override_numa_affinity set_numa_affinity"),
-    "accelerate.utils.fsdp_utils": later(
-        FSDP,
+    "accelerate.utils.fsdp_utils": at(
+        "strategy.fsdp2.functions",
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy "
         "fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
-        "get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights "
-        "save_fsdp_model save_fsdp_optimizer",
+        "get_parameters_from_modules",
+    )
+    | later(
+        FSDP, "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
     ),
     "accelerate.utils.imports": packages(
         "aim=aim<4 amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo=lomo_optim "
@@ -388,7 +391,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("world.collective", "wait_for_everyone=barrier")
     | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")
     | later(DEEPSPEED, "compile_regions_deepspeed")
-    | later(FSDP, "compile_regions_fsdp2"),
+    | at("facade.compile", "compile_regions_fsdp2=compile_regions"),
     "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": later(TPU, "install_xla"),
     "accelerate.utils.tqdm": at("watch.progress", "tqdm"),

@@ -42,7 +42,13 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
 
 
 def numbers(losses: list[float], model: nn.Module) -> Numbers:
-    return losses, [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+    return losses, [whole(parameter).flatten().tolist() for parameter in model.parameters()]
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter as one process would have it."""
+    gather = getattr(parameter.detach(), "full_tensor", parameter.detach)
+    return gather()
 
 
 def raw_loop(precision: str, window: int) -> Numbers:

@@ -137,6 +137,7 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
             self.strategy.distributed_type(self.world)
         )
         self.gradient_state = GradientState.own(
+        vars(self.state).update(self.strategy.plugins)
             options.of_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps),
             ActiveLoaders(),
         )

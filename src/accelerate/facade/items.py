@@ -21,10 +21,10 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import Strategy, leaves
+from accelerate.strategy.base import Strategy
 from accelerate.world import collective
 
-_Mark = tuple[torch.Tensor | None, int]
+_Mark = tuple[torch.Tensor, int]
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Part:
     Attributes:
         models: the prepared models.
         parameters: all of theirs, each once.
+        strategy: knows their gradients.
         items: of this process, since the gradients were cleared.
         factor: what the gradients were scaled by when they were complete; None while they are not.
         counted: a weighted backward has reached it since its gradients were cleared.
@@ -41,6 +42,7 @@ class Part:
 
     models: list[nn.Module]
     parameters: dict[torch.Tensor, None]
+    strategy: Strategy
     items: float = 0.0
     factor: float | None = None
     counted: bool = False
@@ -51,39 +53,37 @@ class Part:
 
     def marks(self) -> list[_Mark]:
         """The gradients as they are; compared later, they tell whether a backward has reached this part."""
-        found = (parameter.grad for parameter in self.parameters)
-        return [(grad, -1 if grad is None else grad._version) for grad in found]
+        return [(grad, grad._version) for grad in self.strategy.gradients(self.parameters)]
 
     def reached(self, before: Sequence[_Mark]) -> bool:
         """Whether a gradient has changed since ``before``."""
-        pairs = zip(before, self.parameters, strict=True)
-        return any(
-            p.grad is not grad or (grad is not None and grad._version != version)
-            for (grad, version), p in pairs
+        after = self.marks()
+        return len(before) != len(after) or any(
+            grad is not old or version != was
+            for (old, was), (grad, version) in zip(before, after, strict=True)
         )
 
     def clear(self) -> bool:
         """Whether there is no gradient, or none but zeros."""
-        return not any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+        return not any(bool(grad.any()) for grad in self.strategy.gradients(self.parameters))
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients, in place."""
         if factor != 1.0:
-            scale_gradients(self.parameters, factor)
+            scale_gradients(self.strategy.gradients(self.parameters), factor)
 
     def reset(self) -> None:
         """The gradients were used or cleared."""
         self.items, self.factor, self.counted = 0.0, None, False
 
 
-def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    """Multiplies the gradients of ``parameters`` by ``factor``, in place; any types, devices and layouts."""
+def scale_gradients(gradients: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiplies ``gradients`` by ``factor``, in place; any types, devices and layouts."""
     kinds: dict[Any, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None and grad.layout is torch.strided:
+    for grad in gradients:
+        if grad.layout is torch.strided:
             kinds.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
-        elif grad is not None:
+        else:
             grad.mul_(factor)
     for grads in kinds.values():
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -103,7 +103,7 @@ class Items:
         if self._known != (len(models), len(optimizers)):
             self._known = (len(models), len(optimizers))
             counted = {p: part for part in self.parts if part.counted for p in part.parameters}
-            self.parts = _parts(models, optimizers)
+            self.parts = _parts(models, optimizers, self.strategy)
             for part in self.parts:
                 old = next((counted[p] for p in part.parameters if p in counted), None)
                 if old is not None:
@@ -214,7 +214,7 @@ class Items:
 
         Only where gradients synchronise there is something to do: other processes wait for this one's.
         """
-        below = leaves(loss)
+        below = self.strategy.reached(loss)
         reached = [part for part in live if not below.isdisjoint(part.parameters)]
         reached = reached or (live if len(live) == 1 else [])
         if not reached:
@@ -225,10 +225,12 @@ class Items:
             )
         # A scaler that has never seen a loss cannot unscale.
         self.precision.scale(loss.detach().new_zeros(()))
-        for part in reached:
-            if self._synchronises(part):
-                trained = [p for p in part.parameters if p.requires_grad]
-                self.strategy.backward_zero(part.models, trained, below)
+        # Where parameters are gathered in the backward, others wait for it in every micro-batch.
+        waited = [part for part in reached if self.strategy.shards or self._synchronises(part)]
+        if waited:
+            models = [model for part in waited for model in part.models]
+            trained = [p for part in waited for p in part.parameters if p.requires_grad]
+            self.strategy.backward_zero(models, trained, below, loss)
         return reached
 
     def _synchronises(self, part: Part) -> bool:
@@ -278,15 +280,15 @@ def _mixed() -> PrepareError:
     )
 
 
-def _parts(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[Part]:
+def _parts(models: Sequence[nn.Module], optimizers: Sequence[Any], strategy: Strategy) -> list[Part]:
     """The models, those that share parameters as one; and what else is optimized."""
     parts: list[Part] = []
     for model in models:
-        new = Part([model], dict.fromkeys(model.parameters()))
+        new = Part([model], dict.fromkeys(model.parameters()), strategy)
         for part in [p for p in parts if not p.parameters.keys().isdisjoint(new.parameters)]:
             parts.remove(part)
-            new = Part(part.models + new.models, {**part.parameters, **new.parameters})
+            new = Part(part.models + new.models, {**part.parameters, **new.parameters}, strategy)
         parts.append(new)
     held = {p: None for o in optimizers for group in o.param_groups for p in group["params"]}
     rest = {p: None for p in held if not any(p in part.parameters for part in parts)}
-    return [*parts, *([Part([], rest)] if rest else [])]
+    return [*parts, *([Part([], rest, strategy)] if rest else [])]

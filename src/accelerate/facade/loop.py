@@ -267,7 +267,7 @@ class Loop(Processes):
             self.strategy.clip_value(params, clip_value)
 
     def _norm_so_far(self, params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = self.strategy.gradients(params)
         if not grads:
             return torch.zeros((), device=self.device)
         norms = torch.stack([torch.linalg.vector_norm(g.float(), norm_type) for g in grads])

@@ -148,7 +148,7 @@ class AcceleratedOptimizer(Optimizer):
             def zero() -> None:
                 self.optimizer.zero_grad(set_to_none=set_to_none)
 
-        if self._strategy is not None and self._strategy.owns_step:
+        if self._strategy is not None and (self._strategy.owns_step or self._strategy.holds_back):
             self._strategy.zero_grad(self.optimizer, zero)
         else:
             zero()

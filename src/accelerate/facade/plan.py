@@ -137,7 +137,10 @@ def make(
 
 def _model_steps(bundle: Bundle, world: World, precision: Precision, strategy: Strategy) -> Iterator[Step]:
     device, models = world.device, bundle.of("model")
-    if any(bundle.place[i] and _elsewhere(bundle.objects[i], device) for i in bundle.positions("model")):
+    # A strategy that shards places what it keeps: the whole model might not fit.
+    if not strategy.shards and any(
+        bundle.place[i] and _elsewhere(bundle.objects[i], device) for i in bundle.positions("model")
+    ):
         size = sum(_bytes(model) for model in models)
         yield Step(
             "place", f"the weights go to {device}", lambda b: _place(b, device), _here(models, device), size

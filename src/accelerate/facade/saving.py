@@ -59,7 +59,12 @@ class Saving(Processes):
         return self.strategy.unwrap(extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's full state, by the names of the user's module."""
+        """The model's full state, by the names of the user's module.
+
+        Where the strategy shards, all processes must call it, and it is complete on process 0 only.
+        """
+        if self.strategy.shards:
+            return self.strategy.state(self.unwrap_model(model))
         return self.unwrap_model(model).state_dict() if unwrap else self.strategy.state(model)
 
     def register_for_checkpointing(self, *objects: Any) -> None:

@@ -274,7 +274,7 @@ class AcceleratorState(Processes):
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by ``fully_shard``."""
-        return False
+        return getattr(vars(self).get("fsdp_plugin"), "fsdp_version", 1) == 2
 
     @classmethod
     def _alive(cls) -> AcceleratorState | None:

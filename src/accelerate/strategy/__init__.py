@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from accelerate.core.errors import SettingError
 from accelerate.core.registry import Registry
-from accelerate.strategy.base import Request, Strategy
+
+if TYPE_CHECKING:  # the launcher asks for the settings of strategies, and must not import torch
+    from accelerate.strategy.base import Request, Strategy
 
 STRATEGIES: Registry[type[Strategy]] = Registry("strategy", "accelerate.strategy", "accelerate.strategies")
 

@@ -176,6 +176,11 @@ class Strategy(ABC):
         loss.backward(**kwargs)
 
     @property
+    def plugins(self) -> Mapping[str, Any]:
+        """The plugins that configure it, by the names under which scripts look for them."""
+        return {}
+
+    @property
     def replicas(self) -> int:
         """Over how many processes reducing a gradient takes the mean."""
         return self.world.size
@@ -185,7 +190,11 @@ class Strategy(ABC):
         return True
 
     def backward_zero(
-        self, models: Iterable[nn.Module], parameters: Sequence[torch.Tensor], reached: set[torch.Tensor]
+        self,
+        models: Iterable[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        reached: set[torch.Tensor],
+        loss: torch.Tensor,
     ) -> None:
         """A backward that adds zero to gradients, in which other processes find what they wait for.
 
@@ -193,9 +202,23 @@ class Strategy(ABC):
             models: those concerned.
             parameters: their trained parameters.
             reached: what the graph of the loss reaches; parameters that it does not use are left alone.
+            loss: a mean of nothing, which may be NaN.
         """
         used = [parameter for parameter in parameters if parameter in reached] or parameters
         torch.autograd.backward(tuple(used), tuple(torch.zeros_like(parameter) for parameter in used))
+
+    def reached(self, loss: torch.Tensor) -> set[torch.Tensor]:
+        """The parameters and other leaves that the graph of ``loss`` reaches."""
+        return leaves(loss)
+
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What has accumulated for ``parameters`` on this process; changing it changes the gradients."""
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether there may be gradients that ``zero_grad`` of an optimizer does not know."""
+        return False
 
     def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; ``sync`` False keeps gradients local."""

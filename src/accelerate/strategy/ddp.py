@@ -223,7 +223,11 @@ class DDP(Strategy):
         return replica is None or replica.require_backward_grad_sync
 
     def backward_zero(
-        self, models: Iterable[nn.Module], parameters: Sequence[torch.Tensor], reached: set[torch.Tensor]
+        self,
+        models: Iterable[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        reached: set[torch.Tensor],
+        loss: torch.Tensor,
     ) -> None:
         """The reducer waits for every parameter, but for those that it has found unused itself."""
         replicas = [replica for replica in map(_replica, models) if replica is not None]
@@ -235,7 +239,7 @@ class DDP(Strategy):
             )
         if not any(replica.find_unused_parameters for replica in replicas):
             reached = set(parameters)
-        super().backward_zero(models, parameters, reached)
+        super().backward_zero(models, parameters, reached, loss)
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:

@@ -35,6 +35,7 @@ from accelerate.facade.available import is_fp16_available as is_fp16_available
 from accelerate.facade.available import is_torch_distributed_available as is_torch_distributed_available
 from accelerate.facade.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compile import compile_regions as compile_regions
+from accelerate.facade.compile import compile_regions as compile_regions_fsdp2
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.facade.enums import CustomDtype as CustomDtype
 from accelerate.facade.enums import DistributedType as DistributedType
@@ -95,6 +96,26 @@ from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.strategy.deepspeed import GatheredParameters as GatheredParameters
+from accelerate.strategy.fsdp2.functions import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+)
+from accelerate.strategy.fsdp2.functions import (
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+)
+from accelerate.strategy.fsdp2.functions import ensure_weights_retied as ensure_weights_retied
+from accelerate.strategy.fsdp2.functions import fsdp2_apply_ac as fsdp2_apply_ac
+from accelerate.strategy.fsdp2.functions import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accelerate.strategy.fsdp2.functions import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accelerate.strategy.fsdp2.functions import (
+    fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
+)
+from accelerate.strategy.fsdp2.functions import fsdp2_prepare_model as fsdp2_prepare_model
+from accelerate.strategy.fsdp2.functions import (
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
+from accelerate.strategy.fsdp2.functions import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.strategy.fsdp2.functions import get_parameters_from_modules as get_parameters_from_modules
+from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.utils import ao as ao
 from accelerate.utils import bnb as bnb
 from accelerate.utils import constants as constants
@@ -164,7 +185,6 @@ from accelerate.utils.constants import (
 from accelerate.utils.dataclasses import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )
@@ -189,19 +209,6 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.utils.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from accelerate.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
-from accelerate.utils.fsdp_utils import (
-    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
-)
-from accelerate.utils.fsdp_utils import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from accelerate.utils.fsdp_utils import ensure_weights_retied as ensure_weights_retied
-from accelerate.utils.fsdp_utils import fsdp2_apply_ac as fsdp2_apply_ac
-from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names as fsdp2_canonicalize_names
-from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model as fsdp2_prepare_model
-from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
-from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
-from accelerate.utils.fsdp_utils import get_parameters_from_modules as get_parameters_from_modules
 from accelerate.utils.fsdp_utils import load_fsdp_model as load_fsdp_model
 from accelerate.utils.fsdp_utils import load_fsdp_optimizer as load_fsdp_optimizer
 from accelerate.utils.fsdp_utils import logger as logger
@@ -344,7 +351,6 @@ from accelerate.utils.offload import offload_weight as offload_weight
 from accelerate.utils.offload import save_offload_index as save_offload_index
 from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accelerate.utils.other import compile_regions_deepspeed as compile_regions_deepspeed
-from accelerate.utils.other import compile_regions_fsdp2 as compile_regions_fsdp2
 from accelerate.utils.torch_xla import install_xla as install_xla
 from accelerate.utils.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
 from accelerate.utils.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
@@ -376,6 +382,7 @@ from accelerate.world.ports import is_port_in_use as is_port_in_use
 from accelerate.world.rng import set_seed as set_seed
 from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
+from accelerate.world.stop import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accelerate.world.tensors import TensorInformation as TensorInformation

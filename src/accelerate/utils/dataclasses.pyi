@@ -26,7 +26,9 @@ from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
+from accelerate.world.stop import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.tensors import TensorInformation as TensorInformation
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
 from typing import Any
@@ -42,10 +44,6 @@ class DeepSpeedPlugin:
     def __getattr__(self, name: str) -> Any: ...
 
 class DeepSpeedSequenceParallelConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-class FullyShardedDataParallelPlugin:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __getattr__(self, name: str) -> Any: ...
 

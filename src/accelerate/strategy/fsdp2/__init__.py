@@ -1,0 +1,1 @@
+"""Sharding by torch's ``fully_shard``: the work behind ``strategy/fsdp.py``."""

@@ -1,0 +1,314 @@
+"""Shards a model in place, part by part, so that no process holds more than one whole part at a time.
+
+Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"
+(arXiv:2304.11277), and ``torch.distributed.fsdp.fully_shard``, which does the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.fsdp2.blocks import blocks_of, check_parameters, ignored_of, parameters_of
+from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.fsdp2.whole import distributed
+from accelerate.world import collective
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one model will be sharded.
+
+    Attributes:
+        blocks: the modules that are gathered by themselves, inner ones first.
+        ignored: parameters that stay whole.
+        precision: number formats of compute, reduction and outputs.
+        upcast: whether weights in half precision that train become float32.
+    """
+
+    blocks: list[nn.Module]
+    ignored: set[nn.Parameter]
+    precision: MixedPrecisionPolicy
+    upcast: bool
+
+    def says(self) -> str:
+        """It, as a clause."""
+        kinds = sorted({type(block).__name__.removeprefix("FSDP") for block in self.blocks})
+        parts = f"{len(self.blocks)} x {'/'.join(kinds)} and the rest" if self.blocks else "the whole model"
+        compute, reduce = self.precision.param_dtype, self.precision.reduce_dtype or "their own type"
+        formats = f", computed in {compute}, gradients reduced in {reduce}" if compute else ""
+        return f"gathered as {parts}{formats}"
+
+
+def layout_of(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecisionPolicy | None
+) -> Layout:
+    """How ``model`` will be sharded; changes nothing.
+
+    Raises:
+        SettingError, PrepareError: the model cannot be sharded so.
+    """
+    ignored = ignored_of(model, plugin.ignored_modules)
+    blocks = blocks_of(model, plugin.policy_for(model), ignored)
+    policy = plugin.mixed_precision_policy or precision or MixedPrecisionPolicy()
+    upcast = policy.param_dtype is not None and policy.param_dtype.itemsize == 2
+    layout = Layout(blocks, parameters_of(ignored), policy, upcast)
+    check_parameters(model, blocks, layout.ignored, upcast)
+    return layout
+
+
+def share(model: nn.Module, layout: Layout, size: int, offloaded: bool) -> int:
+    """Bytes of ``model`` on this process's device once it is sharded, between two steps."""
+    total = sum(b.numel() * b.element_size() for b in model.buffers())
+    for parameter in model.parameters():
+        width = 4 if layout.upcast and parameter.requires_grad else parameter.element_size()
+        if parameter in layout.ignored:
+            total += parameter.numel() * parameter.element_size()
+        elif not offloaded and parameter.dim():
+            rows = -(-parameter.shape[0] // size)
+            total += rows * (parameter.numel() // max(1, parameter.shape[0])) * width
+    return total
+
+
+class Sharder:
+    """Shards models over a mesh, and keeps optimizers on the parameters.
+
+    Args:
+        mesh: the processes, in one dimension.
+        plugin: how.
+        device: where this process computes.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin, device: torch.device
+    ) -> None:
+        self.mesh, self.plugin, self.device = mesh, plugin, device
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """Pinned memory is memory of an accelerator's driver: there is none without one."""
+        given = self.plugin.cpu_offload
+        if isinstance(given, CPUOffloadPolicy) and self.device.type == "cpu":
+            return CPUOffloadPolicy(pin_memory=False)
+        return given
+
+    def shard(self, model: nn.Module, layout: Layout, optimizers: Iterable[Any], follow: Follow) -> None:
+        """Shards ``model``; afterwards it has the weights of rank 0 on all ranks.
+
+        Args:
+            model: the model; its parameters may be on the meta device, on rank 0 only with a
+                ``param_init_fn``.
+            layout: how.
+            optimizers: those that may hold its parameters.
+            follow: is told which parameters took the place of which.
+        """
+        initialize = agree(model, self.plugin.param_init_fn)
+        if self.plugin.activation_checkpointing:
+            recompute(layout.blocks)
+        done: set[nn.Module] = set()
+        filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        held = list(optimizers)
+        for part in (*layout.blocks, model):
+            own = [module for module in part.modules() if module not in done]
+            done.update(own)
+            before = {(m, n): p for m in own for n, p in m._parameters.items() if p is not None}
+            self._fill(own, layout, filled, initialize)
+            self._same(own, layout)
+            fully_shard(
+                part,
+                mesh=self.mesh,
+                reshard_after_forward=self._reshards(part is model),
+                mp_policy=_inner(layout.precision, part is model),
+                offload_policy=self.offload,
+                ignored_params=layout.ignored or None,
+            )
+            follow(_renewed(before), held)
+            # The whole parameters are freed here: nobody holds them any more.
+            del before
+        verify(model, layout)
+
+    def _reshards(self, root: bool) -> bool | None:
+        # None: the root's parameters are needed first in the backward, so they are kept.
+        return None if root and self.plugin.reshard_after_forward else self.plugin.reshard_after_forward
+
+    def _fill(
+        self,
+        modules: list[nn.Module],
+        layout: Layout,
+        filled: dict[int, tuple[torch.Tensor, torch.Tensor]],
+        initialize: Callable[[nn.Module], None] | None,
+    ) -> None:
+        """Gives memory to what is on the meta device; a tensor in several places stays one."""
+        for module in modules:
+            fresh = False
+            for table in (module._parameters, module._buffers):
+                for name, old in table.items():
+                    if old is None or not old.is_meta:
+                        continue
+                    if id(old) not in filled:
+                        new: torch.Tensor = torch.empty_like(old, device=self.device)
+                        if isinstance(old, nn.Parameter):
+                            new = nn.Parameter(new, requires_grad=old.requires_grad)
+                            if old in layout.ignored:
+                                layout.ignored.add(new)
+                        filled[id(old)], fresh = (old, new), True
+                    table[name] = filled[id(old)][1]  # type: ignore[assignment]
+            if fresh and initialize is not None:
+                initialize(module)
+
+    def _same(self, modules: list[nn.Module], layout: Layout) -> None:
+        """Brings a part to the device, in the type it trains in, with the values of rank 0."""
+        seen: dict[int, torch.Tensor] = {}
+        for module in modules:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and id(tensor) not in seen and not isinstance(tensor, DTensor):
+                    seen[id(tensor)] = tensor
+        for tensor in seen.values():
+            with torch.no_grad():
+                if tensor.device != self.device:
+                    tensor.data = tensor.data.to(self.device)
+                if layout.upcast and tensor.requires_grad and tensor.dtype.itemsize == 2:
+                    tensor.data = tensor.data.float()
+                _broadcast(tensor.data, self.mesh)
+
+
+Follow = Callable[[Mapping[int, tuple[torch.Tensor, torch.Tensor]], list[Optimizer]], None]
+
+
+def _inner(policy: MixedPrecisionPolicy, root: bool) -> MixedPrecisionPolicy:
+    """Only the root has an output that leaves the model: inside, the next block expects what it computes."""
+    if root or policy.output_dtype is None:
+        return policy
+    return MixedPrecisionPolicy(
+        policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=policy.cast_forward_inputs
+    )
+
+
+def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    whole = tensor.contiguous()
+    dist.broadcast(whole, src=0, group=mesh.get_group())
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def _renewed(
+    before: Mapping[tuple[nn.Module, str], torch.Tensor],
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """(old, new) of every parameter that was replaced, by ``id`` of the old one."""
+    pairs = ((old, module._parameters[name]) for (module, name), old in before.items())
+    return {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
+
+
+def agree(
+    model: nn.Module, initialize: Callable[[nn.Module], None] | None
+) -> Callable[[nn.Module], None] | None:
+    """Refuses models that differ between ranks by more than their values, and those without any.
+
+    Args:
+        model: the model.
+        initialize: fills a module that has no values on any rank.
+
+    Returns:
+        ``initialize`` where it is needed: rank 0 has no values either.
+
+    Raises:
+        PrepareError: on all ranks.
+    """
+    rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
+    every = collective.all_objects((digest, empty), "prepare(model)")
+    other = [rank for rank, found in enumerate(every) if found[0] != every[0][0]]
+    if other:
+        raise PrepareError(
+            f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank 0",
+            why="names, shapes, types and which of them train must be equal: every process holds a part",
+            fix="build the model in the same way on all processes",
+        )
+    if every[0][1] and initialize is None:
+        raise PrepareError(
+            f"the parameter {every[0][1]} is on the meta device, on rank 0 too",
+            why="the weights of rank 0 are those that all processes get a part of",
+            fix="load the weights on rank 0, or give the plugin a param_init_fn",
+        )
+    return initialize if every[0][1] else None
+
+
+def recompute(blocks: list[nn.Module]) -> None:
+    """Recomputes the activations of each block in the backward; names stay as they are.
+
+    Raises:
+        PrepareError: there is no block.
+    """
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    if not blocks:
+        raise PrepareError(
+            "activation_checkpointing, but no part of the model is wrapped by itself",
+            why="the activations of each wrapped part are computed again in the backward",
+            fix="set auto_wrap_policy, for example 'transformer_based_wrap'",
+        )
+    inside = {part for block in blocks for part in block.modules() if part is not block}
+    for block in blocks:
+        if block not in inside:
+            checkpoint(block)
+
+
+def follow(renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers: list[Optimizer]) -> None:
+    """Makes optimizers hold the sharded parameters, and their part of what they keep for them."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for place, old in enumerate(group["params"]):
+                if id(old) in renewed:
+                    new = renewed[id(old)][1]
+                    group["params"][place] = new
+                    if old in optimizer.state:
+                        optimizer.state[new] = _sharded(optimizer.state.pop(old), new)
+
+
+def _sharded(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
+    """An optimizer's state of one parameter, this process's part of it: that of rank 0's."""
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            _broadcast(value, parameter.device_mesh)
+    return {name: distributed(value, parameter) for name, value in state.items()}
+
+
+def verify(model: nn.Module, layout: Layout) -> None:
+    """Looks at what has come out: everything is sharded, and trains in the type that was said.
+
+    Raises:
+        PrepareError: a parameter is not as it was said; an error of this package.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter in layout.ignored:
+            continue
+        halved = layout.upcast and parameter.requires_grad and parameter.dtype.itemsize == 2
+        if not isinstance(parameter, DTensor) or halved:
+            raise PrepareError(
+                f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
+                f"{parameter.dtype}"
+            )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``model`` as a whole was sharded."""
+    return isinstance(model, FSDPModule)

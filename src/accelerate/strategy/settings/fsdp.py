@@ -1,0 +1,109 @@
+"""What one says about sharding by ``fully_shard``: the launcher's flags, their variables and file keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.core.setting import setting
+
+POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+
+
+@dataclass(frozen=True)
+class FSDPSwitch:
+    """Whether this strategy trains. In files the type of the group says so: ``distributed_type: FSDP``."""
+
+    __topic__ = "Sharded training"
+    __distributed_type__ = "FSDP"
+
+    use_fsdp: bool = setting(
+        False, in_file=False, help="shard parameters, gradients and optimizer state over the processes"
+    )
+
+
+@dataclass(frozen=True)
+class FSDPSettings:
+    """Options of sharded training; see ``FullyShardedDataParallelPlugin``."""
+
+    __topic__ = "Sharded training"
+    __section__ = "fsdp_config"
+    __prefix__ = "fsdp_"
+
+    fsdp_version: int | None = setting(
+        None, variable="FSDP_VERSION", choices=(1, 2), help="2, the default, is torch's fully_shard"
+    )
+    fsdp_reshard_after_forward: bool | str | None = setting(
+        None,
+        switch=False,
+        variable="FSDP_RESHARD_AFTER_FORWARD",
+        help="free whole parameters after the forward and gather them again in the backward (true); "
+        "false takes more memory and less traffic",
+    )
+    fsdp_auto_wrap_policy: str | None = setting(
+        None,
+        variable="FSDP_AUTO_WRAP_POLICY",
+        choices=POLICIES,
+        help="which parts of a model are gathered by themselves: layers by class, parts by size, or none",
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | tuple[str, ...] | None = setting(
+        None,
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        help="class names of the layers, with commas; by default those that the model names itself",
+    )
+    fsdp_min_num_params: int | None = setting(
+        None, variable="FSDP_MIN_NUM_PARAMS", help="parameters of a part, if parts are cut by size"
+    )
+    fsdp_offload_params: bool | None = setting(
+        None,
+        switch=False,
+        variable="FSDP_OFFLOAD_PARAMS",
+        help="keep parameters, gradients and optimizer state in the memory of the host",
+    )
+    fsdp_state_dict_type: str | int | None = setting(
+        None,
+        variable="FSDP_STATE_DICT_TYPE",
+        help="checkpoints hold SHARDED_STATE_DICT, a part per process, or FULL_STATE_DICT",
+    )
+    fsdp_cpu_ram_efficient_loading: bool | None = setting(
+        None,
+        switch=False,
+        variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
+        help="only rank 0 reads the weights of a pretrained model; the others get their parts from it",
+    )
+    fsdp_activation_checkpointing: bool | None = setting(
+        None,
+        switch=False,
+        variable="FSDP_ACTIVATION_CHECKPOINTING",
+        help="compute the activations of each wrapped part again in the backward",
+    )
+    fsdp_activation_checkpointing_offload: bool | None = setting(
+        None,
+        switch=False,
+        variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        help="keep what is left of activations in the memory of the host",
+    )
+    fsdp_ignored_modules: str | None = setting(
+        None,
+        flag=None,
+        variable="FSDP_IGNORED_MODULES",
+        help="a regular expression: frozen modules of these names stay whole on every process",
+    )
+    # Of version 1, and what they are in version 2: see the plugin.
+    fsdp_sharding_strategy: str | int | None = setting(
+        None, variable="FSDP_SHARDING_STRATEGY", help="of version 1; see fsdp_reshard_after_forward"
+    )
+    fsdp_backward_prefetch: str | int | None = setting(
+        None, variable="FSDP_BACKWARD_PREFETCH", help="of version 1; version 2 always gathers ahead"
+    )
+    fsdp_forward_prefetch: bool | None = setting(
+        None, switch=False, variable="FSDP_FORWARD_PREFETCH", help="of version 1"
+    )
+    fsdp_use_orig_params: bool | None = setting(
+        None, switch=False, variable="FSDP_USE_ORIG_PARAMS", help="of version 1; always so in version 2"
+    )
+    fsdp_sync_module_states: bool | None = setting(
+        None, switch=False, variable="FSDP_SYNC_MODULE_STATES", help="of version 1; always so in version 2"
+    )
+
+
+PLUGIN = (FSDPSwitch, FSDPSettings)
