@@ -88,7 +88,7 @@ def test_the_version(cli: Run) -> None:
         (["launch", "--mixed_precision", "bf61", "x.py"], ["'bf61'", "did you mean 'bf16'?"]),
         (["launch"], ["there is nothing to launch", "accelerate launch [flags] train.py"]),
         (["launch", "no.py"], ["there is no script no.py"]),
-        (["launch", "--use_fsdp", "x.py"], ["--use_fsdp is not built yet", "why:", "leave it out"]),
+        (["launch", "--use_deepspeed", "x.py"], ["--use_deepspeed is not built yet", "why:", "leave it out"]),
         (["launch", "--config_file", "no.yaml", "x.py"], ["there is no configuration file no.yaml"]),
         (["env", "-n", "2"], ["--num_processes means something only with --explain"]),
         (["config"], ["accelerate config is not built yet", "wizard"]),

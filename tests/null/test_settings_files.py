@@ -211,9 +211,7 @@ def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "distributed_type: FSDP",
         "distributed_type: DEEPSPEED",
-        "fsdp_config: {fsdp_version: 2}",
         "deepspeed_config: {zero_stage: 3}",
         "fp8_config: {backend: TE}",
         "parallelism_config: {tp_size: 2}",
@@ -231,8 +229,8 @@ def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: s
 
 
 def test_a_switch_that_is_not_built_yet_is_refused_however_it_is_called() -> None:
-    with pytest.raises(NotBuiltError, match="--fsdp_offload_params is not built yet"):
-        read({"fsdp_offload_params": "false"}, ("x.py",), HANDED)
+    with pytest.raises(NotBuiltError, match="--zero_stage is not built yet"):
+        read({"zero_stage": "2"}, ("x.py",), HANDED)
     read({"same_network": True, "rdzv_backend": "static", "max_restarts": "0"}, ("x.py",), HANDED)
     with pytest.raises(NotBuiltError, match="--max_restarts"):
         read({"max_restarts": "3"}, ("x.py",), HANDED)

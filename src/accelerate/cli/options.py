@@ -12,6 +12,7 @@ from accelerate.launch import later
 from accelerate.launch.job import declarations
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
 from accelerate.world.world import WorldSettings
+from accelerate.strategy.settings import SETTINGS
 
 # What a launch hands on to the script, in the order of its help.
 HANDED: tuple[type[Any], ...] = (
@@ -19,6 +20,7 @@ HANDED: tuple[type[Any], ...] = (
     PrecisionSettings,
     GradientSettings,
     CompileSettings,
+    *(cls for classes in SETTINGS for cls in classes),
 )
 
 _METAVARS = {"str": "TEXT", "int": "N", "float": "X"}

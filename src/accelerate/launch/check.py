@@ -188,10 +188,10 @@ def _of_type(request: Request, machine: Machine) -> tuple[Device, int] | None:
     known: dict[str, list[Device]] = {}
     for device in devices.accelerators():
         known.setdefault(device.distributed_type, []).append(device)
-    if _typed(kind, ALONE):
+    if _typed(kind, ALONE) or str(kind.value).upper() in request.types:
         return None
     if str(kind.value).upper() not in known:
-        values = (ALONE, CPU_GROUP, *known, *later.values("distributed_type"))
+        values = (ALONE, CPU_GROUP, *known, *request.types, *later.values("distributed_type"))
         raise UnknownNameError("distributed_type", str(kind.value), values, where=f"in {kind.where}")
     counts = ((device, device.probe(machine)) for device in known[str(kind.value).upper()])
     for device, count in counts:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accelerate.core import environ
-from accelerate.core.errors import UnknownNameError
+from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import Loaded, Origin, Setting, declared, load, setting
 from accelerate.launch import files, later
 from accelerate.launch.files import ConfigFile
@@ -130,7 +130,36 @@ class Request:
         told: dict[str, str] = {}
         for cls, loaded in self.loaded.items():
             for row in declared(cls):
-                value = loaded.origin(row.name).value
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The types of the group that ask for a strategy."""
+        return tuple(found for cls in self.loaded if (found := getattr(cls, "__distributed_type__", "")))
+
+    def _typed(self, cls: type[Any]) -> bool:
+        """Whether the type of the group turns this switch on."""
+        kind = getattr(cls, "__distributed_type__", "")
+        return bool(kind) and str(self.get("distributed_type")).upper() == kind
+
+    def check_switches(self) -> None:
+        """Refuses options of a strategy that nobody asked for: they would do nothing.
+
+        Raises:
+            SettingError: there are some.
+        """
+        switches = {row.name: cls for cls in self.loaded for row in declared(cls)}
+        for cls, loaded in self.loaded.items():
+            switch = getattr(cls, "__switch__", "")
+            if not switch or self.get(switch) or self._typed(switches[switch]):
+                continue
+            for name in loaded.origins:
+                if loaded.origin(name).source in ("flag", "file"):
+                    kind = getattr(switches[switch], "__distributed_type__", "")
+                    raise SettingError(
+                        f"{loaded.origin(name).where} is given, but nothing asks for this way of training",
+                        fix=f"add --{switch}, or distributed_type: {kind} in the configuration file",
+                    )
+
+                value = self._typed(cls) or loaded.origin(row.name).value
                 if cls is not Job and row.variable and value != row.default:
                     told[row.variable] = as_text(value)
         return told
@@ -171,6 +200,7 @@ def read(flags: Mapping[str, Any], program: Sequence[str], handed: Sequence[type
 
 def _winners(request: Request) -> Iterator[tuple[str, str, Any]]:
     for loaded in request.loaded.values():
+    request.check_switches()
         for name, found in loaded.origins.items():
             yield name, found[0].where, found[0].value
 

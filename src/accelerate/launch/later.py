@@ -72,18 +72,6 @@ PARTS = (
     ),
     Part(
         _WITH_STRATEGY,
-        switches="use_fsdp",
-        section="fsdp_config",
-        prefix="fsdp_",
-        keys="version offload_params min_num_params sharding_strategy reshard_after_forward auto_wrap_policy "
-        "transformer_layer_cls_to_wrap backward_prefetch state_dict_type forward_prefetch use_orig_params "
-        "cpu_ram_efficient_loading sync_module_states activation_checkpointing "
-        "activation_checkpointing_offload",
-        old_keys="ignored_modules",
-        values={"distributed_type": "FSDP"},
-    ),
-    Part(
-        _WITH_STRATEGY,
         switches="use_deepspeed",
         section="deepspeed_config",
         keys="deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "

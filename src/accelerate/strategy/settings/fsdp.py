@@ -13,7 +13,7 @@ POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 class FSDPSwitch:
     """Whether this strategy trains. In files the type of the group says so: ``distributed_type: FSDP``."""
 
-    __topic__ = "Sharded training"
+    __topic__ = "Sharding"
     __distributed_type__ = "FSDP"
 
     use_fsdp: bool = setting(
@@ -25,9 +25,10 @@ class FSDPSwitch:
 class FSDPSettings:
     """Options of sharded training; see ``FullyShardedDataParallelPlugin``."""
 
-    __topic__ = "Sharded training"
+    __topic__ = "Sharding"
     __section__ = "fsdp_config"
     __prefix__ = "fsdp_"
+    __switch__ = "use_fsdp"
 
     fsdp_version: int | None = setting(
         None, variable="FSDP_VERSION", choices=(1, 2), help="2, the default, is torch's fully_shard"
