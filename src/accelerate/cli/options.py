@@ -8,19 +8,21 @@ import click
 
 from accelerate.core.setting import Setting
 from accelerate.facade.gradient import GradientSettings
+from accelerate.facade.resume import ResumeSettings
 from accelerate.launch import later
 from accelerate.launch.job import declarations
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
-from accelerate.world.world import WorldSettings
 from accelerate.strategy.settings import SETTINGS
+from accelerate.world.world import WorldSettings
 
 # What a launch hands on to the script, in the order of its help.
 HANDED: tuple[type[Any], ...] = (
     WorldSettings,
     PrecisionSettings,
     GradientSettings,
-    CompileSettings,
     *(cls for classes in SETTINGS for cls in classes),
+    CompileSettings,
+    ResumeSettings,
 )
 
 _METAVARS = {"str": "TEXT", "int": "N", "float": "X"}

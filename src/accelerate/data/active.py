@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -11,6 +12,9 @@ class ActiveLoaders:
 
     def __init__(self) -> None:
         self._stack: list[ReferenceType[Any]] = []
+        # Called with a loader that begins an epoch, or is asked for the batch after the one in hand; nothing
+        # of what comes is drawn or read by then.
+        self.asked: Callable[[Any], None] | None = None
 
     def add(self, loader: Any) -> None:
         """The loader begins an epoch."""

@@ -214,6 +214,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 tell(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.active.asked is not None:
+            self.active.asked(self)
         skip, inside = self._skip.plus(self.skip_batches, self.total_batch_size), bool(self._skip)
         record = self.position.record
         if record is not None and record.complete and skip.samples is not None:
@@ -264,6 +266,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 self.end_of_dataloader, self.remainder, epoch.complete = True, remainder, True
             self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
             yield batch
+            if self.active.asked is not None:
+                self.active.asked(self)
         if empty and not epoch.skip:
             self._warn_if_empty()
 

@@ -33,6 +33,7 @@ from accelerate.facade.rollback import remember
 from accelerate.facade.saving import Saving
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
+from accelerate.facade.stopping import Stopping
 from accelerate.facade.tracking import Tracking
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
@@ -45,7 +46,7 @@ from accelerate.world.world import InitProcessGroupKwargs, World
 _UNSET: Any = object()
 
 
-class Accelerator(Given, Loop, Saving, Tracking, Later):
+class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -136,8 +137,8 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         self.state.distributed_type = type(self.state.distributed_type)(
             self.strategy.distributed_type(self.world)
         )
-        self.gradient_state = GradientState.own(
         vars(self.state).update(self.strategy.plugins)
+        self.gradient_state = GradientState.own(
             options.of_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps),
             ActiveLoaders(),
         )
@@ -145,6 +146,7 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         self._start_saving()
         self._start_tracking(log_with)
         self._forget()
+        self._start_stopping()
         roll_back(self, remember)
 
     def _forget(self) -> None:
@@ -460,6 +462,7 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forgets all prepared objects and frees memory; returns a None for each of ``objects``."""
+        self.wait_for_checkpoint(release=True)
         self._forget()
         return release_memory(*objects)
 
@@ -471,6 +474,7 @@ class Accelerator(Given, Loop, Saving, Tracking, Later):
         """Ends the runs of trackers, and closes the world. The last call of a script."""
         try:
             self._end_tracking()
+            self.wait_for_checkpoint()
         finally:
             self.state.destroy_process_group()
 

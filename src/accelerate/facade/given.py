@@ -9,6 +9,7 @@ from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy.base import Strategy
 from accelerate.watch.profile import ProfileKwargs
+from accelerate.world.stop import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs
 
 
@@ -37,6 +38,11 @@ class Given:
     def profile_handler(self) -> Any:
         """Options of the profiler."""
         return self.handlers.get(ProfileKwargs)
+
+    @property
+    def preemption_handler(self) -> Any:
+        """Options of stopping before the job ends."""
+        return self.handlers.get(PreemptionKwargs)
 
     @property
     def ddp_handler(self) -> Any:

@@ -13,6 +13,7 @@ from accelerate.facade.gradient import GradientAccumulationPlugin, GradientSetti
 from accelerate.precision import PRECISIONS
 from accelerate.strategy import STRATEGIES
 from accelerate.watch.profile import ProfileKwargs
+from accelerate.world.stop import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs
 
 
@@ -40,7 +41,7 @@ def of_compiler(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPl
 
 
 def by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:
-    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs, ProfileKwargs]
+    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs, PreemptionKwargs, ProfileKwargs]
     known += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
     known += [c for p in PRECISIONS for c in p.handler_classes if c not in known]
     found: dict[type, KwargsHandler] = {}

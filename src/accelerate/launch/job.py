@@ -43,6 +43,11 @@ class Job:
     stop_timeout: float = setting(
         3.0, help="seconds that processes which are asked to stop have before they are killed"
     )
+    preemption_grace: float | None = setting(
+        None,
+        help="seconds that processes have which stop in good order on a signal (accelerator.should_stop), "
+        "before they are killed; by default as long as they need, or until a second signal",
+    )
     multi_gpu: bool = setting(
         False, variable=None, in_file=False, topic="Hardware", help="insist on accelerators: fail without"
     )
@@ -125,11 +130,6 @@ class Request:
         """The value of any setting, the job's or a handed one."""
         return self.origin(name).value
 
-    def handed(self) -> dict[str, str]:
-        """The environment variables by which the script learns what was given."""
-        told: dict[str, str] = {}
-        for cls, loaded in self.loaded.items():
-            for row in declared(cls):
     @property
     def types(self) -> tuple[str, ...]:
         """The types of the group that ask for a strategy."""
@@ -159,6 +159,11 @@ class Request:
                         fix=f"add --{switch}, or distributed_type: {kind} in the configuration file",
                     )
 
+    def handed(self) -> dict[str, str]:
+        """The environment variables by which the script learns what was given."""
+        told: dict[str, str] = {}
+        for cls, loaded in self.loaded.items():
+            for row in declared(cls):
                 value = self._typed(cls) or loaded.origin(row.name).value
                 if cls is not Job and row.variable and value != row.default:
                     told[row.variable] = as_text(value)
@@ -195,12 +200,12 @@ def read(flags: Mapping[str, Any], program: Sequence[str], handed: Sequence[type
     loaded = {cls: _load(cls, flags, file) for cls in (Job, *handed)}
     request = Request(loaded[Job].value, loaded, tuple(program), file)
     later.refuse_values(_winners(request))
+    request.check_switches()
     return request
 
 
 def _winners(request: Request) -> Iterator[tuple[str, str, Any]]:
     for loaded in request.loaded.values():
-    request.check_switches()
         for name, found in loaded.origins.items():
             yield name, found[0].where, found[0].value
 

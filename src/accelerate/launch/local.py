@@ -46,7 +46,9 @@ class Local(Kind):
             count = f"{where.processes} processes, one for each {where.device.type} device"
             say(request, f"{count} (--num_processes says another number)")
         if where.processes == 1 and replace and not logs.active:
-            _become(request, environ.child(variables | _alone(request)))
+            # The folder of a launcher around this one is not for this process.
+            own: Variables = {**_alone(request), "ACCELERATE_STOP_FOLDER": None}
+            _become(request, environ.child(variables | own))
         else:
             _supervise(request, where.processes, variables, logs)
 
@@ -119,14 +121,17 @@ def _become(request: Request, env: dict[str, str]) -> None:
 
 def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
     with _folder() as folder, _port(request, size) as port:
+        told = variables | {"ACCELERATE_STOP_FOLDER": folder}
         commands = [
-            Command(_watched(request, folder, rank), environ.child(variables | own), *logs.pipes(rank))
+            Command(_watched(request, folder, rank), environ.child(told | own), *logs.pipes(rank))
             for rank, own in enumerate(_own_variables(request, size, port))
         ]
         ranks = Ranks(
             commands,
             stop_timeout=request.settings.stop_timeout,
-            raised=lambda rank: report.error_file(folder, rank).exists(),
+            raised=lambda rank, pid: report.raised(folder, rank, pid),
+            armed=lambda pid: report.armed(folder, pid),
+            grace=request.settings.preemption_grace,
             started=logs.read,
         )
         with _startable(commands[0].program[0]):

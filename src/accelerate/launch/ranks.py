@@ -3,6 +3,9 @@
 The first that fails ends the job: the others get a moment to fail by themselves (what they say helps), are
 asked to stop, and killed after ``stop_timeout``. A signal to the launcher goes on to them. Nothing outlives
 ``run``, and when the launcher itself is killed, its guard (guard.py) and, on Linux, the kernel end them.
+
+A rank may say that it stops in good order when it is asked (``Armed``). If all do, they get the time that
+they need; a second signal ends them at once. A failing job does not ask them, for it would end too late.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from accelerate.core import environ
 
 LINGER = 1.0  # seconds that the others have to fail by themselves after the first failure
 PATROL = 0.5  # seconds between looks for a rank that has raised and does not end
+SAME = 2.0  # seconds in which another signal is the same one, sent by several ways
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -41,6 +45,19 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Armed:
+    """What a rank said of itself: it stops in good order when it is asked.
+
+    Attributes:
+        code: its exit code when the job is to be started again.
+        signals: by which it can be asked.
+    """
+
+    code: int
+    signals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class End:
     """How one process ended.
 
@@ -49,25 +66,39 @@ class End:
         code: its exit code; -n when signal n killed it.
         at: when that was seen, in ns of the monotonic clock.
         asked: the launcher had asked it to stop before.
+        resumable: it has saved its work, and said by its code that the job is to be started again.
     """
 
     rank: int
     code: int
     at: int
     asked: bool
+    resumable: bool = False
 
 
 @dataclass
 class Outcome:
-    """How a job ended: the end of each process, in the order it was seen, and the signal that stopped it."""
+    """How a job ended: the end of each process, in the order it was seen, and the signal that stopped it.
+
+    Attributes:
+        heeded: all ranks had said that they would stop by themselves on that signal, and were not killed.
+    """
 
     ends: list[End] = field(default_factory=list)
     stopped_by: int | None = None
+    heeded: bool = False
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the job is to be started again."""
+        ends = self.ends
+        return any(end.resumable for end in ends) and all(end.resumable or end.code == 0 for end in ends)
 
     @property
     def failed(self) -> bool:
-        """Whether the job did not end well."""
-        return self.stopped_by is not None or any(end.code != 0 for end in self.ends)
+        """Whether the job did not end well. Ranks that stop by themselves say so by their codes."""
+        stopped = self.stopped_by is not None and not self.heeded
+        return stopped or any(end.code != 0 for end in self.ends)
 
 
 class Ranks:
@@ -76,7 +107,10 @@ class Ranks:
     Args:
         commands: one per rank.
         stop_timeout: seconds between asking to stop and killing.
-        raised: whether the rank has left a traceback; one that then does not end counts as failed.
+        raised: whether the rank, with its process id, has left a traceback; one that then does not end counts
+            as failed.
+        armed: what the process of this id has said of stopping by itself.
+        grace: seconds that ranks which stop by themselves have; None for as long as they need.
         started: called with each process once it runs, to read its output.
     """
 
@@ -85,16 +119,19 @@ class Ranks:
         commands: Sequence[Command],
         *,
         stop_timeout: float,
-        raised: Callable[[int], bool] = lambda rank: False,
+        raised: Callable[[int, int], bool] = lambda rank, pid: False,
+        armed: Callable[[int], Armed | None] = lambda pid: None,
+        grace: float | None = None,
         started: Callable[[int, subprocess.Popen[bytes]], None] = lambda rank, process: None,
     ) -> None:
         self.commands, self.stop_timeout = commands, stop_timeout
-        self.raised, self.started = raised, started
+        self.raised, self.armed, self.grace, self.started = raised, armed, grace, started
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self.outcome = Outcome()
         self.stop_at: float | None = None
         self.kill_at: float | None = None
+        self.heeded_at, self.gave_up = 0.0, False
 
     def run(self) -> Outcome:
         """Starts all, and returns when none is left.
@@ -138,21 +175,24 @@ class Ranks:
             if code is None:
                 continue
             del self.alive[rank]
-            asked = self.kill_at is not None
-            self.outcome.ends.append(End(rank, code, time.monotonic_ns(), asked))
+            asked, armed = self.kill_at is not None, self.armed(process.pid)
+            resumable = code != 0 and armed is not None and code == armed.code
+            self.outcome.ends.append(End(rank, code, time.monotonic_ns(), asked, resumable))
             if code == 0:
                 guard.tell(f"-{process.pid}")
-            elif self.stop_at is None:
+            elif self.stop_at is None and not resumable:
                 self.stop_at = time.monotonic() + LINGER
 
     def _advance(self) -> None:
         """Moves on from running to stopping to killing when its time has come."""
         now = time.monotonic()
-        if self.stop_at is None and any(self.raised(rank) for rank in self.alive):
+        if self.stop_at is None and any(self.raised(r, p.pid) for r, p in self.alive.items()):
             self.stop_at = now + max(LINGER, self.stop_timeout)
-        if self.kill_at is None and self.stop_at is not None and now >= self.stop_at:
-            self._stop(os.kill, signal.SIGTERM)
+        asked = self.gave_up or (self.kill_at is not None and not self.outcome.heeded)
+        if self.stop_at is not None and now >= self.stop_at and not asked:
+            self._give_up()
         if self.kill_at is not None and now >= self.kill_at:
+            self.outcome.heeded = self.outcome.heeded and self.gave_up
             _send(os.killpg, self.alive.values(), signal.SIGKILL)
 
     def _signalled(self, number: int) -> None:
@@ -160,11 +200,32 @@ class Ranks:
             _send(os.kill, self.alive.values(), number)
         elif number in STOPS and self.outcome.stopped_by is None:
             self.outcome.stopped_by = number
+            if self._heed(number):
+                return
             # A terminal's Ctrl-C reaches a whole group; `kill` reaches one process.
             from_keyboard = number in (signal.SIGINT, signal.SIGQUIT)
             self._stop(os.killpg if from_keyboard else os.kill, number)
-        elif number in STOPS:
+        elif number in STOPS and not (
+            number == self.outcome.stopped_by and time.monotonic() - self.heeded_at < SAME
+        ):
             self.kill_at = time.monotonic()
+
+    def _heed(self, number: int) -> bool:
+        """Passes a signal on to ranks that all stop by themselves on it, and gives them time; whether so."""
+        said = [self.armed(process.pid) for process in self.alive.values()]
+        if not said or not all(armed is not None and number in armed.signals for armed in said):
+            return False
+        self.outcome.heeded, self.heeded_at = True, time.monotonic()
+        self.kill_at = None if self.grace is None else self.heeded_at + self.grace
+        _send(os.kill, self.alive.values(), number)
+        return True
+
+    def _give_up(self) -> None:
+        """The job fails. Ranks that would take the question for the end of a good job are not asked."""
+        self.gave_up = True
+        unasked = [process for process in self.alive.values() if self.armed(process.pid) is not None]
+        _send(os.kill, unasked, signal.SIGKILL)
+        self._stop(os.kill, signal.SIGTERM)
 
     def _stop(self, send: Callable[[int, int], None], number: int) -> None:
         self.kill_at = time.monotonic() + self.stop_timeout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.launch.errors import RankError
-from accelerate.launch.ranks import End, Outcome
+from accelerate.launch.ranks import Armed, End, Outcome
 
 # A process that dies without a word is noticed a moment later, when its peers may have complained already.
 UNNOTICED = 100_000_000  # ns
@@ -55,6 +55,27 @@ def fault_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.fault"
 
 
+def armed(folder: Path, pid: int) -> Armed | None:
+    """What a process said in ``folder`` of stopping by itself when it is asked; None when it said nothing.
+
+    The other side is ``world/stop.py``, which gets the folder as ``ACCELERATE_STOP_FOLDER``.
+    """
+    file = folder / f"armed_{pid}"
+    if not file.is_file():
+        return None
+    code, *signals = map(int, file.read_text(encoding="utf-8").split())
+    return Armed(code, tuple(signals))
+
+
+def raised(folder: Path, rank: int, pid: int) -> bool:
+    """Whether a rank left a word about a failure; leaving with the code to be started again is none."""
+    file = error_file(folder, rank)
+    if not file.is_file():
+        return False
+    said, words = armed(folder, pid), file.read_text(encoding="utf-8", errors="replace").split(" ", 2)
+    return said is None or len(words) < 3 or int(words[1]) != said.code
+
+
 def failure_of(end: End, folder: Path) -> Failure:
     """How a rank failed, by its exit code and what it left."""
     error, fault = error_file(folder, end.rank), fault_file(folder, end.rank)
@@ -71,7 +92,7 @@ def failure_of(end: End, folder: Path) -> Failure:
 
 
 def failure(outcome: Outcome, folder: Path) -> RankError | None:
-    """The error that says how a job failed; None when it ended well.
+    """The error that says how a job failed, or that it is to be started again; None when it ended well.
 
     Args:
         outcome: how it ended.
@@ -79,8 +100,10 @@ def failure(outcome: Outcome, folder: Path) -> RankError | None:
     """
     if not outcome.failed:
         return None
+    if outcome.resumable:
+        return _resumable(outcome)
     found = {end: failure_of(end, folder) for end in outcome.ends if end.code}
-    if outcome.stopped_by is not None:
+    if outcome.stopped_by is not None and not outcome.heeded:
         return _stopped(outcome.stopped_by, found.values())
     # Whoever ended after it was asked to is a cause only if it had raised before, and left a word.
     causes = [each for end, each in found.items() if each.known or not end.asked] or list(found.values())
@@ -92,6 +115,16 @@ def failure(outcome: Outcome, folder: Path) -> RankError | None:
     error.code = _shell(first.code)
     error.others = _lines(each for each in causes if each not in same)
     error.traceback = first.text
+    return error
+
+
+def _resumable(outcome: Outcome) -> RankError:
+    code = next(end.code for end in outcome.ends if end.resumable)
+    error = RankError(
+        f"stopped to be resumed (exit code {code}): start the job again, with --resume auto if the script "
+        "reads accelerator.resume_from"
+    )
+    error.code = code
     return error
 
 

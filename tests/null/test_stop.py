@@ -1,0 +1,476 @@
+"""Stopping together: where ranks agree to stop, in any order of events; and signals, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.launch import report
+from accelerate.launch.ranks import Armed, End, Outcome
+from accelerate.utils import PreemptionKwargs, ProjectConfiguration
+from accelerate.world import stop as stops
+from accelerate.world.stop import Agreement, Boundaries
+from tests.support.command import Running, start
+
+
+class Board:
+    """The notices of a world, without a store."""
+
+    def __init__(self) -> None:
+        self.notices: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        self.notices[key] = text
+
+    def has(self, *keys: str) -> bool:
+        return all(key in self.notices for key in keys)
+
+    def get(self, key: str) -> str | None:
+        return self.notices.get(key)
+
+    def first(self, key: str, text: str) -> str:
+        return self.notices.setdefault(key, text)
+
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        return {key: self.notices[key] for key in keys if key in self.notices}
+
+
+class Rank:
+    """One rank: its loop, its watcher, and how it ends."""
+
+    def __init__(self, rank: int, size: int, board: Any) -> None:
+        self.agreement = Agreement(rank, size, board)
+        self.rank, self.board = rank, board
+        self.stopped_at = self.caught = self.ended = 0
+
+    @property
+    def passed(self) -> int:
+        return self.agreement.boundaries.passed
+
+    def step(self) -> None:
+        if self.ended or self.stopped_at:
+            return
+        if self.agreement.boundaries.arrive():
+            self.stopped_at = self.passed + 1
+
+    def look(self) -> None:
+        if not self.ended:
+            self.agreement.look("SIGTERM" if self.caught else "")
+
+    def end(self, silently: bool) -> None:
+        """Its program is over; ``silently``: its watcher had no time for a last word."""
+        if self.stopped_at or self.ended:
+            return
+        if not silently:
+            self.agreement.leave()
+        self.board.put(f"ended/{self.rank}", "")
+        self.ended = 1
+
+
+def drained(world: list[Rank]) -> None:
+    """Everybody goes on until nothing changes any more."""
+    for _ in range(4 * max(rank.passed for rank in world) + 40):
+        for rank in world:
+            rank.look()
+            rank.step()
+
+
+ACTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["step", "look", "signal"])), max_size=60)
+
+
+@given(size=st.integers(2, 4), acts=ACTS, first=st.integers(0, 3), together=st.booleans())
+def test_all_stop_at_the_same_boundary(
+    size: int, acts: list[tuple[int, str]], first: int, together: bool
+) -> None:
+    """D12: whoever gets the signal, wherever the others are. ``together``: a collective in every step."""
+    board = Board()
+    world = [Rank(rank, size, board) for rank in range(size)]
+    for number, act in acts:
+        rank = world[number % size]
+        if act == "look":
+            rank.look()
+        elif act == "signal":
+            rank.caught = 1
+        elif not together or rank.passed <= min(each.passed for each in world):
+            rank.step()
+    assert all(rank.caught == 0 for rank in world) <= (not any(rank.stopped_at for rank in world))
+    furthest = max(rank.passed for rank in world)
+    world[first % size].caught = 1
+    drained(world)
+    (at,) = {rank.stopped_at for rank in world}
+    assert {rank.passed for rank in world} == {at - 1}
+    assert all(rank.agreement.everybody for rank in world)
+    assert at > furthest
+    drained(world)
+    assert {rank.stopped_at for rank in world} == {at}
+
+
+@given(
+    acts=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["step", "step", "look", "end", "end silently"])),
+        max_size=60,
+    )
+)
+def test_those_who_go_on_agree_without_those_who_have_ended(acts: list[tuple[int, str]]) -> None:
+    board = Board()
+    world = [Rank(rank, 3, board) for rank in range(3)]
+    with patch.object(stops, "ENDED", -1.0):
+        for number, act in acts:
+            rank = world[number]
+            if act.startswith("end"):
+                rank.end(act == "end silently")
+            else:
+                getattr(rank, act)()
+        left = [rank for rank in world if not rank.ended]
+        for rank in left:
+            rank.caught = 1
+        drained(world)
+    assert len({rank.stopped_at for rank in left}) <= 1
+    assert all(rank.stopped_at > 0 for rank in left)
+    if len(left) < 3:
+        assert not any(rank.agreement.everybody for rank in left)
+    told = [rank for rank in world if rank.ended and f"stop/{rank.rank}" in board.notices]
+    assert all(rank.passed < left[0].stopped_at for rank in told if left)
+
+
+def test_a_rank_waits_only_between_telling_and_the_decision() -> None:
+    boundaries = Boundaries()
+    assert [boundaries.arrive(), boundaries.arrive()] == [False, False]
+    assert boundaries.tell() == 2
+    assert boundaries.arrive() is None
+    assert boundaries.tell() == 2
+    boundaries.decide(4)
+    assert [boundaries.arrive() for _ in range(3)] == [False, True, True]
+    assert boundaries.passed == 3
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Signals act as before afterwards."""
+    yield
+    stops.disarm()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"signals": ("SIGKILL",)}, {"signals": ("SIGINT",)}, {"signals": ()}, {"exit_code": 300}]
+)
+def test_what_announces_no_end_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="PreemptionKwargs"):
+        PreemptionKwargs(**wrong)
+
+
+def test_saving_by_itself_needs_names() -> None:
+    with pytest.raises(SettingError, match="automatic names"):
+        Accelerator(kwargs_handlers=[PreemptionKwargs(save_and_exit=True)])
+
+
+@pytest.mark.usefixtures("heard")
+def test_handlers_are_taken_over_and_given_back() -> None:
+    """The handler of the program is called too, and comes back."""
+    calls: list[int] = []
+
+    def own(number: int, frame: object) -> None:
+        calls.append(number)
+
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        accelerator = Accelerator()
+        assert signal.getsignal(signal.SIGUSR1) is own  # nobody asked yet
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not accelerator.should_stop
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert accelerator.should_stop
+        assert accelerator.should_stop
+        assert calls == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        stops.disarm()
+        assert signal.getsignal(signal.SIGUSR1) is own
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("heard")
+def test_a_handler_arms_at_once_for_its_signals() -> None:
+    Accelerator(kwargs_handlers=[PreemptionKwargs(signals=("SIGUSR2",))])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("heard")
+def test_the_pipe_of_an_event_loop_goes_on() -> None:
+    """Another listener of ``signal.set_wakeup_fd`` hears all signals, and has it back afterwards."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        assert not Accelerator().should_stop
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert os.read(reader, 16) == bytes([signal.SIGUSR1])
+        stops.disarm()
+    finally:
+        assert signal.set_wakeup_fd(before) == writer
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.usefixtures("heard")
+def test_inside_of_a_window_nothing_stops() -> None:
+    """Gradients that have accumulated are not saved: only the end of a window is a place to stop."""
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters()), DataLoader(TensorDataset(torch.ones(8, 1)))
+    )
+    assert not accelerator.should_stop
+    os.kill(os.getpid(), signal.SIGTERM)
+    told = []
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(accelerator.should_stop)
+    assert told == [False, False, True, False, False, True, False, True]
+    inside, after = [], []
+    for window in accelerator.windows(loader, 3):
+        for (x,) in window:
+            accelerator.backward(model(x).sum())
+            inside.append(accelerator.should_stop)
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append(accelerator.should_stop)
+    assert (inside, after) == ([False] * 8, [True] * 3)
+
+
+# ---------------------------------------------------------------- processes
+
+ALONE = """
+import os, signal, sys
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.should_stop
+print("ready", flush=True)
+"""
+
+
+def lone(text: str) -> Running:
+    """A script without a launcher."""
+    running = Running([sys.executable], script_text=ALONE + text)
+    running.wait_for("ready")
+    return running
+
+
+def test_a_second_term_ends_a_process_that_is_in_c_code() -> None:
+    """D12: the interpreter does not come to run a handler there; nor is the first one lost."""
+    running = lone("import ctypes; ctypes.CDLL(None).pause(); [ctypes.CDLL(None).pause() for _ in range(99)]")
+    running.signal(signal.SIGTERM)
+    while running.process.poll() is None:  # until it counts as a second one
+        running.signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            running.process.wait(0.2)
+    assert running.wait().returncode == 128 + signal.SIGTERM
+
+
+def test_a_script_that_never_asks_dies_as_always() -> None:
+    running = Running(
+        [sys.executable],
+        script_text="""
+            import time
+            from accelerate import Accelerator
+            Accelerator(cpu=True)
+            print("ready", flush=True)
+            time.sleep(600)
+        """,
+    )
+    running.wait_for("ready")
+    running.signal(signal.SIGTERM)
+    assert running.wait().returncode == -signal.SIGTERM
+
+
+def test_forked_processes_have_their_own_signals() -> None:
+    """A worker that gets a signal does not stop its parent, and a user signal does not end it."""
+    result = lone(
+        """
+import time
+import torch.multiprocessing as mp
+def work(pipe):
+    assert not accelerator.should_stop
+    pipe.send("begun")
+    pipe.recv()
+ours, theirs = mp.Pipe()
+worker = mp.get_context("fork").Process(target=work, args=(theirs,))
+worker.start()
+ours.recv()
+os.kill(worker.pid, signal.SIGUSR1)
+ours.send("go")
+worker.join()
+print("user signal", worker.exitcode)
+worker = mp.get_context("fork").Process(target=work, args=(theirs,))
+worker.start()
+ours.recv()
+worker.terminate()
+worker.join()
+print("term", worker.exitcode)
+print("parent", accelerator.should_stop)
+"""
+    ).wait()
+    assert result.stdout.split("\n")[1:4] == ["user signal 0", "term -15", "parent False"], result.output
+
+
+def test_the_code_for_another_start_is_the_scripts() -> None:
+    """Alone the launcher is the script; D12 of a world of one, by a user signal."""
+    running = start(
+        "--cpu",
+        script_text="""
+            import time
+            from accelerate import Accelerator
+            from accelerate.utils import PreemptionKwargs
+            accelerator = Accelerator(kwargs_handlers=[PreemptionKwargs(exit_code=85)])
+            print("ready", flush=True)
+            while not accelerator.should_stop:
+                time.sleep(0.01)
+            accelerator.exit_to_resume()
+        """,
+    )
+    running.wait_for("ready")
+    running.signal(signal.SIGUSR1)
+    result = running.wait()
+    assert result.returncode == 85, result.output
+    assert "SIGUSR1: stopping at this step" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------- going on
+
+
+def project(folder: Path) -> ProjectConfiguration:
+    return ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+
+
+def resuming(monkeypatch: pytest.MonkeyPatch, wanted: object, folder: Path | None = None) -> Accelerator:
+    monkeypatch.setenv("ACCELERATE_RESUME", str(wanted))
+    return Accelerator(project_config=project(folder)) if folder else Accelerator()
+
+
+def test_nothing_is_resumed_unless_asked(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_config=project(tmp_path))
+    accelerator.save_state()
+    assert Accelerator(project_config=project(tmp_path)).resume_from is None
+
+
+def test_auto_takes_the_newest_complete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = resuming(monkeypatch, "auto", tmp_path)
+    assert first.resume_from is None
+    first.save_state()
+    newest = first.save_state()
+    (tmp_path / "checkpoints" / ".checkpoint_2.tmp-00ff").mkdir()
+    again = resuming(monkeypatch, "auto", tmp_path)
+    assert again.resume_from == newest.resolve()
+    assert "checkpoint_2.tmp-00ff" in caplog.text
+    again.load_state(again.resume_from)
+    assert again.save_state().name == "checkpoint_2"
+    assert again.resume_from == newest.resolve()  # the choice of the start stays
+
+
+def test_auto_begins_afresh_after_a_first_save_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints" / ".checkpoint_0.tmp-00ff").mkdir(parents=True)
+    assert resuming(monkeypatch, "auto", tmp_path).resume_from is None
+    assert "ignored: .checkpoint_0.tmp-00ff (a save that was interrupted" in caplog.text
+
+
+def test_auto_does_not_begin_afresh_over_damaged_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Accelerator(project_config=project(tmp_path)).save_state()
+    next(file for file in saved.iterdir() if file.name != "manifest.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint"):
+        assert resuming(monkeypatch, "auto", tmp_path).resume_from
+
+
+def test_auto_needs_a_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingError, match="--resume auto needs automatic names"):
+        assert resuming(monkeypatch, "auto").resume_from
+
+
+def test_a_path_is_a_checkpoint_or_a_folder_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(project_config=project(tmp_path / "run"))
+    first, second = accelerator.save_state().resolve(), accelerator.save_state().resolve()
+    for wanted, expected in (
+        (first, first),
+        (second.parent, second),
+        (tmp_path / "run", second),
+    ):
+        assert resuming(monkeypatch, wanted).resume_from == expected
+    for wrong in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(CheckpointNotFoundError, match="no "):
+            assert resuming(monkeypatch, wrong).resume_from
+    next(file for file in second.iterdir() if file.name != "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="damaged"):
+        assert resuming(monkeypatch, second).resume_from
+    assert resuming(monkeypatch, second.parent).resume_from == first
+
+
+def test_a_script_that_does_not_look_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for reads in (False, True):
+        caplog.clear()
+        accelerator = resuming(monkeypatch, "auto", tmp_path)
+        assert not reads or accelerator.resume_from is None
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(2, 1))))
+        assert len(list(loader)) == 2
+        assert ("ACCELERATE_RESUME has no effect so far" in caplog.text) is not reads
+
+
+# ---------------------------------------------------------------- what the launcher makes of it
+
+
+def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
+    (tmp_path / "armed_7").write_text("75 15 10")
+    assert report.armed(tmp_path, 7) == Armed(75, (15, 10))
+    assert report.armed(tmp_path, 8) is None
+    good, again = End(0, 0, 1, False), End(1, 75, 2, False, resumable=True)
+    error = report.failure(Outcome([good, again]), tmp_path)
+    assert error is not None
+    assert (error.code, "--resume auto" in error.what) == (75, True)
+    failed = report.failure(Outcome([again, End(0, 3, 1, False)]), tmp_path)
+    assert failed is not None
+    assert failed.code == 3
+    assert report.failure(Outcome([good], signal.SIGTERM, heeded=True), tmp_path) is None
+    killed = report.failure(Outcome([End(0, -9, 1, False)], signal.SIGTERM), tmp_path)
+    assert killed is not None
+    assert killed.code == 143
+
+
+def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "armed_7").write_text("75 15")
+    assert not report.raised(tmp_path, 0, 7)
+    for said, failed in (("5 75 sys.exit(75)\n", False), ("5 1 ValueError: x\n", True), ("", True)):
+        report.error_file(tmp_path, 0).write_text(said)
+        assert report.raised(tmp_path, 0, 7) is failed
+        assert report.raised(tmp_path, 0, 8)
