@@ -112,7 +112,10 @@ class LocalStore:
     def make(self, folder: str) -> None:
         path = self.path(folder)
         with file_errors("make the folder", path):
+            new = [above for above in path.parents if not above.exists()]
             path.mkdir(parents=True, exist_ok=True)
+            for above in new:  # a commit flushes what is in the store, not the way to it
+                sync_file(above.parent)
 
     def write(self, name: str, fill: Callable[[BinaryIO], object]) -> Record:
         path = self.path(name)
