@@ -69,7 +69,7 @@ def states(parts: Parts, ranks: Ranks) -> States:
     spread = {(sort, index): spread for sort, index, spread in parts.in_parts()}
     models = [model for index, model in enumerate(parts.models) if ("models", index) not in spread]
     weights = [model.state_dict() for model in models]
-    found = States(weights, plans=[one.plan() for one in spread.values()])
+    found = States(weights, plans=[one.plan(rank) for one in spread.values()])
     found.kinds = {id(state): kind(model) for state, model in zip(weights, models, strict=True)}
     for sort, file in FILES.items():
         items = [(i, item) for i, item in enumerate(getattr(parts, sort)) if (sort, i) not in spread]

@@ -51,6 +51,11 @@ def sharded_folder(sort: str, index: int) -> str:
     return f"{stem}_{index}"
 
 
+def whole_file(index: int) -> str:
+    """File in which the public package keeps a sharded model that it has gathered."""
+    return numbered(SHARDED_MODEL_NAME, index, ".bin")
+
+
 def shard_file(rank: int) -> str:
     """File of one rank's parts, in such a folder."""
     return f"__{rank}_0.distcp"

@@ -34,14 +34,15 @@ class Part:
     Attributes:
         name: how errors call it.
         state_dict, load_state_dict: see Stateful. Both are called on every rank.
-        spread: saves and loads the same state in parts, where that is possible.
+        spread: gives what saves and loads the same state in parts, always the same object; None where
+            that is not possible.
         like: for a model, a state with its names and ties that costs nothing to make; ``state_dict`` if None.
     """
 
     name: str
     state_dict: Callable[[], Any]
     load_state_dict: Callable[..., Any]
-    spread: Spread | None = None
+    spread: Callable[[], Spread] | None = None
     like: Callable[[], Mapping[str, Any]] | None = None
 
 
@@ -101,12 +102,14 @@ class Reading:
     Attributes:
         strict: what is missing is an error; otherwise it is listed in ``missing``.
         trusted: objects may be of any class, so reading them may run code.
+        model_kwargs: more arguments of the models' ``load_state_dict``.
         missing: what stays as it is.
         notes: what comes back otherwise than it was saved.
     """
 
     strict: bool = True
     trusted: bool = False
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -114,7 +117,7 @@ class Reading:
 class Spread(Protocol):
     """A state that can be saved spread over the ranks: each writes a part, into a folder that all share."""
 
-    def plan(self) -> Any:
+    def plan(self, rank: int, /) -> Any:
         """What this rank has, to be told to all ranks; called on every rank, may be collective."""
         ...
 
@@ -214,7 +217,7 @@ class Parts:
 
 def spread(item: Any) -> Spread | None:
     """How an object is saved and loaded in parts, None if it cannot be."""
-    return item.spread if isinstance(item, Part) else None
+    return item.spread() if isinstance(item, Part) and item.spread is not None else None
 
 
 def kind(item: Any) -> str:

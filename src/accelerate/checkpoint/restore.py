@@ -13,7 +13,7 @@ from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.digest import digest
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.parts import FILES, Parts, Rng, kind, label
+from accelerate.checkpoint.parts import FILES, Part, Parts, Reading, Rng, kind, label, spread
 from accelerate.checkpoint.ranks import Ranks
 from accelerate.core.errors import CheckpointError
 
@@ -86,10 +86,12 @@ class Reader:
             CheckpointError: a file is missing or cannot be read.
         """
         for index, model in enumerate(parts.models):
-            self._model(model, index)
+            if not self._in_parts("models", model, index):
+                self._model(model, index)
         for sort, file in FILES.items():
             for index, item in enumerate(getattr(parts, sort)):
-                self._torch_file(sort, index, item, file(index))
+                if sort != "optimizers" or not self._in_parts(sort, item, index):
+                    self._torch_file(sort, index, item, file(index))
         if parts.scaler is not None:
             self._torch_file("scaler", 0, parts.scaler, names.SCALER_NAME)
         for index, loader in enumerate(parts.stateful_loaders):
@@ -124,10 +126,27 @@ class Reader:
             fix="prepare the objects that were saved, or pass strict=False to leave this one as it is",
         )
 
+    def _in_parts(self, sort: str, item: Any, index: int) -> bool:
+        """Whether the object was saved in parts; reads what is needed of them then."""
+        folder = self.folder / names.sharded_folder(sort, index)
+        if not folder.is_dir():
+            return False
+        what, one = f"{label(sort, index)} ({kind(item)})", spread(item)
+        if one is None:
+            raise CheckpointError(
+                f"{what} cannot be loaded from {folder}", why="it was saved in parts, by parameter names"
+            )
+        trusted = not self.load_kwargs.get("weights_only", True)
+        reading = Reading(self.strict, trusted, self.model_kwargs, self.missing, self.notes)
+        with file_errors("read", folder):
+            self.ready.append((f"load {what} from {folder}", one.prepare(folder, reading)))
+        return True
+
     def _model(self, model: Any, index: int) -> None:
         what = f"{label('models', index)} ({kind(model)})"
         safe = self.folder / names.model_file(index, safe=True)
-        path = safe if safe.is_file() else self.folder / names.model_file(index, safe=False)
+        other = (names.model_file(index, safe=False), names.whole_file(index))
+        path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
         if not path.is_file():
             self._absent(safe.name, what)
             return
@@ -137,7 +156,7 @@ class Reader:
         else:
             kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
             state, aliases = pickles.read(path, **kwargs), {}
-        like = model.state_dict()
+        like = model.like() if isinstance(model, Part) and model.like else model.state_dict()
         for alias, name in tensors.untied(aliases, like).items():
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
         state = tensors.fitted(state, aliases, like)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,10 @@ from accelerate.checkpoint import state as checkpoints
 from accelerate.checkpoint.export import save as save_object
 from accelerate.checkpoint.export import save_weights
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.state import Loaded, Part, Parts
+from accelerate.checkpoint.state import Loaded, Parts
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.modules import extract_model_from_parallel
+from accelerate.facade.parts import model_part, optimizer_part
 from accelerate.facade.processes import Processes
 from accelerate.world import rng
 
@@ -94,6 +94,8 @@ class Saving(Processes):
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        sharded: bool | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path:
         """Saves models, optimizers, schedulers, scaler, loaders, random states and registered objects.
@@ -103,6 +105,8 @@ class Saving(Processes):
         Args:
             output_dir: the checkpoint's folder; not used under automatic naming.
             safe_serialization: models as safetensors, otherwise as torch files.
+            sharded: models and optimizers in parts, each process writes its own; False writes whole files, on
+                one process. None takes what the strategy does. ``load_state`` reads both, everywhere.
             save_model_func_kwargs: options of engines that write their own files; no strategy has any yet.
 
         Returns:
@@ -112,6 +116,8 @@ class Saving(Processes):
             CheckpointError: on every process; what was there before is untouched.
         """
         self._no_options("save_state", save_model_func_kwargs)
+        parts = self._parts()
+        parts.sharded = self._in_parts(sharded)
 
         def before(weights: Any, folder: Path) -> None:
             for hook in list(self._save_model_state_pre_hook.values()):
@@ -119,7 +125,7 @@ class Saving(Processes):
 
         hooks = before if self._save_model_state_pre_hook else None
         return checkpoints.save(
-            self._parts(),
+            parts,
             _path(output_dir),
             project=self.project_configuration,
             safe_serialization=safe_serialization,
@@ -152,7 +158,7 @@ class Saving(Processes):
             left = list(self._models)
             for hook in list(self._load_model_state_pre_hook.values()):
                 hook(left, str(folder))
-            parts.models = [self._model_part(model) for model in left]
+            parts.models = [model_part(self.strategy, model) for model in left]
 
         loaded = checkpoints.load(
             parts,
@@ -168,21 +174,33 @@ class Saving(Processes):
         return loaded
 
     def _parts(self) -> Parts:
+        models, strategy = self._models, self.strategy
         return Parts(
-            models=[self._model_part(model) for model in self._models],
-            optimizers=list(self._optimizers),
+            models=[model_part(strategy, model) for model in models],
+            optimizers=[optimizer_part(strategy, each, models) for each in self._optimizers],
             schedulers=list(self._schedulers),
             scaler=self.precision.scaler,
             custom=list(self._custom_objects),
             loaders=list(self._dataloaders),
             rng=rng,
             step=self.gradient_state.step,
-            strategy=self.strategy.name,
+            strategy=strategy.name,
         )
 
-    def _model_part(self, model: nn.Module) -> Part:
-        strategy = self.strategy
-        return Part(type(model).__name__, partial(strategy.state, model), partial(strategy.load, model))
+    def _in_parts(self, asked: bool | None) -> bool:
+        """Whether a save writes parts.
+
+        Raises:
+            SettingError: each machine would have only those of its own processes.
+        """
+        sharded = self.strategy.saves_sharded if asked is None else asked
+        if sharded and self.project_configuration.save_on_each_node and self.strategy.world.nodes > 1:
+            raise SettingError(
+                "save_on_each_node does not go with a checkpoint in parts",
+                why="each machine would have the parts of its own processes only, and none a whole model",
+                fix="save to a folder that all machines share, or save_state(sharded=False)",
+            )
+        return sharded
 
     def _no_options(self, name: str, given: dict[str, Any]) -> None:
         if given:

@@ -1,0 +1,65 @@
+"""What a checkpoint gets of prepared models and optimizers: whole states and states in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint.state import Part
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.parts import Spread
+    from accelerate.strategy.base import Strategy
+
+
+def model_part(strategy: Strategy, model: nn.Module) -> Part:
+    """A prepared model: whole as its strategy gives it, in parts by the names of the user's module."""
+    module = strategy.unwrap(model)
+    return Part(
+        type(model).__name__,
+        partial(strategy.state, model),
+        partial(strategy.load, model),
+        spread=cache(partial(spread_model, strategy, model)),
+        like=module.state_dict if strategy.shards else None,
+    )
+
+
+def optimizer_part(strategy: Strategy, optimizer: Any, models: Sequence[nn.Module]) -> Any:
+    """A prepared optimizer; one that is not torch's is saved as it is.
+
+    Args:
+        strategy: how it trains.
+        optimizer: the prepared optimizer.
+        models: all prepared models.
+    """
+    inner = optimizer.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    return Part(
+        type(optimizer).__name__,
+        partial(strategy.optimizer_state, inner, models),
+        partial(strategy.load_optimizer, inner, models),
+        spread=cache(partial(spread_optimizer, strategy, inner, models)),
+    )
+
+
+# torch.distributed.checkpoint takes most of a second to import: only who saves or loads parts pays.
+def spread_model(strategy: Strategy, model: nn.Module) -> Spread:
+    """The model as it is saved in parts."""
+    from accelerate.checkpoint.spread import SpreadModel
+
+    return SpreadModel(strategy.unwrap(model), apart=strategy.trains_apart)
+
+
+def spread_optimizer(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+) -> Spread:
+    """The optimizer as it is saved in parts."""
+    from accelerate.checkpoint.spread import SpreadOptimizer
+
+    modules = [strategy.unwrap(model) for model in models]
+    return SpreadOptimizer(optimizer, modules, apart=strategy.trains_apart)
