@@ -215,7 +215,7 @@ def test_the_loose_functions_write_and_read_the_same_files(tmp_path: Path) -> No
          "input_dir models optimizers schedulers dataloaders process_index scaler=None map_location=None "
          "load_kwargs=None **load_model_func_kwargs"),
         (loose.save_custom_state, "obj path index=0 save_on_each_node=False"),
-        (loose.load_custom_state, "obj path index=0"),
+        (loose.load_custom_state, "obj path index=0 load_kwargs=None"),
         (export.save, "obj f save_on_each_node=False safe_serialization=False"),
         (export.load, "f map_location=None **kwargs"),
         (export.load_state_dict, "checkpoint_file device_map=None"),

@@ -132,6 +132,7 @@ def signed() -> list[tuple[str, str]]:
 OPTIONS = {
     "accelerate.accelerator.Accelerator.backward": ["num_items"],
     "accelerate.accelerator.Accelerator.prepare_data_loader": ["shard"],
+    "accelerate.checkpointing.load_custom_state": ["load_kwargs"],
     "accelerate.data_loader.prepare_data_loader": ["shard"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],
     "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard"],

@@ -109,7 +109,8 @@ def items(found: States, *, shared: bool, safe: bool) -> Iterator[Item]:
         for index, state in enumerate(found.weights):
             yield _model(state, index, found.kinds.get(id(state), ""), safe)
     for sort, file, name, state in [*(found.shared if shared else []), *found.own]:
-        yield Item(sort, PartEntry(file, name), partial(pickles.write, state))
+        looked_at = f"{file} ({name})" if sort in ("custom", "stateful_loaders") else ""
+        yield Item(sort, PartEntry(file, name), partial(pickles.write, state, what=looked_at))
     for share in found.shares:
         if share.file:
             yield Item(share.sort, share.entry, share.fill, share.file)

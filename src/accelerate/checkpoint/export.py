@@ -86,7 +86,7 @@ def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any)
         CheckpointError: the file is missing, damaged, or would run code.
     """
     source = Path(f).expanduser() if isinstance(f, str | PurePath) else f
-    return pickles.read(source, map_location, **kwargs)
+    return pickles.read(source, map_location, "load(..., weights_only=False)", **kwargs)
 
 
 def load_state_dict(
@@ -107,7 +107,7 @@ def load_state_dict(
         with file_errors("read", path):
             state, _ = tensors.read(path)
     else:
-        state = pickles.read(path, "cpu")
+        state = pickles.read(path, "cpu", "load(path, weights_only=False) of accelerate.utils")
     return {name: _placed(name, value, device_map or {}) for name, value in state.items()}
 
 

@@ -86,12 +86,28 @@ def load_accelerator_state(
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Writes the state of one of the user's objects, on the main process (or one process per machine)."""
     if Ranks.current().writes(save_on_each_node):
-        replace_file(Path(path) / names.custom_file(index), partial(pickles.write, obj.state_dict()))
+        what = f"{names.custom_file(index)} ({type(obj).__name__})"
+        file = Path(path) / names.custom_file(index)
+        replace_file(file, partial(pickles.write, obj.state_dict(), what=what))
 
 
-def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Reads the state of one of the user's objects; the file may hold any object, so it must be trusted."""
-    obj.load_state_dict(pickles.read(Path(path) / names.custom_file(index), "cpu", weights_only=False))
+def load_custom_state(
+    obj: Any, path: str, index: int = 0, load_kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Reads the state of one of the user's objects.
+
+    Args:
+        obj: the object; its ``load_state_dict`` is called.
+        path: the checkpoint's folder.
+        index: which of the registered objects.
+        load_kwargs: more arguments of ``torch.load``: ``{"weights_only": False}`` for a file that you trust.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or would run code.
+    """
+    file = Path(path) / names.custom_file(index)
+    trust = "load_custom_state(..., load_kwargs={'weights_only': False})"
+    obj.load_state_dict(pickles.read(file, **{"map_location": "cpu", "trust": trust, **(load_kwargs or {})}))
 
 
 def _stateful(dataloaders: list[Any]) -> list[Any]:

@@ -1,22 +1,54 @@
-"""torch files: written by ``torch.save``, read without running code unless the caller says otherwise."""
+"""torch files: written by ``torch.save``, read without running code unless the caller says otherwise.
+
+A ``weights_only`` load builds what torch allows by itself (tensors, plain values) and what ``safe_globals``
+lists. Everything else is refused by name: a pickle may call any function that it can name.
+"""
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import logging
+import pathlib
 import pickle
+import types
+import uuid
+import zipfile
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
+from torch import _utils as torch_utils
+from torch.storage import TypedStorage, _LegacyStorage
 
 from accelerate.checkpoint.errors import file_errors
 from accelerate.core.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
+# Classes whose making runs nothing but their own code, which only keeps what it is given. As functions in a
+# pickle (``defaultdict(list)``) they convert data to data.
+_PLAIN: tuple[Any, ...] = (
+    *(bool, int, float, str, bytes, tuple, list, dict, frozenset, range, slice),
+    *(collections.defaultdict, collections.deque),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID, types.SimpleNamespace, argparse.Namespace),
+)
+TRUST = "load_state(..., load_kwargs={'weights_only': False})"
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType)  # pickled as their names
+_told: set[tuple[str, tuple[str, ...]]] = set()
+
 
 @cache
 def safe_globals() -> list[Any]:
-    """What a ``weights_only`` load may build besides torch's own list: numpy arrays, scalars and dtypes.
+    """What a ``weights_only`` load may build besides torch's own list: plain classes of Python, numpy data.
 
     These hold data and run nothing.
     """
@@ -24,7 +56,7 @@ def safe_globals() -> list[Any]:
     rebuild_array: Any = array.__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
     dtypes = [value for name, value in vars(np.dtypes).items() if name.endswith("DType")]
-    return [rebuild_array, np.ndarray, scalar, np.dtype, _encode(), *dtypes]
+    return [rebuild_array, np.ndarray, scalar, np.dtype, _encode(), *dtypes, *_PLAIN]
 
 
 def _encode() -> Any:
@@ -33,17 +65,94 @@ def _encode() -> Any:
     return encode  # numpy pickles bytes through it
 
 
-def write(value: Any, file: BinaryIO) -> None:
-    """Writes one torch file."""
-    torch.save(value, file)
+class _Pickler(pickle.Pickler):
+    """Writes containers so that a ``weights_only`` load takes them.
+
+    Attributes:
+        met: classes of the objects it has written; classes and functions as they are.
+    """
+
+    def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
+        super().__init__(file, *args, **kwargs)
+        self.met: set[Any] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As the class says, but with the content as an argument: such a load fills lists and dicts only."""
+        kind = type(obj)
+        self.met.add(obj if issubclass(kind, _NAMED) else kind)
+        if kind is collections.deque:
+            return collections.deque, (list(obj), obj.maxlen)
+        if kind is collections.defaultdict:
+            return collections.defaultdict, (obj.default_factory, dict(obj))
+        return NotImplemented
 
 
-def read(source: Path | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+def write(value: Any, file: BinaryIO, what: str = "") -> None:
+    """Writes one torch file.
+
+    Args:
+        value: the object.
+        file: open for writing.
+        what: how a log line calls the object if ``read`` will refuse it; empty to not look.
+    """
+    written: list[tuple[_Pickler, IO[bytes]]] = []
+
+    class Pickler(_Pickler):
+        def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
+            super().__init__(file, *args, **kwargs)
+            written.append((self, file))
+
+    torch.save(value, file, pickle_module=types.SimpleNamespace(Pickler=Pickler, __name__="pickle"))
+    if what:
+        for pickler, buffer in written:
+            if isinstance(buffer, io.BytesIO) and not pickler.met <= _harmless():
+                _tell(what, buffer.getvalue())
+
+
+@cache
+def _harmless() -> frozenset[Any]:
+    """What needs no closer look."""
+    known = (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device)
+    storages = TypedStorage.__subclasses__() + _LegacyStorage.__subclasses__()
+    rebuild = (value for name, value in vars(torch_utils).items() if name.startswith("_rebuild_"))
+    return frozenset(
+        (*known, *storages, *rebuild, collections.OrderedDict, collections.Counter, set, *safe_globals())
+    )
+
+
+def _tell(what: str, pickled: bytes) -> None:
+    """Says once that an object will not come back by itself."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3")
+    archive.seek(0)
+    refused = refusals(archive)
+    if refused and (what, refused) not in _told:
+        _told.add((what, refused))
+        logger.warning(
+            "%s saves %s, which loading refuses unless you type %s or torch.serialization.add_safe_globals: "
+            "let its state_dict() return plain values and tensors",
+            what,
+            ", ".join(refused),
+            TRUST,
+        )
+
+
+def refusals(source: Path | IO[bytes]) -> tuple[str, ...]:
+    """Names of the classes and functions in a torch file that a ``weights_only`` load would refuse."""
+    with torch.serialization.safe_globals(safe_globals()):
+        path = str(source) if isinstance(source, Path) else source
+        return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+
+
+def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST, **kwargs: Any) -> Any:
     """The object in a torch file.
 
     Args:
         source: path, or file open for reading.
         map_location: as ``torch.load`` takes it.
+        trust: what the user types to load a file that may run code, for the error.
         kwargs: more arguments of ``torch.load``; ``weights_only`` is True unless given.
 
     Raises:
@@ -51,17 +160,28 @@ def read(source: Path | IO[bytes], map_location: Any = None, **kwargs: Any) -> A
     """
     kwargs.setdefault("weights_only", True)
     path = source if isinstance(source, Path) else Path(getattr(source, "name", "the stream"))
+    if kwargs.get("mmap") and path.is_file() and not zipfile.is_zipfile(path):
+        kwargs["mmap"] = False  # files of torch before 1.6 cannot be mapped
     with file_errors("read", path), torch.serialization.safe_globals(safe_globals()):
         try:
             return torch.load(source, map_location=map_location, **kwargs)
         except pickle.UnpicklingError as error:
             if not kwargs["weights_only"]:
                 raise
+            names = _named(source)
+            allow = f"; to allow only these: torch.serialization.add_safe_globals([{names}])" if names else ""
             raise CheckpointError(
                 f"{path} holds more than data, and reading it could run code",
-                why=_refused(error),
-                fix="if you trust whoever wrote the file: load_kwargs={'weights_only': False}",
+                why=f"it names {names}" if names else _refused(error),
+                fix=f"if you trust whoever wrote the file: {trust}{allow}",
             ) from error
+
+
+def _named(source: Path | IO[bytes]) -> str:
+    """What is refused in a file, if that can be told."""
+    if isinstance(source, Path) and zipfile.is_zipfile(source):
+        return ", ".join(refusals(source))
+    return ""
 
 
 def _refused(error: Exception) -> str:

@@ -169,9 +169,7 @@ class Reader:
         if not path.is_file():
             self._absent(file, what)
             return
-        # The user's own objects may hold anything: the public format reads them with pickle's full power.
-        kwargs = {"weights_only": False} if sort == "custom" else dict(self.load_kwargs)
-        state = pickles.read(path, **{"map_location": self.map_location, **kwargs})
+        state = pickles.read(path, **{"map_location": self.map_location, **self.load_kwargs})
         self.ready.append((f"load {what} from {path}", partial(item.load_state_dict, state)))
 
     def count_custom(self, parts: Parts) -> None:

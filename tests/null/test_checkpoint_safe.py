@@ -1,0 +1,270 @@
+"""Files of strangers: reading them builds data, and what could run code is refused by name (D8)."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import io
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import types
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate.checkpoint import export, loose, pickles, state
+from accelerate.checkpoint.state import Parts
+from accelerate.core.errors import CheckpointError
+
+SPRUNG = "ACCELERATE_TESTS_TRAP"
+
+
+class Trap:
+    """Sets a variable when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.putenv, (SPRUNG, "sprung")
+
+
+class Colour(enum.Enum):
+    """A class that no list of plain classes knows."""
+
+    RED = 1
+
+
+class Holder:
+    """A registered object whose state is whatever it is given."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def assert_not_sprung() -> None:
+    """``os.putenv`` does not change ``os.environ``: a child sees it."""
+    code = f"import os; print({SPRUNG!r} in os.environ)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+PLAIN = [
+    collections.defaultdict(list, {1: [2, 3]}),
+    collections.deque([1, "a"], maxlen=4),
+    collections.Counter("abca"),
+    collections.OrderedDict(b=1, a=2),
+    {1, "a"},
+    frozenset([1, (2, 3)]),
+    datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc),
+    datetime.date(2026, 1, 2),
+    datetime.time(3, 4),
+    datetime.timedelta(days=1.5),
+    pathlib.Path("/a/b"),
+    pathlib.PurePosixPath("a"),
+    pathlib.PureWindowsPath("c:/a"),
+    decimal.Decimal("1.50"),
+    fractions.Fraction(1, 3),
+    uuid.UUID(int=5),
+    types.SimpleNamespace(a=1),
+    argparse.Namespace(lr=0.1),
+    range(1, 9, 2),
+    slice(1, None),
+    b"\x00\xff",
+    bytearray(b"a"),
+    2**100,
+    1 + 2j,
+    np.float32(1.5),
+    np.datetime64("2026-01-02"),
+    torch.Size([1, 2]),
+    torch.bfloat16,
+    torch.device("cpu"),
+    {"rng": np.random.default_rng(3).bit_generator.state, "nested": [collections.deque([{1}])]},
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
+def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """D8: what people keep in the state of their objects needs no trust."""
+    path = tmp_path / "c"
+    state.save(Parts(custom=[Holder(value)]), path)
+    fresh = Holder()
+    state.load(Parts(custom=[fresh]), path)
+    assert type(fresh.value) is type(value)
+    assert fresh.value == value
+    assert "refuses" not in caplog.text
+    # Other programs read the file too.
+    assert torch.load(path / "custom_checkpoint_0.pkl", weights_only=False) == {"value": value}
+
+
+def test_a_limited_deque_and_a_default_keep_what_they_are(tmp_path: Path) -> None:
+    export.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
+    found = export.load(tmp_path / "x.bin")
+    assert found["d"].maxlen == 4
+    assert found["f"]["new"] == []
+
+
+def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D8: nobody finds out at the resume; and it is said once, not at every save."""
+    path = tmp_path / "c"
+    for _ in range(2):
+        state.save(Parts(custom=[Holder(), Holder(Colour.RED)]), path)
+    told = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
+    assert len(told) == 1
+    assert "custom_checkpoint_1.pkl (Holder) saves" in told[0]
+    assert f"{__name__}.Colour" in told[0]
+    assert "load_kwargs={'weights_only': False}" in told[0]
+    fresh = Parts(custom=[Holder("as it was"), Holder("as it was")])
+    with pytest.raises(CheckpointError) as caught:
+        state.load(fresh, path)
+    assert "custom_checkpoint_1.pkl" in caught.value.what
+    assert f"{__name__}.Colour" in caught.value.why
+    assert "load_state(..., load_kwargs={'weights_only': False})" in caught.value.fix
+    assert f"add_safe_globals([{__name__}.Colour])" in caught.value.fix
+    assert [item.value for item in fresh.custom] == ["as it was"] * 2
+    with torch.serialization.safe_globals([Colour]):
+        state.load(fresh, path)
+    assert fresh.custom[1].value is Colour.RED
+    fresh.custom[1].value = None
+    state.load(fresh, path, load_kwargs={"weights_only": False})
+    assert fresh.custom[1].value is Colour.RED
+
+
+def test_the_loose_function_refuses_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loose.save_custom_state(Holder(Colour.RED), str(tmp_path))
+    assert "custom_checkpoint_0.pkl (Holder) saves" in caplog.text
+    with pytest.raises(CheckpointError, match=r"(?s)Colour.*load_custom_state\(..., load_kwargs="):
+        loose.load_custom_state(Holder(), str(tmp_path))
+    fresh = Holder()
+    loose.load_custom_state(fresh, str(tmp_path), load_kwargs={"weights_only": False})
+    assert fresh.value is Colour.RED
+
+
+def poison_torch(path: Path) -> None:
+    torch.save({"value": Trap()}, path)
+
+
+def poison_legacy(path: Path) -> None:
+    torch.save({"value": Trap()}, path, _use_new_zipfile_serialization=False)
+
+
+def poison_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Trap()))
+
+
+@pytest.mark.parametrize("poison", [poison_torch, poison_legacy, poison_pickle])
+@pytest.mark.parametrize(
+    "file",
+    ["custom_checkpoint_0.pkl", "optimizer.bin", "scaler.pt", "pytorch_model.bin", "random_states_0.pkl"],
+)
+def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
+    tmp_path: Path, file: str, poison: Any
+) -> None:
+    from accelerate.world import rng
+
+    def parts() -> Parts:
+        model = nn.Linear(1, 1)
+        scaler = torch.amp.GradScaler("cpu")
+        return Parts([model], [torch.optim.SGD(model.parameters())], [], scaler, [Holder(1)], rng=rng)
+
+    path = tmp_path / "c"
+    state.save(parts(), path, safe_serialization=False)
+    (path / "manifest.json").unlink()
+    poison(path / file)
+    with pytest.raises(CheckpointError, match=rf"(?s){file}.*could run code.*(putenv|operand).*weights_only"):
+        state.load(parts(), path)
+    assert_not_sprung()
+
+
+@pytest.mark.parametrize("poison", [poison_torch, poison_legacy, poison_pickle])
+def test_files_of_weights_are_refused_too(tmp_path: Path, poison: Any) -> None:
+    poison(tmp_path / "w.bin")
+    for read in (export.load_state_dict, export.load):
+        with pytest.raises(CheckpointError, match=r"(?s)could run code.*load\(.*weights_only=False\)"):
+            read(tmp_path / "w.bin")
+    assert_not_sprung()
+
+
+def test_metadata_of_a_safetensors_file_is_text(tmp_path: Path) -> None:
+    """A pickle in it stays text; an alias that names nothing in the file is no alias."""
+    text = pickle.dumps(Trap(), 0).decode("latin1")
+    save_file({"weight": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"a": text, "../x": "../y"})
+    assert list(export.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
+    assert_not_sprung()
+
+
+AUDIT = """
+import itertools, sys
+from accelerate.checkpoint import pickles
+harmful = "open exec compile os. subprocess. socket. ctypes. shutil. import code."
+harmful = tuple(harmful.split())
+seen, watched = [], False
+
+def hook(event, args):
+    ours = event == "import" and args[0].startswith("encodings.")  # a name of an encoding, of Python's own
+    if watched and event.startswith(harmful) and not ours:
+        seen.append((event, args))
+
+values = ["/etc/passwd", "os.system", b"exit 1", 5, {"a": "b"}, ["x"], None, ("a", 1), "U", "utf-8"]
+allowed = pickles.safe_globals()
+for call in allowed:  # once unwatched: what is imported lazily is imported
+    for value in values:
+        try: call(value)
+        except Exception: pass
+sys.addaudithook(hook)
+for call in allowed:
+    for count in (0, 1, 2):
+        for arguments in itertools.product(values, repeat=count):
+            watched = True
+            try: call(*arguments)
+            except Exception: pass
+            watched = False
+print(len(allowed), seen)
+"""
+
+
+def test_everything_that_may_be_built_only_keeps_data() -> None:
+    """Called with anything, what the list allows opens, imports and runs nothing."""
+    done = subprocess.run([sys.executable, "-c", AUDIT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    count, _, seen = done.stdout.strip().partition(" ")
+    assert int(count) == len(pickles.safe_globals()) > 40
+    assert seen == "[]"
+
+
+def test_the_list_holds_no_function_but_those_that_make_numpy_data() -> None:
+    functions = {f"{f.__module__}.{f.__name__}" for f in pickles.safe_globals() if not isinstance(f, type)}
+    assert len(functions) == 3
+    assert functions <= {
+        *("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
+        *("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar", "_codecs.encode"),
+    }
+
+
+def test_looking_for_what_would_be_refused_costs_nothing_for_plain_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pickle is read again only if a class is in it that is not known to be plain."""
+    looked: list[str] = []
+    monkeypatch.setattr(pickles, "_tell", lambda what, pickled: looked.append(what))
+    weights = nn.Linear(2, 2).state_dict()
+    pickles.write({"ema": weights, "all": PLAIN[:3], "array": np.ones(3)}, io.BytesIO(), what="plain")
+    pickles.write({"ema": weights, "colour": Colour.RED}, io.BytesIO(), what="coloured")
+    assert looked == ["coloured"]
