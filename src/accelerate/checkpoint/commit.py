@@ -1,15 +1,14 @@
 """The commit protocol: a checkpoint is whole and on the disk, or it is not there.
 
-    1. rank 0 draws an id; all ranks write into ``.<name>.tmp-<id>`` beside the target. Every file is flushed
-       to the disk and its digest taken as soon as it is written.
+    1. rank 0 draws an id; all ranks write into a folder of that id (``Store.temp``), which does not count as
+       a checkpoint. Every file is made durable and its digest taken as soon as it is written.
     2. every rank tells what it wrote. If one failed, all raise the same error and the folder is removed.
     3. rank 0 checks that it sees all files, and writes the manifest, last.
-    4. all agree; then one rename makes the folder the checkpoint.
+    4. all agree; then one step of the store makes the folder the checkpoint.
     5. only now older checkpoints may go.
 
-A target that exists is renamed aside (``.<name>.old-<id>``) just before step 4 and removed after it. A crash
-between the two renames is mended by the next load or save: forward if the new folder has its manifest, which
-it has, backward otherwise. What the user keeps in the target folder besides the checkpoint moves along.
+In a folder of a file system step 4 is a rename, see ``swap.py``; in a remote store it is the manifest that is
+put under the checkpoint's name, see ``remote.py``.
 
 With ``each_node`` every machine does this on its own disk, and step 4 waits for all machines.
 """
@@ -17,8 +16,6 @@ With ``each_node`` every machine does this on its own disk, and step 4 waits for
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import socket
 import uuid
 from collections.abc import Iterable
@@ -27,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from accelerate.checkpoint import manifest as manifests
-from accelerate.checkpoint.find import automatic_number, hidden, inspect, working
-from accelerate.checkpoint.names import MANIFEST_NAME, is_part
+from accelerate.checkpoint.find import automatic_number, inspect
+from accelerate.checkpoint.names import MANIFEST_NAME
 from accelerate.checkpoint.store import Record, Store
 from accelerate.core.errors import CheckpointError
 
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
 
     from accelerate.checkpoint.manifest import Manifest
     from accelerate.checkpoint.ranks import Ranks
-
-logger = logging.getLogger(__name__)
 
 
 def new_id() -> str:
@@ -79,7 +74,7 @@ class Stage:
     def temp(self) -> str:
         """The folder that is written to."""
         suffix = f"-n{self.ranks.node}" if self.each_node else ""
-        return working(self.name, "tmp", self.id) + suffix
+        return self.store.temp(self.name, self.id) + suffix
 
     @property
     def folder(self) -> Path:
@@ -87,9 +82,9 @@ class Stage:
         return self.store.path(self.temp)
 
     @property
-    def target(self) -> Path:
-        """Where the checkpoint will be."""
-        return self.store.path(self.name)
+    def target(self) -> str:
+        """Where the checkpoint will be, for errors."""
+        return self.store.label(self.name)
 
     @property
     def commits(self) -> bool:
@@ -98,9 +93,15 @@ class Stage:
 
     def open(self) -> None:
         """Makes the folder to write to; the rank that commits mends and clears first."""
+        if self.each_node and self.store.shared:
+            raise CheckpointError(
+                f"save_on_each_node=True, but {self.store.label()} is one place for all machines",
+                why="each would replace the other's checkpoint",
+                fix="leave out save_on_each_node",
+            )
         if self.commits:
-            refuse_unmovable(self.target)
-            heal(self.store, self.name)
+            self.store.refuse(self.name)
+            self.store.heal(self.name)
             sweep(self.store, self.name, spare=self.id)
         self.store.make(self.temp)
 
@@ -121,7 +122,8 @@ class Stage:
             self.records[name] = replace(record, rank=self.ranks.rank)
 
     def report(self, told: dict[str, Any] | None = None) -> Report:
-        """What this rank tells the others."""
+        """What this rank tells the others, after all of it has written what it writes."""
+        self.seal(self.store.loose(self.temp))
         return Report(self.ranks.node, socket.gethostname(), self.records, told or {})
 
     def close(self, reports: Iterable[Report], describe: Callable[[dict[str, Record]], Manifest]) -> None:
@@ -131,6 +133,7 @@ class Stage:
         records: dict[str, Record] = {}
         for report in near:
             self._refuse_unseen(report, sizes)
+            self._refuse_twice(report, records)
             records.update(report.files)
         # Hooks and parts that write by themselves do not report: their files are sealed here.
         for name in sizes.keys() - records.keys():
@@ -145,7 +148,7 @@ class Stage:
 
     def publish(self) -> None:
         """Makes the closed folder the checkpoint."""
-        swap(self.store, self.temp, self.name, self.id)
+        self.store.publish(self.temp, self.name, self.id)
 
     def discard(self) -> None:
         """Removes what was written, after a failure. What cannot be removed is left for the next save."""
@@ -160,140 +163,58 @@ class Stage:
             seen = f"sees {sizes[name]} bytes" if name in sizes else "does not see it"
             raise CheckpointError(
                 f"rank {record.rank} wrote {name} ({record.size} bytes) on {report.host}, but rank "
-                f"{self.ranks.rank} on {socket.gethostname()} {seen} in {self.folder}",
+                f"{self.ranks.rank} on {socket.gethostname()} {seen} in {self.store.label(self.temp)}",
                 why="the machines do not share this folder, or its file system is late",
                 fix="save to a folder that all machines share, or use "
                 "ProjectConfiguration(save_on_each_node=True)",
             )
 
+    def _refuse_twice(self, report: Report, records: dict[str, Record]) -> None:
+        for name, record in report.files.items():
+            other = records.get(name, record)
+            if other.digest != record.digest:
+                raise CheckpointError(
+                    f"rank {other.rank} and rank {record.rank} both wrote {name}, with different content",
+                    why="only one of the two is in the checkpoint",
+                    fix="write it on the main process only, or under a name with the rank in it",
+                )
+
     def _refuse_shared(self) -> None:
-        others = [entry for entry in self.store.entries() if self._is_other_node(entry)]
+        same = [leftover for leftover in self.store.leftovers(self.name) if leftover.id == self.id]
+        others = [leftover for leftover in same if leftover.folder != self.temp]
         if others:
             raise CheckpointError(
-                f"save_on_each_node=True, but the machines share {self.store.root}",
+                f"save_on_each_node=True, but the machines share {self.store.label()}",
                 why="each would replace the other's checkpoint",
                 fix="leave out save_on_each_node, or save to a disk of each machine",
             )
 
-    def _is_other_node(self, entry: str) -> bool:
-        return hidden(entry) == (self.name, "tmp", self.id) and entry != self.temp
-
-
-def refuse_unmovable(target: Path) -> None:
-    """Refuses a target that cannot be replaced by a rename.
-
-    Raises:
-        CheckpointError: it is a file, a mount point, or holds the current directory.
-    """
-    if not target.exists():
-        return
-    why = ""
-    if not target.is_dir():
-        why = "it is a file"
-    elif os.path.ismount(target):
-        why = "it is the root of a file system, which cannot be renamed"
-    elif target in (Path.cwd(), *Path.cwd().parents):
-        why = "it holds the current directory, which would vanish under this process"
-    if why:
-        raise CheckpointError(
-            f"{target} cannot be replaced by a new checkpoint in one step",
-            why=why,
-            fix=f"save into a folder of its own, for example {target / 'checkpoint'}",
-        )
-
-
-def swap(store: Store, temp: str, name: str, id: str) -> None:
-    """Makes ``temp`` the folder ``name``; of one that exists, only the user's own files stay.
-
-    Raises:
-        CheckpointError: a rename failed, or cannot be made durable; everything is where it was.
-    """
-    aside = working(name, "old", id)
-    steps = [(temp, name)]
-    if store.entries(name):
-        steps.insert(0, (name, aside))
-    done: list[tuple[str, str]] = []
-    try:
-        for source, target in steps:
-            store.rename(source, target)
-            done.append((source, target))
-        store.sync("")
-    except CheckpointError:
-        for source, target in reversed(done):
-            store.rename(target, source)
-        raise
-    if len(steps) == 1:
-        return
-    try:
-        _settle(store, name, aside)
-    except CheckpointError as error:  # the checkpoint is committed; the next load or save tries again
-        logger.warning("%s is committed, but what it replaced is still in %s: %s", name, aside, error)
-
-
-def _settle(store: Store, name: str, aside: str) -> None:
-    """Moves the user's own files from the replaced folder to the new one, and removes the rest."""
-    try:
-        old = manifests.read(store.path(aside))
-    except CheckpointError:
-        old = None
-    owned = {file.partition("/")[0] for file in old.files} if old else set[str]()
-    present = set(store.entries(name))
-    for entry in store.entries(aside):
-        if entry not in owned and entry not in present and not is_part(entry):
-            store.rename(f"{aside}/{entry}", f"{name}/{entry}")
-    store.sync(name)
-    store.remove(aside)
-
-
-def heal(store: Store, name: str) -> None:
-    """Finishes a replacement of ``name`` that a crash interrupted; does nothing otherwise."""
-    working_folders = [(entry, h) for entry in store.entries() if (h := hidden(entry)) and h[0] == name]
-    for aside, (_, role, id_) in working_folders:
-        if role != "old":
-            continue
-        if not store.is_folder(name):
-            ready = [e for e, h in working_folders if h[1:] == ("tmp", id_) and _has_manifest(store, e)]
-            result = "finished" if ready else "undone"
-            logger.warning("the save of %s was interrupted; it is %s now", store.path(name), result)
-            store.rename(ready[0] if ready else aside, name)
-            store.sync("")
-        if store.is_folder(aside):
-            _settle(store, name, aside)
-
-
-def _has_manifest(store: Store, name: str) -> bool:
-    try:
-        return manifests.read(store.path(name)) is not None
-    except CheckpointError:
-        return False
-
 
 def sweep(store: Store, name: str, spare: str = "") -> None:
-    """Removes working folders that interrupted saves of ``name`` have left; ``spare`` is an id to keep."""
-    for entry in store.entries():
-        found = hidden(entry)
-        if found and found[0] == name and found[1] != "old" and found[2] != spare:
-            store.remove(entry)
+    """Removes what interrupted saves of ``name`` have left; ``spare`` is an id to keep."""
+    for leftover in store.leftovers(name):
+        if leftover.role != "old" and leftover.id != spare:
+            store.remove(leftover.folder)
 
 
 def retain(store: Store, committed: str, limit: int | None) -> None:
     """Removes the oldest numbered checkpoints beyond ``limit``, and what interrupted saves have left.
 
-    Call it after ``committed`` is committed; that one is never removed. A folder vanishes by one rename
-    before its files are deleted, so what is left by a crash is not taken for a checkpoint.
+    Call it after ``committed`` is committed; that one is never removed.
     """
     newest = automatic_number(committed)
     assert newest is not None
-    found = [(n, entry) for entry in store.entries() if (n := automatic_number(entry)) is not None]
-    whole = [entry for _, entry in sorted(found) if (c := inspect(store, entry)) and not c.problem]
-    doomed = whole[: max(0, len(whole) - limit)] if limit is not None else []
-    for entry in doomed:
+    for entry in _beyond(store, limit) if limit is not None else []:
         if entry != committed:
-            gone = working(entry, "gone", new_id())
-            store.rename(entry, gone)
-            store.remove(gone)
-    for entry in store.entries():
-        found_hidden = hidden(entry)
-        number = automatic_number(found_hidden[0]) if found_hidden else None
-        if number is not None and number <= newest and found_hidden and found_hidden[1] != "old":
-            store.remove(entry)
+            store.retire(entry, new_id())
+    for leftover in store.leftovers():
+        number = automatic_number(leftover.name)
+        if number is not None and number <= newest and leftover.role != "old":
+            store.remove(leftover.folder)
+
+
+def _beyond(store: Store, limit: int) -> list[str]:
+    """The oldest complete numbered checkpoints, all but ``limit`` of them."""
+    found = sorted((n, entry) for entry in store.entries() if (n := automatic_number(entry)) is not None)
+    whole = [entry for _, entry in found if (c := inspect(store, entry)) and not c.problem]
+    return whole[: max(0, len(whole) - limit)]

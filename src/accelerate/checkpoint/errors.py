@@ -58,6 +58,34 @@ def file_errors(doing: str, path: Path) -> Generator[None]:
         raise CheckpointError(f"cannot {doing} {path}", why=_first_line(error)) from error
 
 
+@contextmanager
+def remote_errors(doing: str, place: str) -> Generator[None]:
+    """Turns every failure of a remote store into a CheckpointError that names the URL.
+
+    Each driver has exceptions of its own, of which many derive from nothing but Exception.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        why = f"{_first_line(error)} (on {socket.gethostname()})"
+        raise CheckpointError(f"cannot {doing} {place}", why=why, fix=_remote_fix(error, place)) from error
+
+
+def _remote_fix(error: Exception, place: str) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.ENOSPC:
+        return _fix(code, Path(place)) + "; TMPDIR says where fetched files lie"
+    if isinstance(error, PermissionError):
+        return "look at the credentials: they must allow to list, read, write and delete there"
+    if isinstance(error, FileNotFoundError):
+        return "look for a typing error, and whether the bucket or folder above exists"
+    if isinstance(error, ConnectionError | TimeoutError):
+        return "look at the connection and the address of the store, then do it again"
+    return ""
+
+
 def _fix(code: int | None, path: Path) -> str:
     text = _FIXES.get(code or 0, "")
     if code == errno.ENOSPC:

@@ -18,8 +18,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from accelerate.checkpoint import commit, names, pickles, tensors
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.find import working
 from accelerate.checkpoint.store import sync_file
+from accelerate.checkpoint.swap import working
 from accelerate.checkpoint.tensors import clean_state_dict_for_safetensors, id_tensor_storage
 from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import zipfile
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
@@ -18,16 +20,12 @@ from accelerate.checkpoint import manifest as manifests
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import AUTOMATIC_NAME, MANIFEST_NAME, is_part, rng_file
-from accelerate.checkpoint.store import LocalStore, Store
+from accelerate.checkpoint.places import Address, address, open_store
+from accelerate.checkpoint.store import Store
+from accelerate.checkpoint.swap import INTERRUPTED, ROLES, hidden
 from accelerate.core.errors import CheckpointError
 
-# Working folders of a save lie beside its target and are hidden: .checkpoint_3.tmp-<id of the save>
-_WORKING = {
-    "tmp": "a save that was interrupted before it was committed",
-    "old": "an older state that a newer one was replacing",
-    "gone": "being removed",
-}
-_HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<role>{'|'.join(_WORKING)})-(?P<id>[0-9a-f]+)(-n\d+)?")
+_AT_ONCE = 16  # folders that are looked at together: a remote place answers each in its own time
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
 
 
@@ -47,9 +45,15 @@ class Candidate:
     problem: str = ""
 
     @property
-    def path(self) -> Path:
-        """Its folder."""
-        return self.store.path(self.name)
+    def path(self) -> Address:
+        """Its folder, or its URL."""
+        return self.store.local(self.name) or self.store.label(self.name)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the store in which its files lie."""
+        inner = self.manifest.folder if self.manifest is not None else ""
+        return f"{self.name}/{inner}" if inner else self.name
 
     @property
     def number(self) -> int | None:
@@ -61,7 +65,7 @@ class Candidate:
         """When it was saved; by the folder's time if it has no manifest."""
         if self.manifest is not None:
             return datetime.fromisoformat(self.manifest.saved)
-        return datetime.fromtimestamp(self.path.stat().st_mtime, timezone.utc)
+        return self.store.modified(self.name)
 
 
 @dataclass(frozen=True)
@@ -89,35 +93,37 @@ def automatic_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def hidden(name: str) -> tuple[str, str, str] | None:
-    """(checkpoint's name, role, id) of a working folder of a save; None for any other name."""
-    match = _HIDDEN.fullmatch(name)
-    return (match["name"], match["role"], match["id"]) if match else None
-
-
-def working(name: str, role: str, id: str) -> str:
-    """Name of a working folder: ``".checkpoint_3.tmp-5f0c"``."""
-    return f".{name}.{role}-{id}"
-
-
 def inspect(store: Store, name: str) -> Candidate | None:
     """Looks at one folder; None if it is no checkpoint. Of its files only the manifest is read."""
     if not store.is_folder(name):
         return None
     hiding = hidden(PurePosixPath(name).name)
     if hiding is not None:
-        return Candidate(store, name, None, _WORKING[hiding[1]])
+        return Candidate(store, name, None, ROLES[hiding[1]])
     try:
-        manifest = manifests.read(store.path(name))
+        manifest = read_manifest(store, name)
     except CheckpointError as error:
         return Candidate(store, name, None, f"{error.what}: {error.why}" if error.why else error.what)
     if manifest is not None:
-        return Candidate(store, name, manifest, _lack(store.files(name), manifest))
+        found = Candidate(store, name, manifest)
+        return replace(found, problem=_lack(store.files(found.folder), manifest))
     if any(is_part(entry) for entry in store.entries(name)):
         return Candidate(store, name, None, _torn(store, name))
     if automatic_number(name) is not None:
-        return Candidate(store, name, None, "it holds no part of a checkpoint")
+        unfinished = any(leftover.folder.startswith(f"{name}/") for leftover in store.leftovers(name))
+        return Candidate(store, name, None, INTERRUPTED if unfinished else "it holds no part of a checkpoint")
     return None
+
+
+def read_manifest(store: Store, name: str) -> Manifest | None:
+    """The manifest of a checkpoint, None if it has none.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or of a newer format.
+    """
+    file = f"{name}/{MANIFEST_NAME}"
+    data = store.read(file)
+    return None if data is None else manifests.decode(data, store.label(file))
 
 
 def _lack(sizes: dict[str, int], manifest: Manifest) -> str:
@@ -139,7 +145,9 @@ def _torn(store: Store, folder: str) -> str:
     if rng_file(0) not in entries:
         return f"no {MANIFEST_NAME} and no {rng_file(0)}: the save was not complete"
     for name in filter(is_part, entries):
-        path = store.path(f"{folder}/{name}")
+        path = store.local(f"{folder}/{name}")
+        if path is None:
+            return f"no {MANIFEST_NAME}, without which it is not known to be whole before it is fetched"
         if path.suffix == ".safetensors":
             problem = _torn_tensors(path)
         elif path.is_file() and not zipfile.is_zipfile(path):
@@ -165,7 +173,9 @@ def candidates(store: Store, folder: str = "") -> list[Candidate]:
     By the number in the names if these differ in nothing else (9 before 10), by the time of saving otherwise.
     """
     inside = [f"{folder}/{name}" if folder else name for name in store.entries(folder)]
-    found = [candidate for name in inside if (candidate := inspect(store, name)) is not None]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        looked = list(pool.map(partial(inspect, store), inside))
+    found = [candidate for candidate in looked if candidate is not None]
     names = [c.name for c in found if hidden(c.name) is None]
     stems = {match["stem"] if (match := _NUMBERED.fullmatch(name)) else None for name in names}
     if len(stems) == 1 and None not in stems:
@@ -174,12 +184,12 @@ def candidates(store: Store, folder: str = "") -> list[Candidate]:
 
 
 def latest(folder: str | Path) -> Found:
-    """The newest usable checkpoint directly in ``folder``.
+    """The newest usable checkpoint directly in ``folder``, a local one or a URL.
 
     Raises:
         CheckpointNotFoundError: there is none; says what was found instead.
     """
-    store = LocalStore(Path(folder))
+    store = open_store(address(folder))
     every = candidates(store)
     ignored = tuple(f"{c.name} ({c.problem})" for c in every if c.problem)
     usable = [c for c in every if not c.problem]
@@ -196,11 +206,11 @@ def explicit(store: Store, name: str) -> Candidate:
         CheckpointNotFoundError: there is no such folder, or it is no checkpoint.
         CheckpointError: it is damaged.
     """
-    path = store.path(name)
+    path = store.label(name)
     if not store.is_folder(name):
         near = ", ".join(store.entries()[:12])
         raise CheckpointNotFoundError(
-            f"there is no folder {path}", why=f"{store.root} holds: {near}" if near else ""
+            f"there is no folder {path}", why=f"{store.label()} holds: {near}" if near else ""
         )
     candidate = inspect(store, name)
     if candidate is None:

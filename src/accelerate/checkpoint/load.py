@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import find, where
-from accelerate.checkpoint import manifest as manifests
+from accelerate.checkpoint.fetch import near
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.parts import Parts
+from accelerate.checkpoint.places import Address
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.ranks import Ranks
 from accelerate.checkpoint.restore import Reader, verify
+from accelerate.checkpoint.store import Store
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds
 
@@ -28,7 +30,7 @@ class Loaded:
     """What a load found.
 
     Attributes:
-        path: the checkpoint.
+        path: the checkpoint; text if it is a URL.
         step: the step counter it was saved with.
         iteration: its number under automatic naming, else None.
         metadata: the plain values it was saved with.
@@ -39,7 +41,7 @@ class Loaded:
         notes: what came back otherwise than it was saved; logged too.
     """
 
-    path: Path
+    path: Address
     step: int
     iteration: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +72,8 @@ def load(
     Args:
         parts: the objects to fill, in the order they were saved. What was saved and is not asked for stays
             unread.
-        directory: the checkpoint; None takes the newest committed one of ``project`` (automatic naming).
+        directory: the checkpoint's folder or URL; None takes the newest committed one of ``project``
+            (automatic naming).
         project: its ``iteration`` is set so that numbering continues after all checkpoints that are there.
         strict: a part that is missing is an error; otherwise it stays as it is and is listed.
         map_location: ``"cpu"``, ``"on_device"`` or what ``torch.load`` takes; None is this rank's device when
@@ -89,43 +92,46 @@ def load(
     doing = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
     first, id_, ignored = ranks.lead(doing, lambda: _chosen(directory, project))
     with ranks.together(doing):
-        path = where.here(first, directory, project)
-        manifest = _same_manifest(path, id_)
-        if manifest is not None and check_digests:
-            verify(path, manifest, ranks)
+        store, name = where.place(where.here(first, directory, project))
+        manifest = _same_manifest(store, name, id_)
     location = on_device(map_location, "on_device" if ranks.size > 1 else "cpu")
-    reader = Reader(path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {})
-    with ranks.together(doing):
-        if before is not None:
-            before(path)
-        parts.check()
-        reader.count_custom(parts)
-        reader.read(parts)
-    with ranks.together(doing):
-        reader.apply()
-    with ranks.together(doing):
-        reader.finish(parts)
+    with near(store, name, manifest, parts, ranks, doing) as (path, fetched):
+        reader = Reader(path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {})
+        with ranks.together(doing):
+            if fetched is not None and check_digests:
+                verify(path, fetched, ranks)
+        with ranks.together(doing):
+            if before is not None:
+                before(path)
+            parts.check()
+            reader.count_custom(parts)
+            reader.read(parts)
+        with ranks.together(doing):
+            reader.apply()
+        with ranks.together(doing):
+            reader.finish(parts)
     if project is not None and project.automatic_checkpoint_naming:
-        project.iteration = ranks.lead(doing, lambda: where.next_iteration(path, manifest, project))
-    _tell(reader)
-    return _loaded(reader, ignored)
+        project.iteration = ranks.lead(doing, lambda: where.next_iteration(name, manifest, project))
+    shown = store.local(name) or store.label(name)
+    _tell(reader, shown)
+    return _loaded(reader, shown, name, ignored)
 
 
 def _chosen(
     directory: str | Path | None, project: ProjectConfiguration | None
-) -> tuple[Path, str, tuple[str, ...]]:
+) -> tuple[Address, str, tuple[str, ...]]:
     """(checkpoint, id of its save, what was passed over)."""
     candidate, ignored = where.chosen(directory, project)
     return candidate.path, candidate.manifest.id if candidate.manifest else "", ignored
 
 
-def _same_manifest(path: Path, id_: str) -> Manifest | None:
+def _same_manifest(store: Store, name: str, id_: str) -> Manifest | None:
     """This rank's view of the checkpoint that rank 0 has chosen."""
-    manifest = manifests.read(path)
+    manifest = find.read_manifest(store, name)
     found = manifest.id if manifest else ""
     if found != id_:
         raise CheckpointError(
-            f"{path} is another checkpoint here than on rank 0",
+            f"{store.label(name)} is another checkpoint here than on rank 0",
             why=f"its save has the id {found or '(none)'}, rank 0's {id_ or '(none)'}",
             fix="copy the same checkpoint to every machine",
         )
@@ -141,21 +147,21 @@ def on_device(map_location: Any, default: Any) -> Any:
     return world.device if world is not None else torch.device("cpu")
 
 
-def _tell(reader: Reader) -> None:
+def _tell(reader: Reader, shown: Address) -> None:
     if reader.ranks.rank > 0:
         return
     for note in reader.notes:
-        logger.warning("%s: %s", reader.folder, note)
+        logger.warning("%s: %s", shown, note)
     if reader.missing:
-        logger.warning("%s lacks, and leaves as they are: %s", reader.folder, ", ".join(reader.missing))
+        logger.warning("%s lacks, and leaves as they are: %s", shown, ", ".join(reader.missing))
 
 
-def _loaded(reader: Reader, ignored: tuple[str, ...]) -> Loaded:
+def _loaded(reader: Reader, shown: Address, name: str, ignored: tuple[str, ...]) -> Loaded:
     manifest = reader.manifest
     return Loaded(
-        path=reader.folder,
+        path=shown,
         step=manifest.step if manifest else reader.step or 0,
-        iteration=manifest.iteration if manifest else find.automatic_number(reader.folder.name),
+        iteration=manifest.iteration if manifest else find.automatic_number(name),
         metadata=manifest.metadata if manifest else {},
         world_size=manifest.world_size if manifest else None,
         manifest=manifest,

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from accelerate.checkpoint.digest import HASHING
+from accelerate.checkpoint.digest import HASHING, Record
 from accelerate.checkpoint.names import MANIFEST_NAME
-from accelerate.checkpoint.store import Record
 from accelerate.core.errors import CheckpointError
 
 FORMAT = 1
@@ -50,6 +49,7 @@ class Manifest:
         step: the accelerator's step counter.
         world_size: number of processes that saved.
         files: size and digest of every file.
+        folder: where the files lie, below the manifest's own folder; empty for beside it.
         parts: what was saved, by sort: ``models``, ``optimizers``, ``schedulers``, ``custom`` ...
         loaders: positions of the data loaders, in global samples, the same on every rank.
         metadata: the caller's own plain values, such as ``epoch``.
@@ -75,6 +75,7 @@ class Manifest:
     saved: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
     library: str = ""
     torch: str = ""
+    folder: str = ""
     hashing: str = HASHING
     format: int = FORMAT
 
@@ -90,7 +91,7 @@ def encode(manifest: Manifest) -> bytes:
     return (json.dumps({"digest": _guard(body), **body}, indent=1) + "\n").encode()
 
 
-def decode(data: bytes, path: Path) -> Manifest:
+def decode(data: bytes, path: Path | str) -> Manifest:
     """The manifest of a file; ``path`` is its name for errors.
 
     Raises:

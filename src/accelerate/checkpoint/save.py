@@ -14,9 +14,10 @@ import torch
 from accelerate.checkpoint import collect, commit, where
 from accelerate.checkpoint.manifest import Manifest, PartEntry
 from accelerate.checkpoint.parts import Parts
+from accelerate.checkpoint.places import Address, open_store, split
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.store import LocalStore, Record, Store
+from accelerate.checkpoint.store import Record, Store
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -32,14 +33,14 @@ def save(
     safe_serialization: bool = True,
     before: Callable[[collect.Weights, Path], None] | None = None,
     ranks: Ranks | None = None,
-    store: Callable[[Path], Store] = LocalStore,
-) -> Path:
-    """Saves ``parts`` on all ranks together; returns the folder, as rank 0 named it.
+    store: Callable[[Any], Store] = open_store,
+) -> Address:
+    """Saves ``parts`` on all ranks together; returns the folder or URL, as rank 0 named it.
 
     Args:
         parts: what to save.
-        directory: the checkpoint's folder, as rank 0 gives it; one that exists is replaced. Automatic naming
-            does not use it.
+        directory: the checkpoint's folder or URL, as rank 0 gives it; one that exists is replaced. Automatic
+            naming does not use it.
         project: naming, retention, and whether each machine has its own disk. Its ``iteration`` grows by one.
         safe_serialization: models as safetensors; otherwise as torch files.
         before: called on every rank with the models' states and the folder that is being written.
@@ -57,12 +58,12 @@ def save(
     with ranks.together(doing) as plan:
         if each_node or ranks.rank == 0:
             shown = where.target(directory, project)
-            target = shown.resolve()
+            root, name = split(shown)
             if ranks.writes(each_node) and project.automatic_checkpoint_naming:
-                where.refuse_taken(store(target.parent), target.name)
-            plan.value = shown, target, commit.new_id()
-    shown, target, _ = plan.values[ranks.rank if each_node else 0]
-    stage = commit.Stage(store(target.parent), target.name, plan.values[0][2], ranks, each_node)
+                where.refuse_taken(store(root), name)
+            plan.value = shown, root, name, commit.new_id()
+    shown, root, name, _ = plan.values[ranks.rank if each_node else 0]
+    stage = commit.Stage(store(root), name, plan.values[0][3], ranks, each_node)
     number = project.iteration if project.automatic_checkpoint_naming else None
     try:
         _staged(stage, parts, doing, safe_serialization, before, number)

@@ -6,20 +6,27 @@ import logging
 import socket
 from pathlib import Path
 
-from accelerate.checkpoint import commit, find
+from accelerate.checkpoint import find
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.find import Candidate
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER, AUTOMATIC_NAME
+from accelerate.checkpoint.places import Address, address, join, open_store, split
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.store import LocalStore, Store
+from accelerate.checkpoint.store import Store
 from accelerate.core.errors import CheckpointError, SettingError
 
 logger = logging.getLogger(__name__)
 
 
-def given(directory: str | Path | None) -> Path:
-    """The folder that the caller named, ``~`` expanded.
+def place(text: str | Path) -> tuple[Store, str]:
+    """(store, name in it) of the checkpoint that a path or URL names."""
+    root, name = split(address(text))
+    return open_store(root), name
+
+
+def given(directory: str | Path | None) -> Address:
+    """The folder that the caller named, ``~`` expanded, or the URL.
 
     Raises:
         CheckpointNotFoundError: none is named.
@@ -29,10 +36,10 @@ def given(directory: str | Path | None) -> Path:
             "no folder is given for the checkpoint",
             fix="pass one, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)",
         )
-    return Path(directory).expanduser()
+    return address(directory)
 
 
-def automatic_folder(project: ProjectConfiguration) -> Path:
+def automatic_folder(project: ProjectConfiguration) -> Address:
     """Where automatic naming puts the checkpoints of a project.
 
     Raises:
@@ -43,13 +50,13 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
             "automatic_checkpoint_naming needs a project_dir",
             fix="ProjectConfiguration(project_dir='runs/a', automatic_checkpoint_naming=True)",
         )
-    return given(project.project_dir) / AUTOMATIC_FOLDER
+    return join(given(project.project_dir), AUTOMATIC_FOLDER)
 
 
-def target(directory: str | Path | None, project: ProjectConfiguration) -> Path:
+def target(directory: str | Path | None, project: ProjectConfiguration) -> Address:
     """Where to save."""
     if project.automatic_checkpoint_naming:
-        return automatic_folder(project) / f"{AUTOMATIC_NAME}_{project.iteration}"
+        return join(automatic_folder(project), f"{AUTOMATIC_NAME}_{project.iteration}")
     return given(directory)
 
 
@@ -63,7 +70,7 @@ def refuse_taken(store: Store, name: str) -> None:
     if candidate is None or candidate.problem:
         return
     raise CheckpointExistsError(
-        f"{store.path(name)} exists already",
+        f"{store.label(name)} exists already",
         why="the numbering of this run starts where another run has saved",
         fix="call load_state() before training to continue that run, choose another project_dir, or set "
         f"ProjectConfiguration(iteration={_after_all(store, 0)})",
@@ -87,30 +94,32 @@ def chosen(
     """
     ignored: tuple[str, ...] = ()
     if directory is None and project is not None and project.automatic_checkpoint_naming:
-        folder = automatic_folder(project).resolve()
-        _heal_all(LocalStore(folder))
+        folder = automatic_folder(project)
+        folder = folder.resolve() if isinstance(folder, Path) else folder
+        _heal_all(open_store(folder))
         found = find.latest(folder)
         candidate, ignored = found.candidate, found.ignored
         for name in ignored:
             logger.warning("not a complete checkpoint, ignored: %s", name)
     else:
-        path = given(directory).resolve()
-        store = LocalStore(path.parent)
-        _heal(store, path.name)
-        candidate = find.explicit(store, path.name)
+        store, name = place(given(directory))
+        _heal(store, name)
+        candidate = find.explicit(store, name)
     if candidate.manifest is None:
         logger.warning("%s has no manifest, so another library saved it: loaded unverified", candidate.path)
     return candidate, ignored
 
 
-def here(first: Path, directory: str | Path | None, project: ProjectConfiguration | None) -> Path:
-    """Where this machine has the checkpoint that rank 0 chose: by its own arguments, else at the same path.
+def here(first: Address, directory: str | Path | None, project: ProjectConfiguration | None) -> Address:
+    """Where this machine has the checkpoint that rank 0 chose: by its own arguments, else at the same place.
 
     Raises:
         CheckpointNotFoundError: it is not on this machine.
     """
-    own = automatic_folder(project) / first.name if directory is None and project else given(directory)
-    for path in (own.resolve(), first):
+    if not isinstance(first, Path):
+        return first
+    own = join(automatic_folder(project), first.name) if directory is None and project else given(directory)
+    for path in (own.resolve() if isinstance(own, Path) else first, first):
         if path.is_dir():
             return path
     raise CheckpointNotFoundError(
@@ -121,23 +130,23 @@ def here(first: Path, directory: str | Path | None, project: ProjectConfiguratio
 
 
 def _heal_all(store: Store) -> None:
-    replaced = [found for entry in store.entries() if (found := find.hidden(entry)) and found[1] == "old"]
-    for name, _, _ in replaced:
-        _heal(store, name)
+    for leftover in store.leftovers():
+        if leftover.role == "old":
+            _heal(store, leftover.name)
 
 
 def _heal(store: Store, name: str) -> None:
     """Finishes an interrupted replacement; where that is not allowed, a checkpoint that is there will do."""
     try:
-        commit.heal(store, name)
+        store.heal(name)
     except CheckpointError as error:
         if not store.is_folder(name):
             raise
-        logger.warning("what %s replaced could not be cleared: %s", store.path(name), error)
+        logger.warning("what %s replaced could not be cleared: %s", store.label(name), error)
 
 
-def next_iteration(path: Path, manifest: Manifest | None, project: ProjectConfiguration) -> int:
-    """The number of the next save after ``path`` was loaded: after it and after all that are there."""
-    loaded = manifest.iteration if manifest is not None else find.automatic_number(path.name)
+def next_iteration(name: str, manifest: Manifest | None, project: ProjectConfiguration) -> int:
+    """The number of the next save after ``name`` was loaded: after it and after all that are there."""
+    loaded = manifest.iteration if manifest is not None else find.automatic_number(name)
     wanted = project.iteration if loaded is None else max(project.iteration, loaded + 1)
-    return _after_all(LocalStore(automatic_folder(project)), wanted)
+    return _after_all(open_store(automatic_folder(project)), wanted)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.checkpoint import state as checkpoints
 from accelerate.checkpoint.export import save as save_object
 from accelerate.checkpoint.export import save_weights
+from accelerate.checkpoint.places import address
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.state import Loaded, Parts
 from accelerate.core.errors import PrepareError, SettingError
@@ -97,20 +98,20 @@ class Saving(Processes):
         *,
         sharded: bool | None = None,
         **save_model_func_kwargs: Any,
-    ) -> Path:
+    ) -> Path | str:
         """Saves models, optimizers, schedulers, scaler, loaders, random states and registered objects.
 
-        The folder is complete or absent: it is written beside and renamed last. All processes must call it.
+        The checkpoint is complete or absent: it becomes visible in one step. All processes must call it.
 
         Args:
-            output_dir: the checkpoint's folder; not used under automatic naming.
+            output_dir: the checkpoint's folder, or a URL; not used under automatic naming.
             safe_serialization: models as safetensors, otherwise as torch files.
             sharded: models and optimizers in parts, each process writes its own; False writes whole files, on
                 one process. None takes what the strategy does. ``load_state`` reads both, everywhere.
             save_model_func_kwargs: options of engines that write their own files; no strategy has any yet.
 
         Returns:
-            The folder, the same on every process.
+            The folder, or the URL as text; the same on every process.
 
         Raises:
             CheckpointError: on every process; what was there before is untouched.
@@ -141,7 +142,7 @@ class Saving(Processes):
         """Loads what ``save_state`` saved, after verifying it. All processes must call it.
 
         Args:
-            input_dir: the checkpoint; None takes the newest complete one under automatic naming.
+            input_dir: the checkpoint's folder or URL; None is the newest complete one (automatic naming).
             load_kwargs: more arguments of ``torch.load``.
             load_model_func_kwargs: ``map_location``, ``strict``, and arguments of ``load_state_dict``.
 
@@ -265,8 +266,8 @@ class Saving(Processes):
         return self.project_configuration.iteration
 
 
-def _path(folder: str | os.PathLike[str] | None) -> Path | None:
-    return None if folder is None else Path(folder).expanduser()
+def _path(folder: str | os.PathLike[str] | None) -> Path | str | None:
+    return None if folder is None else address(folder)
 
 
 def _registered(table: dict[int, Any], hook: Callable[..., None]) -> RemovableHandle:

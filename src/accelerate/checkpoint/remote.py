@@ -1,0 +1,361 @@
+"""Checkpoints behind a URL, through fsspec: ``s3://``, ``gs://``, ``az://``, ``memory://`` and others.
+
+An object store cannot rename, and a folder is only the beginning of a name; one object appears whole or not
+at all. So a save uploads below the target, into ``<name>/files-<id>/``, which is a checkpoint in itself, and
+is committed by one object: ``<name>/manifest.json``, whose ``folder`` says ``files-<id>``. It is put last and
+replaces that of the checkpoint before in the same step. Then, and only then, the files of the one before go;
+on removal the manifest goes first. So at every moment the manifest names files that are all there, and what
+it does not name does not count: nothing needs to be mended after a crash, and nothing is copied.
+
+A place where writing one small file is not one step, such as sftp, keeps this only as far as that write does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from accelerate.checkpoint import manifest as manifests
+from accelerate.checkpoint.digest import Digester, Record
+from accelerate.checkpoint.errors import remote_errors
+from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.names import MANIFEST_NAME, is_part
+from accelerate.checkpoint.store import Leftover
+from accelerate.core.errors import CheckpointError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+
+_GENERATION = re.compile(r"files-([0-9a-f]+)")
+_CHUNK = 8 * 2**20
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+class RemoteStore:
+    """A place behind a URL, the same for all machines.
+
+    Args:
+        root: the URL of the folder above the checkpoints, ``"s3://bucket/run"``. Credentials and addresses
+            are those that the driver finds: its environment variables and files, and fsspec's own.
+
+    Raises:
+        MissingExtraError: fsspec or the driver of this kind of URL is not installed.
+        CheckpointError: there is no such kind of URL, or it cannot be opened.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root if root.endswith("://") else root.rstrip("/")
+        self._fs, self._base = _connected(root)
+        self._staging: Path | None = None
+        self._made: set[str] = set()
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+    def label(self, name: str = "") -> str:
+        if not name:
+            return self._root
+        return f"{self._root}{'' if self._root.endswith('/') else '/'}{name}"
+
+    def _key(self, name: str) -> str:
+        return "/".join(part for part in (self._base.rstrip("/"), name) if part)
+
+    def path(self, name: str) -> Path:
+        if self._staging is None:
+            with remote_errors("make a local folder for", self.label(name)):
+                self._staging = Path(tempfile.mkdtemp(prefix="accelerate-upload-"))
+            weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
+        folder = self._staging / name
+        with remote_errors("make a local folder for", self.label(name)):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def local(self, name: str) -> Path | None:
+        return None
+
+    # ------------------------------------------------------------ reading
+
+    def fetch(self, name: str, target: Path) -> None:
+        with remote_errors(f"fetch {self.label(name)} to", str(target)):
+            self._fs.get_file(self._key(name), str(target))
+
+    def read(self, name: str) -> bytes | None:
+        with remote_errors("read", self.label(name)):
+            try:
+                return self._fs.cat_file(self._key(name))
+            except FileNotFoundError:
+                return None
+
+    def entries(self, folder: str = "") -> list[str]:
+        with remote_errors("list", self.label(folder)):
+            self._fs.invalidate_cache()  # other machines write too
+            try:
+                listed = self._fs.ls(self._key(folder), detail=False)
+            except _ABSENT:
+                return []
+        return sorted({name for key in listed if (name := self._relative(key, folder))})
+
+    def _found(self, folder: str) -> dict[str, Any]:
+        """What the driver tells of every file below a folder, by its name relative to it."""
+        with remote_errors("list", self.label(folder)):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(self._key(folder), detail=True)
+            except _ABSENT:
+                return {}
+        files = {self._relative(key, folder): i for key, i in found.items() if i["type"] != "directory"}
+        return {name: info for name, info in sorted(files.items()) if name}
+
+    def _relative(self, key: str, folder: str) -> str:
+        """A key without that of ``folder``; empty if it is not below it."""
+        above = self._key(folder).strip("/")
+        above = f"{above}/" if above else ""
+        key = key.strip("/")
+        return key[len(above) :] if key.startswith(above) else ""
+
+    def files(self, folder: str) -> dict[str, int]:
+        return {name: int(info["size"]) for name, info in self._found(folder).items()}
+
+    def is_folder(self, name: str) -> bool:
+        return bool(self.entries(name))
+
+    def modified(self, name: str) -> datetime:
+        found = self._found(name).values()
+        return max(map(_when, found), default=datetime.fromtimestamp(0, timezone.utc))
+
+    # ------------------------------------------------------------ writing
+
+    def make(self, folder: str) -> None:
+        if folder in self._made:
+            return
+        with remote_errors("make the folder", self.label(folder)):
+            self._make(self._key(folder))
+        self._made.add(folder)
+
+    def _make(self, key: str) -> None:
+        """Makes what is missing above, but no bucket: nobody wants one of a misspelt name."""
+        with suppress(FileExistsError):
+            try:
+                self._fs.mkdir(key, create_parents=False)
+            except FileNotFoundError:
+                above = key.rpartition("/")[0]
+                if "/" not in above.strip("/"):
+                    raise
+                self._make(above)
+                self._fs.mkdir(key, create_parents=False)
+
+    def write(self, name: str, fill: Callable[[BinaryIO], object]) -> Record:
+        with remote_errors("write", self.label(name)):
+            file = self._fs.open(self._key(name), "wb")
+            sink = _Sink(file)
+            try:
+                fill(cast(BinaryIO, sink))
+            except BaseException:
+                _abandon(file)
+                raise
+            file.close()
+        return Record(sink.digester.size, sink.digester.hexdigest())
+
+    def seal(self, name: str) -> Record:
+        path = self._staging / name if self._staging is not None else None
+        if path is None or not path.is_file():
+            raise CheckpointError(
+                f"{self.label(name)} was not written through this process",
+                why="it is neither in the folder that hooks and parts are given, nor written by the save",
+            )
+        with remote_errors(f"upload {path} to", self.label(name)), path.open("rb") as source:
+            self.make(name.rpartition("/")[0])
+            record = self.write(name, lambda file: shutil.copyfileobj(source, file, _CHUNK))
+        path.unlink()
+        return record
+
+    def loose(self, folder: str) -> list[str]:
+        if self._staging is None:
+            return []
+        base = self._staging / folder
+        return sorted(path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file())
+
+    def sync(self, folder: str) -> None:
+        """Nothing: what was written can be seen."""
+
+    def remove(self, name: str) -> None:
+        self._refuse_committed(name)
+        with remote_errors("remove", self.label(name)):
+            self._made = {made for made in self._made if made != name and not made.startswith(f"{name}/")}
+            # From here on it is no checkpoint.
+            for key in (self._key(f"{name}/{MANIFEST_NAME}"), self._key(name)):
+                with suppress(*_ABSENT):
+                    self._fs.rm(key, recursive=key == self._key(name))
+
+    def _refuse_committed(self, name: str) -> None:
+        """A folder of files that a manifest names stays, even if its save was told that it has failed."""
+        above, _, last = name.rpartition("/")
+        generation = _GENERATION.fullmatch(last)
+        committed = self._manifest(above) if generation and above else None
+        if committed is not None and committed.folder == last:
+            raise CheckpointError(f"{self.label(name)} is not removed", why="it is a committed checkpoint")
+
+    # ------------------------------------------------------------ commits
+
+    def temp(self, name: str, id: str) -> str:
+        return f"{name}/files-{id}"
+
+    def refuse(self, name: str) -> None:
+        """Any place below a bucket will do."""
+
+    def publish(self, temp: str, name: str, id: str) -> None:
+        written = self._manifest(temp)
+        if written is None:
+            raise CheckpointError(f"{self.label(temp)} has no {MANIFEST_NAME}", why="somebody removed it")
+        new = replace(written, folder=temp.rpartition("/")[2])
+        try:
+            old = self._manifest(name)
+        except CheckpointError as error:
+            logger.warning("a damaged checkpoint is replaced: %s", error)
+            old = None
+        self._point(name, new)
+        try:
+            self._clear(name, new, old)
+        except CheckpointError as error:  # the checkpoint is committed; the next save tries again
+            text = "%s is committed, but what it replaced is still there: %s"
+            logger.warning(text, self.label(name), error)
+
+    def _point(self, name: str, manifest: Manifest) -> None:
+        """The commit: one object."""
+        file = f"{name}/{MANIFEST_NAME}"
+        try:
+            with remote_errors("write", self.label(file)):
+                self._fs.pipe_file(self._key(file), manifests.encode(manifest))
+        except CheckpointError:
+            # The connection may have broken after the store had taken it.
+            committed = self._manifest(name)
+            if committed is None or committed.id != manifest.id:
+                raise
+
+    def _manifest(self, name: str) -> Manifest | None:
+        file = f"{name}/{MANIFEST_NAME}"
+        data = self.read(file)
+        return None if data is None else manifests.decode(data, self.label(file))
+
+    def _clear(self, name: str, new: Manifest, old: Manifest | None) -> None:
+        """Removes what the checkpoint before consisted of; the user's own files stay."""
+        owned = {file.partition("/")[0] for file in old.files} if old and not old.folder else set[str]()
+        for entry in self.entries(name):
+            earlier = _GENERATION.fullmatch(entry) or entry in owned or is_part(entry)
+            if earlier and entry not in (new.folder, MANIFEST_NAME):
+                self.remove(f"{name}/{entry}")
+
+    def heal(self, name: str) -> None:
+        """Nothing: a commit is one object."""
+
+    def leftovers(self, name: str | None = None) -> list[Leftover]:
+        tops: dict[str, set[str]] = {}
+        for file in self._found(name or ""):
+            owner, _, inside = file.partition("/") if name is None else (name, "", file)
+            tops.setdefault(owner, set()).add(inside.partition("/")[0])
+        found: list[Leftover] = []
+        for owner, inside in tops.items():
+            generations = {match[1]: entry for entry in inside if (match := _GENERATION.fullmatch(entry))}
+            usual = len(generations) == 1 and len(inside) == 2 and MANIFEST_NAME in inside
+            if usual or not generations:
+                continue  # no manifest need be read
+            committed = self._manifest(owner)
+            kept = committed.folder if committed is not None else ""
+            found += [
+                Leftover(owner, "tmp", id_, f"{owner}/{entry}")
+                for id_, entry in sorted(generations.items())
+                if entry != kept
+            ]
+        return found
+
+    def retire(self, name: str, id: str) -> None:
+        self.remove(name)
+
+
+class _Sink(RawIOBase):
+    """A remote file that is being written, and the digest of what is written so far."""
+
+    def __init__(self, file: Any) -> None:
+        self.digester = Digester()
+        self._file = file
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Writes all of ``data``; returns its number of bytes."""
+        view = memoryview(data).cast("B")
+        # A driver may keep its buffer until a block is full: large tensors go in pieces.
+        for start in range(0, len(view), _CHUNK):
+            self._file.write(view[start : start + _CHUNK])
+        self.digester.update(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """How many bytes are written."""
+        return self.digester.size
+
+
+def _abandon(file: Any) -> None:
+    """Gives up a file that is half written: a driver that uploads in blocks must not complete it."""
+    from fsspec.spec import AbstractBufferedFile
+
+    if isinstance(file, AbstractBufferedFile):
+        file.discard()
+        file.closed = True
+    else:
+        file.close()
+
+
+def _when(info: dict[str, Any]) -> datetime:
+    for name in ("LastModified", "last_modified", "updated", "mtime", "created"):
+        value = info.get(name)
+        if isinstance(value, int | float):
+            return datetime.fromtimestamp(value, timezone.utc)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime):
+            return value if value.tzinfo else value.replace(tzinfo=timezone.utc)
+    return datetime.fromtimestamp(0, timezone.utc)
+
+
+def _connected(root: str) -> tuple[Any, str]:
+    """(fsspec's file system, path in it) of a URL."""
+    need = f"a checkpoint in {root}"
+    try:
+        from fsspec.core import url_to_fs
+        from fsspec.registry import available_protocols, known_implementations
+    except ImportError as error:
+        raise MissingExtraError("fsspec", need) from error
+    scheme = root.partition("://")[0].rpartition("::")[2]
+    try:
+        with remote_errors("open", root):
+            return url_to_fs(root)
+    except CheckpointError as error:
+        cause = error.__cause__
+        known = known_implementations.get(scheme, {})
+        if isinstance(cause, ImportError):
+            raise MissingExtraError(_package(cause, known.get("class", "")), need) from cause
+        if scheme not in available_protocols():
+            error.fix = "look for a typing error, or install the package that brings fsspec this kind of URL"
+        raise
+
+
+def _package(error: ImportError, driver: str) -> str:
+    """What to install: the driver, or the package that a driver of fsspec's own stands on."""
+    package = driver.partition(".")[0]
+    if package and package != "fsspec":
+        return package
+    missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+    return (missing.name or "fsspec").partition(".")[0]
