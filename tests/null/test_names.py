@@ -132,12 +132,14 @@ def signed() -> list[tuple[str, str]]:
 OPTIONS = {
     "accelerate.accelerator.Accelerator.backward": ["num_items"],
     "accelerate.accelerator.Accelerator.prepare_data_loader": ["shard"],
+    "accelerate.accelerator.Accelerator.save_state": ["sharded", "async_save"],
     "accelerate.checkpointing.load_custom_state": ["load_kwargs"],
     "accelerate.data_loader.prepare_data_loader": ["shard"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],
     "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard"],
     "accelerate.utils.dataclasses.GradientAccumulationPlugin": ["step_scheduler_once"],
     "accelerate.utils.dataclasses.ProfileKwargs": ["memory_timeline"],
+    "accelerate.utils.dataclasses.ProjectConfiguration": ["async_save"],
 }
 Rows: TypeAlias = list[tuple[str, str, str]]
 

@@ -19,6 +19,7 @@ class ProjectConfiguration:
         iteration: number of the next one; ``load_state`` sets it so that numbering continues.
         save_on_each_node: each machine writes a whole checkpoint to a disk of its own; for folders that the
             machines do not share.
+        async_save: ``save_state`` copies the state and returns; the copy is written while training goes on.
 
     Raises:
         SettingError: ``total_limit`` is below 1.
@@ -30,6 +31,7 @@ class ProjectConfiguration:
     total_limit: int = None  # type: ignore[assignment]
     iteration: int = 0
     save_on_each_node: bool = False
+    async_save: bool = False
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Sets ``project_dir``, and ``logging_dir`` if it has none yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,8 @@ class Ranks:
         rank, size: among all.
         local_rank, local_size: among those of this machine.
         node: this machine.
+        channel: how values are exchanged, (what is done, value) to all values; the collectives of the
+            training when None.
     """
 
     rank: int = 0
@@ -30,6 +32,7 @@ class Ranks:
     local_rank: int = 0
     local_size: int = 1
     node: int = 0
+    channel: Callable[[str, Any], list[Any]] | None = field(default=None, compare=False)
 
     @classmethod
     def current(cls) -> Ranks:
@@ -66,11 +69,17 @@ class Ranks:
         """
         if self.size == 1:
             return [value]
+        if self.channel is not None:
+            return self.channel(doing, value)
         try:
             # A save may only meet a save, a load only a load; their folders may differ.
             return collective.all_objects(value, doing.partition(" ")[0], label=doing)
         except CollectiveError as error:
             raise ApartError.of(error) from error.__cause__
+
+
+class BackgroundSaveError(CheckpointError):
+    """A save in the background failed; every rank knows the same of it."""
 
 
 class ApartError(CheckpointError, PeerError):
@@ -121,7 +130,7 @@ class Together(Generic[T]):
 
     def _joined(self, failures: list[tuple[int, AccelerateError]]) -> AccelerateError:
         rank, first = failures[0]
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or isinstance(first, BackgroundSaveError):
             return first
         text = f"rank {rank} of {self.ranks.size}: {first.what}"
         for other, failure in failures[1:]:

@@ -34,6 +34,7 @@ class Device:
         files: glob patterns of its device nodes, relative to the root of the machine.
         rng_key: its key in a saved ``random_states_*.pkl``.
         out_of_memory: fragments of the messages of its out-of-memory errors.
+        pins: its copies to pinned host memory go on while the program does.
 
     ``index`` is the number of a device among the visible ones everywhere; None means the current one.
     """
@@ -50,6 +51,7 @@ class Device:
     files: tuple[str, ...] = ()
     rng_key: str = ""
     out_of_memory: tuple[str, ...] = ("out of memory",)
+    pins: bool = False
 
     def __init__(self, type: str | None = None) -> None:
         self.type = type or self.type
@@ -296,6 +298,12 @@ class Device:
         if reset is not None:
             reset(self._index(index))
         return reset is not None
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """``size`` bytes of host memory (uint8) to copy to from the device; pinned where that helps."""
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pins)
 
     def empty_cache(self) -> None:
         """Gives cached, unused memory back to the device; nothing where there is no cache."""

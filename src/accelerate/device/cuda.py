@@ -22,6 +22,7 @@ class Cuda(Device):
     distributed_type = "MULTI_GPU"
     priority = 40
     fallbacks = ("gloo",)
+    pins = True
     dtypes = frozenset({"bf16", "fp16", "fp8"})
     files = ("dev/nvidia[0-9]*",)
     # cuDNN has no plan for a batch that is too large, and says only that it is not supported.

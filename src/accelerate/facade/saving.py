@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
+import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from accelerate.checkpoint import background, snapshot
 from accelerate.checkpoint import state as checkpoints
 from accelerate.checkpoint.export import save as save_object
 from accelerate.checkpoint.export import save_weights
@@ -46,6 +51,17 @@ class Saving(Processes):
         # OrderedDicts: torch's handles hold them weakly, which a plain dict does not allow.
         self._save_model_state_pre_hook: dict[int, Any] = OrderedDict()
         self._load_model_state_pre_hook: dict[int, Any] = OrderedDict()
+        if self.project_configuration.async_save:
+            _stage_ahead(self)
+
+    def _prepare_staging(self) -> None:
+        """Makes memory for a copy of the state ready; its size is known after the first step."""
+        if self.should_save_model or self.strategy.shards:
+            weights = (tensor for model in self._models for tensor in model.state_dict().values())
+            states = (state for optimizer in self._optimizers for state in optimizer.state.values())
+            kept = (value for state in states for value in state.values())
+            tensors = [each for each in chain(weights, kept) if isinstance(each, torch.Tensor)]
+            snapshot.staging.prepare(snapshot.sizes(tensors))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -97,24 +113,29 @@ class Saving(Processes):
         safe_serialization: bool = True,
         *,
         sharded: bool | None = None,
+        async_save: bool | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path | str:
         """Saves models, optimizers, schedulers, scaler, loaders, random states and registered objects.
 
         The checkpoint is complete or absent: it becomes visible in one step. All processes must call it.
+        A save before it that is still written in the background is waited for.
 
         Args:
             output_dir: the checkpoint's folder, or a URL; not used under automatic naming.
             safe_serialization: models as safetensors, otherwise as torch files.
             sharded: models and optimizers in parts, each process writes its own; False writes whole files, on
                 one process. None takes what the strategy does. ``load_state`` reads both, everywhere.
+            async_save: copy everything and return, while a thread writes and commits the copies; None takes
+                what ``ProjectConfiguration`` says. ``wait_for_checkpoint`` tells when it is committed.
             save_model_func_kwargs: options of engines that write their own files; no strategy has any yet.
 
         Returns:
             The folder, or the URL as text; the same on every process.
 
         Raises:
-            CheckpointError: on every process; what was there before is untouched.
+            CheckpointError: on every process; what was there before is untouched. Also when the save before
+                failed in the background: this one has not begun then.
         """
         self._no_options("save_state", save_model_func_kwargs)
         parts = self._parts()
@@ -131,7 +152,26 @@ class Saving(Processes):
             project=self.project_configuration,
             safe_serialization=safe_serialization,
             before=hooks,
+            in_background=self.project_configuration.async_save if async_save is None else async_save,
         )
+
+    def wait_for_checkpoint(self, release: bool = False) -> Path | str | None:
+        """Waits until the checkpoint that is written in the background is committed; each process for itself.
+
+        Args:
+            release: also gives back the memory that is kept for the next copy.
+
+        Returns:
+            Its folder, None if none was written since the last call that waited.
+
+        Raises:
+            CheckpointError: it failed, on every process; what was there before is untouched.
+        """
+        try:
+            return background.wait()
+        finally:
+            if release:
+                snapshot.staging.release()
 
     def load_state(
         self,
@@ -153,6 +193,7 @@ class Saving(Processes):
             CheckpointError: on every process, naming the file and what was expected.
         """
         options = dict(load_model_func_kwargs)
+        background.settle("load a checkpoint")
         parts = self._parts()
 
         def before(folder: Path) -> None:
@@ -268,6 +309,20 @@ class Saving(Processes):
 
 def _path(folder: str | os.PathLike[str] | None) -> Path | str | None:
     return None if folder is None else address(folder)
+
+
+def _stage_ahead(accelerator: Saving) -> None:
+    """The first copy of the state finds its memory ready, if an optimizer has stepped before."""
+    known: Any = ref(accelerator)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal known
+        saving = known() if known is not None else None
+        if saving is not None and any(each.optimizer is optimizer for each in saving._optimizers):
+            known = None
+            saving._prepare_staging()
+
+    register_optimizer_step_post_hook(after)
 
 
 def _registered(table: dict[int, Any], hook: Callable[..., None]) -> RemovableHandle:

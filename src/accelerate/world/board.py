@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,6 +32,14 @@ class Board:
         self.lost = False
         self._own: Any = None
 
+    def beside(self, prefix: str) -> Board:
+        """A board in the same store under a prefix and over a connection of its own, for another thread."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        other = copy.copy(self)
+        other.store, other._own = PrefixStore(prefix, self.store), None
+        return other
+
     def _client(self) -> Any:
         """A connection of its own: another thread may hold the common one for as long as it waits."""
         if self._own is None:
@@ -51,6 +60,10 @@ class Board:
     def put(self, key: str, text: str) -> None:
         """Writes a notice."""
         self._ask("set", key, text)
+
+    def drop(self, key: str) -> None:
+        """Takes a notice away."""
+        self._ask("delete_key", key)
 
     def has(self, *keys: str) -> bool:
         """Whether all of the notices are there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,16 @@ _store: Any = None
 _opened = 0
 
 
+# What must be done while the ranks can still talk.
+_before_close: list[Callable[[], None]] = []
+
+
+def before_close(action: Callable[[], None]) -> None:
+    """Calls ``action`` whenever a world closes, before its group is destroyed."""
+    if action not in _before_close:
+        _before_close.append(action)
+
+
 def current() -> World | None:
     """The open world, or None."""
     return _current
@@ -197,6 +207,8 @@ def _close_at_exit() -> None:
 def close() -> None:
     """Closes the world; destroys the process group if it was opened here."""
     global _current, _opened_group
+    for action in _before_close:
+        action()
     together.end()
     if _opened_group and not environ.flag("FORK_LAUNCHED"):
         import torch.distributed as dist
