@@ -10,19 +10,23 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from accelerate.checkpoint.direct import BlockFile
+
 HASH = "xxh3_128"
 PIECE = 64 * 2**20
 HASHING = f"{HASH}, pieces of {PIECE} bytes"
-_CHUNK = 2**20
-_HASHES: dict[str, Callable[[], Any]] = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
+_CHUNK = 2**20  # of reading: it stays in the cache of a core until it is hashed
+_SLICE = 2**19  # of writing: how long other threads of Python may have to wait
+_HASHES: dict[str, Callable[..., Any]] = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
 
 
 @dataclass(frozen=True)
@@ -41,24 +45,39 @@ class Record:
 
 
 def digest(path: Path, hashing: str = HASHING, threads: int | None = None) -> str:
-    """Digest of a file.
+    """Digest of a file; see ``digests``."""
+    return digests([path], hashing, threads)[0]
+
+
+def digests(paths: Sequence[Path], hashing: str = HASHING, threads: int | None = None) -> list[str]:
+    """Digest of each of some files. The pieces of all of them are shared out, so one large file keeps all
+    threads busy, and so do many small ones.
 
     Args:
-        path: the file.
+        paths: the files.
         hashing: how, as a manifest states it.
         threads: how many hash; all cores when None.
+
+    Raises:
+        OSError: a file cannot be read.
     """
     new = _HASHES[hashing.partition(",")[0]]
-    count = max(1, -(-path.stat().st_size // PIECE))
-    workers = min(count, threads or os.cpu_count() or 1)
-    if workers == 1:
-        pieces = [_piece(path, index, new()) for index in range(count)]
+    counts = [max(1, -(-path.stat().st_size // PIECE)) for path in paths]
+    pieces = [(path, index) for path, count in zip(paths, counts, strict=True) for index in range(count)]
+    workers = min(len(pieces), threads or cores())
+    if workers <= 1:
+        found = iter([_piece(path, index, new()) for path, index in pieces])
     else:
-        with ThreadPoolExecutor(workers) as pool:
-            pieces = list(pool.map(lambda index: _piece(path, index, new()), range(count)))
-    whole = new()
-    whole.update(b"".join(pieces))
-    return whole.hexdigest()
+        with ThreadPoolExecutor(workers, "digest") as pool:
+            found = iter(list(pool.map(lambda piece: _piece(piece[0], piece[1], new()), pieces)))
+    return [new(b"".join(islice(found, count))).hexdigest() for count in counts]
+
+
+def cores() -> int:
+    """How many threads can run at once in this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)) or 1
+    return os.cpu_count() or 1
 
 
 def _piece(path: Path, index: int, state: Any) -> bytes:
@@ -108,19 +127,20 @@ class DigestingFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.digester = Digester()
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = BlockFile(path)
 
     def writable(self) -> bool:
         """Yes."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Writes all of ``data``; returns its number of bytes."""
+        """Takes all of ``data``; returns its number of bytes. A failure may show at a later call."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
-            done += os.write(self._handle, view[done:])
-        self.digester.update(view)
+            copied = self._file.add(view[done : done + _SLICE])
+            self.digester.update(copied)
+            done += len(copied)
         return done
 
     def tell(self) -> int:
@@ -128,11 +148,11 @@ class DigestingFile(io.RawIOBase):
         return self.digester.size
 
     def sync(self) -> None:
-        """Waits until all of it is on the disk."""
-        os.fsync(self._handle)
+        """Waits until all of it is on the disk; nothing can be written afterwards."""
+        self._file.sync()
 
     def close(self) -> None:
         """Ends writing."""
         if not self.closed:
-            os.close(self._handle)
+            self._file.close()
         super().close()
