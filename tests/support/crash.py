@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class Training:
         self.prepared = accelerator.prepare(model, optimizer, schedule, data)
         self.count = Count()
         accelerator.register_for_checkpointing(self.count)
+        accelerator.register_save_state_pre_hook(partial(self._add, f"config{value}.json"))
         set_seed(value, device_specific=True)
         self.train(value)
 
@@ -119,6 +121,11 @@ class Training:
             save_on_each_node=place.kind == "each node",
             iteration=number,
         )
+
+    def _add(self, name: str, _models: Any, _weights: Any, folder: str) -> None:
+        """A file of the user's, in the checkpoint; its name is none of the package's."""
+        if self.accelerator.is_local_main_process:
+            Path(folder, name).write_text(name)
 
     def train(self, steps: int) -> None:
         """Some steps, each on the first batches of an epoch."""
@@ -187,6 +194,7 @@ class Recovered:
         name: the folder that was loaded.
         untouched: digests before the load, and
         prints: after it.
+        inside: the files in what was loaded, and then in what was saved, that are not the package's.
         ignored: folders that were named as passed over.
         before, after: what lay there before the load, and after the next save.
         saved: the folder of that save.
@@ -197,6 +205,7 @@ class Recovered:
     name: str
     untouched: dict[str, str]
     prints: dict[str, str]
+    inside: list[list[str]]
     ignored: tuple[str, ...]
     before: list[str]
     after: list[str]
@@ -217,14 +226,22 @@ def recover(place: Place, training: Training) -> Recovered:
         name, ignored = loaded.path.name, loaded.ignored
     except CheckpointError as caught:
         error = f"{type(caught).__name__}: {caught}"
-    prints = training.prints()
+    prints, inside = training.prints(), [foreign(place.folder / name)] if name else [[]]
     training.train(1)
     saved, expected = training.save(), training.prints()
     training.accelerator.wait_for_everyone()
     after = place.entries()
+    inside.append(foreign(place.folder / saved))
     training.load()
     same = training.prints() == expected
-    return Recovered(error, name, untouched, prints, ignored, before, after, saved, same)
+    return Recovered(error, name, untouched, prints, inside, ignored, before, after, saved, same)
+
+
+def foreign(folder: Path) -> list[str]:
+    """What the user has put into a checkpoint, by hand or by a hook."""
+    return sorted(
+        name for name in os.listdir(folder) if name.endswith((".txt", ".json")) and name != "manifest.json"
+    )
 
 
 def recover_all(places: list[Place]) -> list[Recovered]:

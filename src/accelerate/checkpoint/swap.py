@@ -132,7 +132,10 @@ def _settle(store: Folders, name: str, aside: str) -> None:
         if entry not in owned and entry not in present and not is_part(entry):
             store.rename(f"{aside}/{entry}", f"{name}/{entry}")
     store.sync(name)
-    store.remove(aside)
+    # Without its manifest what is left of it would look like the user's own files.
+    gone = aside.replace(working(name, "old", ""), working(name, "gone", ""), 1)
+    store.rename(aside, gone)
+    store.remove(gone)
 
 
 def heal(store: Folders, name: str) -> None:
