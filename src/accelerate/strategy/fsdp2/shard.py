@@ -134,19 +134,22 @@ class Sharder:
             fully_shard(
                 part,
                 mesh=self.mesh,
-                reshard_after_forward=self._reshards(part is model),
                 mp_policy=_inner(layout.precision, part is model),
                 offload_policy=self.offload,
-                ignored_params=layout.ignored or None,
+                **self._options(part is model, layout.ignored),
             )
             follow(_renewed(before), held)
             # The whole parameters are freed here: nobody holds them any more.
             del before
         verify(model, layout)
 
-    def _reshards(self, root: bool) -> bool | None:
-        # None: the root's parameters are needed first in the backward, so they are kept.
-        return None if root and self.plugin.reshard_after_forward else self.plugin.reshard_after_forward
+    def _options(self, root: bool, ignored: set[nn.Parameter]) -> dict[str, Any]:
+        """What is said only where it differs: older versions of torch do not know all of it."""
+        options: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
+        # By default the root keeps its parameters after the forward: the backward needs them first.
+        if not root or not self.plugin.reshard_after_forward:
+            options["reshard_after_forward"] = self.plugin.reshard_after_forward
+        return options
 
     def _fill(
         self,

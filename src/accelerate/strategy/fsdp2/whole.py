@@ -57,7 +57,8 @@ def gathered(value: Any, keep: bool) -> Any:
         whole = moved.full_tensor()
         return whole.detach().cpu() if keep else None
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu() if keep else None
+        # A copy: training goes on in the tensor itself.
+        return value.detach().to("cpu", copy=True) if keep else None
     return value
 
 

@@ -1,0 +1,493 @@
+"""Sharded training on two processes: the numbers of one process, and what the model stays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.command import launch
+from tests.support.environment import ROOT
+from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.sharded_models import Tiny, adamw, batches, loss_of, share, tiny, whole
+
+STEPS = 8
+Numbers = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+def plain(window: int, half: bool = False) -> Numbers:
+    """Losses, norms and weights of the loop without this package, on whole batches."""
+    model = tiny()
+    optimizer = adamw(model)
+    losses, norms = [], []
+    for step, words in enumerate(batches(STEPS), 1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = loss_of(model, words)
+        (loss / window).backward()
+        losses.append(loss.item())
+        if step % window == 0:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, whole(model)
+
+
+def prepared(options: dict[str, Any], window: int, precision: str = "no", compiled: str = "no") -> Numbers:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import TorchDynamoPlugin
+
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**options),
+        gradient_accumulation_steps=window,
+        mixed_precision=precision,
+        dynamo_plugin=TorchDynamoPlugin(backend=compiled, use_regional_compilation=True),
+    )
+    assert (accelerator.distributed_type, accelerator.is_fsdp2) == ("FSDP", True)
+    # Every rank begins with other weights: those of rank 0 count.
+    model = tiny(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    losses, norms = [], []
+    for words in batches(STEPS):
+        with accelerator.accumulate(model):
+            mine = share(words, accelerator.process_index, accelerator.num_processes).to(accelerator.device)
+            loss = loss_of(model, mine)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                assert type(norm) is torch.Tensor
+                norms.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+    assert model.head.weight is model.embed.weight
+    return losses, norms, whole(model)
+
+
+def close(ours: Numbers, theirs: Numbers, within: float) -> None:
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=within)
+    assert ours[2].keys() == theirs[2].keys()
+    for name, value in theirs[2].items():
+        torch.testing.assert_close(ours[2][name], value, rtol=0, atol=within)
+
+
+LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        LAYERS,
+        {**LAYERS, "reshard_after_forward": False},
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100},
+        {**LAYERS, "activation_checkpointing": True, "cpu_offload": True},
+    ],
+    ids=["whole", "layers", "kept", "size", "recomputed"],
+)
+def test_it_trains_to_the_numbers_of_one_process(
+    ranks: RankServer, options: dict[str, Any], window: int
+) -> None:
+    """B7, F3: tied and frozen parameters, two groups, clipping by the true norm, accumulation."""
+    ours = same_on_all(ranks(2, prepared, options, window))
+    close(ours, plain(window), 1e-5)
+
+
+def test_bf16_trains_to_the_numbers_of_autocast(ranks: RankServer) -> None:
+    ours = same_on_all(ranks(2, prepared, LAYERS, 1, "bf16"))
+    close(ours, plain(1, half=True), 2e-2)
+    assert {value.dtype for value in ours[2].values()} == {torch.float32}
+
+
+def test_fp16_scales_and_skips_together(ranks: RankServer) -> None:
+    """B6: the first scale overflows float16, on all ranks."""
+    ours = same_on_all(ranks(2, overflowing))
+    assert ours["skipped"] > 0
+    assert not ours["skipped_last"]
+    assert ours["finite"]
+
+
+def overflowing() -> dict[str, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import GradScalerKwargs
+
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS),
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**24)],
+    )
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    for words in batches(30):
+        loss = loss_of(model, share(words, accelerator.process_index, 2))
+        accelerator.backward(loss)
+        # One rank alone sees the overflow.
+        if accelerator.process_index == 1 and optimizer.skipped_steps == 0:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.to_local().fill_(float("inf"))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "skipped": optimizer.skipped_steps,
+        "skipped_last": accelerator.optimizer_step_was_skipped,
+        "finite": all(bool(torch.isfinite(p).all()) for p in whole(model).values()),
+        "scale": accelerator.scaler.get_scale(),
+    }
+
+
+def test_blocks_are_compiled_in_place(ranks: RankServer) -> None:
+    """D9: names stay."""
+    ours = same_on_all(ranks(2, prepared, LAYERS, 1, "no", "aot_eager", timeout=300))
+    close(ours, plain(1), 1e-5)
+
+
+def kept() -> dict[str, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    user = tiny()
+    names = [name for name, _ in user.named_parameters()]
+    model, optimizer = accelerator.prepare(user, adamw(user))
+    assert model is user
+    assert isinstance(model, Tiny)
+    assert accelerator.unwrap_model(model) is user
+    mine = sum(p.to_local().numel() for p in model.parameters())
+    state = accelerator.get_state_dict(model)
+    return {
+        "names": [name for name, _ in model.named_parameters()] == names,
+        "share": mine / sum(p.numel() for p in model.parameters()),
+        "held": all(p in set(model.parameters()) for g in optimizer.param_groups for p in g["params"]),
+        "again": accelerator.prepare(model) is user,
+        "state": {name: value.shape for name, value in state.items()},
+        "tied": bool(state) and state["head.weight"] is state["embed.weight"],
+        "saves": accelerator.strategy.saves_sharded,
+        "plugin": accelerator.state.fsdp_plugin.fsdp_version,
+    }
+
+
+def test_the_model_stays_the_users_object(ranks: RankServer) -> None:
+    """F13, D6: its class, names and ties; every process holds about half of it."""
+    first, second = ranks(2, kept)
+    for found in (first, second):
+        assert all(found[fact] for fact in ("names", "held", "again", "saves"))
+        assert 0.4 < found["share"] < 0.6
+    assert first["tied"]
+    assert first["state"] == {name: value.shape for name, value in tiny().state_dict().items()}
+    assert second["state"] == {}
+
+
+def planned() -> tuple[str, bool]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS), mixed_precision="bf16")
+    model = tiny()
+    text = str(accelerator.plan(model, adamw(model)))
+    return text, type(model) is Tiny
+
+
+def test_the_plan_says_what_becomes_of_the_memory(ranks: RankServer) -> None:
+    text, untouched = same_on_all(ranks(2, planned))
+    assert untouched
+    assert "each of 2 processes holds a part of every parameter; gathered as 2 x Block and the rest" in text
+    assert "computed in torch.bfloat16, gradients reduced in torch.float32" in text
+    assert " -> " in text
+
+
+def by_launcher() -> tuple[str, bool, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(tiny())
+    plugin = accelerator.state.fsdp_plugin
+    return accelerator.strategy.name, plugin.reshard_after_forward, type(model.layers[0]).__name__
+
+
+def test_the_variables_of_a_launcher_ask_for_it(ranks: RankServer) -> None:
+    """F3. The second case is what the launcher of 1.x always writes, with version 2."""
+    ask = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    assert same_on_all(ranks(2, by_launcher, env=ask)) == ("fsdp", True, "Block")
+    written = {
+        **ask,
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_FORWARD_PREFETCH": "false",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    }
+    assert same_on_all(ranks(2, by_launcher, env=written)) == ("fsdp", False, "FSDPBlock")
+
+
+SCRIPT = """
+import torch
+from accelerate import Accelerator
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(*(lambda m: (m, adamw(m)))(tiny(accelerator.process_index)))
+for words in batches(3):
+    loss = loss_of(model, share(words, accelerator.process_index, 2))
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+mean = accelerator.gather(loss.detach()).mean().item()
+told = accelerator.distributed_type.value, type(model.layers[0]).__name__, f"{mean:.4f}\\n"
+print(*told, end="", flush=True)
+"""
+FILE = """
+distributed_type: FSDP
+use_cpu: true
+num_processes: 2
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_backward_prefetch: BACKWARD_PRE
+"""
+
+
+def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path) -> None:
+    """F3: on the CPU too, and never by another strategy."""
+    model = tiny()
+    optimizer = adamw(model)
+    for words in batches(3):
+        loss = loss_of(model, words)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (tmp_path / "config.yaml").write_text(FILE)
+    wrap = "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"
+    for flags in (
+        ("--cpu", "-n", "2", "--use_fsdp", "--fsdp_version", "2", wrap),
+        ("--config_file", f"{tmp_path}/config.yaml"),
+    ):
+        result = launch(*flags, script_text=SCRIPT, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"})
+        assert result.returncode == 0, result.output
+        assert result.stdout.splitlines() == [f"FSDP FSDPBlock {loss.item():.4f}"] * 2
+
+
+# --- loading
+
+
+def loaded_once(kind: str) -> tuple[dict[str, torch.Tensor], bool]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    def fill(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.constant_(p, 0.25)
+
+    init = fill if kind == "filled" else None
+    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, param_init_fn=init, **LAYERS)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    everywhere = kind in ("filled", "nowhere")
+    with torch.device("meta" if accelerator.process_index or everywhere else "cpu"):
+        model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.backward(loss_of(model, next(batches(1))))
+    optimizer.step()
+    optimizer.zero_grad()
+    return whole(model), model.head.weight is model.embed.weight
+
+
+def test_only_rank_0_needs_the_weights(ranks: RankServer) -> None:
+    """The others may have a model on the meta device; ties hold."""
+    values, tied = same_on_all(ranks(2, loaded_once, "once"))
+    assert tied
+    model = tiny()
+    optimizer = adamw(model)
+    loss_of(model, next(batches(1))).backward()
+    optimizer.step()
+    for name, value in whole(model).items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+    filled, tied = same_on_all(ranks(2, loaded_once, "filled"))
+    assert tied
+    assert torch.equal(filled["frozen.weight"], torch.full((8, 8), 0.25))
+    with pytest.raises(RanksError, match=r"embed\.weight is on the meta device, on rank 0 too") as caught:
+        ranks(2, loaded_once, "nowhere")
+    assert caught.value.kinds() == ["PrepareError"] * 2
+
+
+# --- optimizers
+
+
+def optimizers() -> dict[str, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    rank = accelerator.process_index
+
+    def step(model: nn.Module, optimizer: Any, words: torch.Tensor) -> None:
+        accelerator.backward(loss_of(model, words))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = {}
+    words = list(batches(2))
+    for how in ("late", "after", "stepped"):
+        model = tiny()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if how == "stepped":
+            loss_of(model, words[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model, optimizer = accelerator.prepare(model, optimizer)
+        elif how == "late":
+            model = accelerator.prepare(model)
+            optimizer = accelerator.prepare(optimizer)
+            step(model, optimizer, share(words[0], rank, 2))
+        else:
+            model = accelerator.prepare(model)
+            optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            step(model, optimizer, share(words[0], rank, 2))
+        step(model, optimizer, share(words[1], rank, 2))
+        found[how] = whole(model)
+    return found
+
+
+def test_an_optimizer_follows_the_parameters(ranks: RankServer) -> None:
+    """Prepared later, made afterwards, or with a step behind it, whose momentum is sharded along."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for words in batches(2):
+        loss_of(model, words).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = whole(model)
+    for how, found in same_on_all(ranks(2, optimizers)).items():
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=f"{how}: {name}")
+
+
+# --- what is refused
+
+
+def wrong(case: str) -> None:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    options: dict[str, Any] = {
+        "class": {**LAYERS, "transformer_cls_names_to_wrap": ["Blok"]},
+        "no layers": LAYERS,
+        "ignored": {"ignored_modules": r"layers\.0"},
+        "nothing ignored": {"ignored_modules": "nosuch"},
+        "recomputed": {"activation_checkpointing": True},
+    }.get(case, {})
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    model: nn.Module = nn.Linear(2, 2) if case == "no layers" else tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if case == "foreign":
+        optimizer = torch.optim.SGD(tiny().parameters(), lr=0.1)
+    if case == "types":
+        model.get_submodule("layers.1").double()
+    if case == "scalar":
+        model.alpha = nn.Parameter(torch.tensor(1.0))
+    if case == "differs" and accelerator.process_index == 1:
+        model.more = nn.Linear(1, 1)
+    accelerator.prepare(model, optimizer)
+    if case == "join":
+        with accelerator.join_uneven_inputs([model]):
+            pass
+    if case == "local":
+        from accelerate.local_sgd import LocalSGD
+
+        with LocalSGD(accelerator, model, 2):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("class", "UnknownNameError", "did you mean 'Block'"),
+        ("no layers", "SettingError", "a Linear does not say what its layers are"),
+        ("ignored", "PrepareError", "ignored modules hold trained parameters: layers.0.norm.weight"),
+        ("nothing ignored", "SettingError", "matches no module of the Tiny"),
+        ("recomputed", "PrepareError", "no part of the model is wrapped by itself"),
+        ("foreign", "PrepareError", "prepare both in one call"),
+        ("types", "PrepareError", "embed.weight in torch.float32, layers.1.norm.weight in torch.float64"),
+        ("scalar", "PrepareError", "the parameter alpha is a scalar"),
+        ("differs", "PrepareError", "of rank 1 has other parameters than that of rank 0"),
+        ("join", "PrepareError", "cannot join processes that have more inputs"),
+        ("local", "UnsuitedStrategyError", "LocalSGD does not work with the strategy 'fsdp'"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(ranks: RankServer, case: str, kind: str, words: str) -> None:
+    with pytest.raises(RanksError) as caught:
+        ranks(2, wrong, case)
+    # The rank that is slower may find the other gone while it still joins the group.
+    said = [outcome for outcome in caught.value.outcomes if outcome.kind != "DistNetworkError"]
+    assert {outcome.kind for outcome in said} == {kind}, str(caught.value)
+    assert all(words in outcome.message for outcome in said), str(caught.value)
+
+
+def ignoring() -> tuple[bool, bool]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="frozen"))
+    model = tiny(accelerator.process_index)
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(model)
+    same = not state or torch.equal(state["frozen.weight"], tiny(0).frozen.weight)
+    return type(model.frozen.weight) is nn.Parameter, same
+
+
+def test_ignored_modules_stay_whole(ranks: RankServer) -> None:
+    assert ranks(2, ignoring) == [(True, True)] * 2
+
+
+def pretrained(case: str) -> tuple[int, bool, float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS), mixed_precision=case)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    words = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(1))
+    for _ in range(5):
+        loss = model(input_ids=words, labels=words).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.isfinite(norm)
+    blocks = sum(type(part).__name__ == "FSDPLlamaDecoderLayer" for part in model.modules())
+    return blocks, model.lm_head.weight is model.model.embed_tokens.weight, loss.item()
+
+
+@pytest.mark.parametrize("case", ["no", "bf16"])
+def test_a_model_of_transformers_names_its_layers_itself(ranks: RankServer, case: str) -> None:
+    pytest.importorskip("transformers")
+    blocks, tied, loss = same_on_all(ranks(2, pretrained, case, timeout=120))
+    assert (blocks, tied) == (2, True)
+    assert loss < 3.4
+
+
+def exported(folder: str) -> None:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    model = accelerator.prepare(tiny(accelerator.process_index))
+    accelerator.save_model(model, folder)
+
+
+def test_save_model_exports_the_whole_model(ranks: RankServer, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    ranks(2, exported, str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    fresh = tiny(3)
+    fresh.load_state_dict(saved, strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), tiny(0).parameters(), strict=True))

@@ -1,0 +1,228 @@
+"""The loop around a sharded model: items, windows, accumulation, several models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.ranks import RankServer, same_on_all
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny, whole
+
+LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+IGNORED = -100
+# Words of each row that count: the traps' lengths, then two rows without any.
+LENGTHS = [1, 6, 2, 5, 6, 1, 3, 4]
+
+
+def labelled(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(words, labels), (rows, 7) each; only the first ``lengths`` labels of a row count."""
+    chance = torch.Generator().manual_seed(3)
+    words = torch.randint(11, (len(lengths), 7), generator=chance)
+    labels = words.roll(-1, 1)
+    for row, length in enumerate(lengths):
+        labels[row, length:] = IGNORED
+    return words, labels
+
+
+def mean_loss(model: nn.Module, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(words).flatten(0, 1), labels.flatten())
+
+
+def accelerator_of(window: int = 1, **options: Any) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**{**LAYERS, **options})
+    return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def weighted(lengths: list[int], window: int) -> dict[str, torch.Tensor]:
+    """Gradients of one step; rows are dealt to micro-batches and ranks in order."""
+    accelerator = accelerator_of(window)
+    model = tiny()
+    model, _ = accelerator.prepare(model, adamw(model))
+    words, labels = labelled(lengths)
+    for micro in range(window):
+        with accelerator.accumulate(model):
+            rank = accelerator.process_index
+            mine = [part.chunk(window)[micro].chunk(2)[rank] for part in (words, labels)]
+            tokens = (mine[1] != IGNORED).sum()
+            accelerator.backward(mean_loss(model, *mine), num_items=tokens)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 2, 5, 6, 1, 0, 4], [2, 5, 0, 0, 6, 1, 3, 0]])
+def test_gradients_weighted_by_items_are_those_of_one_batch(
+    ranks: RankServer, lengths: list[int], window: int
+) -> None:
+    """B1, B9: also where a micro-batch of one rank has no item, and its loss is NaN."""
+    ours = same_on_all(ranks(2, weighted, lengths, window))
+    model = tiny()
+    mean_loss(model, *labelled(lengths)).backward()
+    theirs = gradients(model)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
+
+
+def in_windows() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Five micro-batches in windows of two: the last is shorter."""
+    accelerator = accelerator_of()
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    rank, norms = accelerator.process_index, []
+    for window in accelerator.windows(list(batches(5)), 2):
+        for words in window:
+            accelerator.backward(loss_of(model, share(words, rank, 2)))
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, whole(model)
+
+
+def test_windows_close_with_what_they_hold(ranks: RankServer) -> None:
+    """B2"""
+    norms, values = same_on_all(ranks(2, in_windows))
+    model = tiny()
+    optimizer = adamw(model)
+    expected = []
+    pieces = list(batches(5))
+    for piece in (pieces[:2], pieces[2:4], pieces[4:]):
+        for words in piece:
+            (loss_of(model, words) / len(piece)).backward()
+        expected.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms == pytest.approx(expected, abs=1e-5)
+    for name, value in whole(model).items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+def streaming(shorter: bool) -> dict[str, torch.Tensor]:
+    """A window whose length is not known before its end: what it kept back is scaled afterwards."""
+    from torch.utils.data import DataLoader
+
+    accelerator = accelerator_of()
+    model = tiny()
+    model, _ = accelerator.prepare(model, adamw(model))
+    rows = torch.cat(list(batches(3, rows=4)))
+    loader = accelerator.prepare(DataLoader(rows, batch_size=2))
+    for window in accelerator.windows(loader, 4 if shorter else 3):
+        for words in window:
+            accelerator.backward(loss_of(model, words))
+    return gradients(model)
+
+
+def test_gradients_that_are_kept_back_are_scaled_too(ranks: RankServer) -> None:
+    """B2: three micro-batches in a window planned for four, or for three: the same gradients."""
+    short, exact = (same_on_all(ranks(2, streaming, shorter)) for shorter in (True, False))
+    for name, value in exact.items():
+        torch.testing.assert_close(short[name], value, rtol=0, atol=1e-6)
+
+
+def dropped() -> tuple[float, float, dict[str, torch.Tensor]]:
+    """A micro-batch without synchronising is dropped by ``zero_grad``; then comes a whole step."""
+    accelerator = accelerator_of()
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    rank = accelerator.process_index
+    first, second = batches(2)
+    with accelerator.no_sync(model):
+        accelerator.backward(loss_of(model, share(first, rank, 2)))
+    accelerator.sync_gradients = False
+    so_far = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert type(so_far) is torch.Tensor
+    accelerator.sync_gradients = True
+    optimizer.zero_grad()
+    accelerator.backward(loss_of(model, share(second, rank, 2)))
+    found = gradients(model)
+    with accelerator.no_sync(model):
+        loss = loss_of(model, share(second, rank, 2))
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss)
+    doubled = gradients(model)["embed.weight"].norm() / found["embed.weight"].norm()
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    greatest = max(value.abs().max().item() for value in gradients(model).values())
+    assert 0 < greatest <= 1e-3 + 1e-9
+    return round(so_far.item(), 6), round(doubled.item(), 4), found
+
+
+def test_zero_grad_drops_what_was_kept_back(ranks: RankServer) -> None:
+    """B4, B7: the norm so far is that of this rank; the dropped micro-batch leaves nothing behind."""
+    results = ranks(2, dropped)
+    model = tiny()
+    _, second = batches(2)
+    loss_of(model, second).backward()
+    for so_far, doubled, found in results:
+        assert so_far > 0
+        assert doubled == pytest.approx(2.0)
+        for name, value in gradients(model).items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def two_models() -> dict[str, torch.Tensor]:
+    """B8: two models and two optimizers; only one trains in the second half."""
+    accelerator = accelerator_of(2)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (tiny(1), tiny(2))]
+    (one, two), optimizers = zip(*(accelerator.prepare(*pair) for pair in pairs), strict=True)
+    for step, words in enumerate(batches(8)):
+        mine = share(words, accelerator.process_index, 2)
+        with accelerator.accumulate(one, two):
+            accelerator.backward(loss_of(one, mine))
+            if step < 4:
+                accelerator.backward(loss_of(two, mine))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {**whole(one), **{f"two.{name}": value for name, value in whole(two).items()}}
+
+
+def test_two_models_train_side_by_side(ranks: RankServer) -> None:
+    """B8"""
+    ours = same_on_all(ranks(2, two_models))
+    expected: dict[str, torch.Tensor] = {}
+    for prefix, seed, count in (("", 1, 8), ("two.", 2, 4)):
+        model = tiny(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step, words in enumerate(list(batches(8))[:count]):
+            (loss_of(model, words) / 2).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        expected |= {prefix + name: value for name, value in whole(model).items()}
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5)
+
+
+def norms() -> list[tuple[float, float]]:
+    """Ours and torch's own, for several p and with a gradient that is not finite."""
+    accelerator = accelerator_of()
+    model = tiny()
+    model, _ = accelerator.prepare(model, adamw(model))
+    accelerator.backward(loss_of(model, share(next(batches(1)), accelerator.process_index, 2)))
+    found = []
+    for p in (1.0, 2.0, float("inf")):
+        ours = accelerator.clip_grad_norm_(model.parameters(), float("inf"), norm_type=p)
+        grads = torch.cat([grad.flatten() for grad in gradients(model).values()])
+        found.append((ours.item(), grads.norm(p).item()))
+    if accelerator.process_index == 0:
+        next(p for p in model.parameters() if p.grad is not None).grad.to_local()[0] = float("nan")
+    found.append((float(accelerator.clip_grad_norm_(model.parameters(), 1.0).isnan()), 1.0))
+    return found
+
+
+def test_the_norm_is_the_true_one(ranks: RankServer) -> None:
+    """B7"""
+    for ours, true in same_on_all(ranks(2, norms)):
+        assert ours == pytest.approx(true, rel=1e-5)

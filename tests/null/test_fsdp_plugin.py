@@ -1,0 +1,261 @@
+"""The plugin of sharded training: its fields, variables, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.cli.options import HANDED
+from accelerate.core.errors import NotBuiltError, SettingError, UnknownNameError
+from accelerate.launch.job import read
+from accelerate.strategy import choose
+from accelerate.strategy.base import Request
+from accelerate.strategy.fsdp2 import functions
+from accelerate.strategy.fsdp2.blocks import blocks_of
+from accelerate.world.world import World
+from tests.support.sharded_models import Block, tiny
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin may write one of them."""
+    for name in ("FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_FSDP"):
+        monkeypatch.setenv(name, "false")
+        monkeypatch.delenv(name)
+
+
+def test_its_defaults() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
+    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+    assert "SHARDED_STATE_DICT" in str(plugin.state_dict_type)
+    assert not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    assert plugin.auto_wrap_policy is None
+    assert plugin.activation_checkpointing is False
+    assert plugin.mixed_precision_policy is None
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "reshard_after_forward", False),
+        ({"sharding_strategy": 1}, "reshard_after_forward", True),
+        ({"reshard_after_forward": "false"}, "reshard_after_forward", False),
+        ({"state_dict_type": "full_state_dict"}, "state_dict_type", StateDictType.FULL_STATE_DICT),
+        ({"cpu_offload": True}, "cpu_offload", CPUOffloadPolicy()),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "cpu_offload", CPUOffloadPolicy()),
+        ({"transformer_cls_names_to_wrap": "A, B"}, "transformer_cls_names_to_wrap", ["A", "B"]),
+        (
+            {"mixed_precision_policy": "bf16"},
+            "mixed_precision_policy",
+            MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        ),
+        (
+            {"mixed_precision_policy": {"param_dtype": "fp16", "reduce_dtype": torch.float16}},
+            "mixed_precision_policy",
+            MixedPrecisionPolicy(torch.float16, torch.float16),
+        ),
+    ],
+)
+def test_what_its_fields_mean(options: dict[str, Any], name: str, value: Any) -> None:
+    assert getattr(FullyShardedDataParallelPlugin(**options), name) == value
+
+
+def test_fields_that_are_not_given_take_their_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "A,B")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    plugin = FullyShardedDataParallelPlugin(reshard_after_forward=True)
+    assert plugin.reshard_after_forward is True
+    assert FullyShardedDataParallelPlugin().reshard_after_forward is False
+    assert plugin.transformer_cls_names_to_wrap == ["A", "B"]
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    assert "FULL_STATE_DICT" in str(plugin.state_dict_type)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"fsdp_version": 1}, NotBuiltError, "version 1 of sharded training is not built yet"),
+        ({"fsdp_version": 3}, UnknownNameError, "fsdp_version"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, NotBuiltError, "HYBRID_SHARD"),
+        ({"sharding_strategy": "NO_SHARD"}, SettingError, "shards nothing"),
+        ({"sharding_strategy": "FUL_SHARD"}, UnknownNameError, "did you mean 'FULL_SHARD'"),
+        (
+            {"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True},
+            SettingError,
+            "keep reshard_after_forward",
+        ),
+        ({"reshard_after_forward": "FULL_SHARD"}, SettingError, "use true, as FULL_SHARD did"),
+        ({"forward_prefetch": True}, SettingError, "an option of version 1"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, SettingError, "one of version 1"),
+        ({"activation_checkpointing_offload": True}, SettingError, "without activation_checkpointing"),
+        ({"auto_wrap_policy": "transformer_wrap"}, UnknownNameError, "TRANSFORMER_BASED_WRAP"),
+        ({"mixed_precision_policy": {"parm_dtype": "bf16"}}, UnknownNameError, "did you mean 'param_dtype'"),
+        ({"mixed_precision_policy": "bf17"}, UnknownNameError, "bf17"),
+    ],
+)
+def test_what_it_refuses(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        FullyShardedDataParallelPlugin(**options)
+    assert words in str(caught.value)
+
+
+def test_options_of_version_1_that_mean_nothing_are_said() -> None:
+    with pytest.warns(UserWarning, match="ignored: backward_prefetch, use_orig_params"):
+        FullyShardedDataParallelPlugin(backward_prefetch="NO_PREFETCH", use_orig_params=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FullyShardedDataParallelPlugin(
+            backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
+        )
+
+
+def test_its_methods() -> None:
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+    plugin.set_mixed_precision("fp16")
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
+    plugin.set_mixed_precision(torch.bfloat16, override=True)
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert type(plugin.state_dict_config).__name__ == "FullStateDictConfig"
+    plugin.set_auto_wrap_policy(tiny())
+    assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Block}}
+
+
+def test_which_modules_are_gathered_by_themselves() -> None:
+    model = tiny()
+
+    def named(**options: Any) -> list[str]:
+        plugin = FullyShardedDataParallelPlugin(**options)
+        names = {module: name for name, module in model.named_modules()}
+        return [names[block] for block in blocks_of(model, plugin.policy_for(model), set())]
+
+    layers = ["layers.0", "layers.1"]
+    assert named() == named(auto_wrap_policy="no_wrap") == []
+    assert named(auto_wrap_policy="transformer_based_wrap") == layers
+    assert named(auto_wrap_policy=ModuleWrapPolicy({Block})) == layers
+    assert named(auto_wrap_policy="size_based_wrap", min_num_params=200) == layers
+    assert named(auto_wrap_policy="size_based_wrap", min_num_params=130)[:2] == [
+        "layers.0.up",
+        "layers.0.down",
+    ]
+    # The embeddings are the output layer's too: they stay with the model as a whole.
+    every = named(auto_wrap_policy=always_wrap_policy)
+    assert {"layers.0.norm", "layers.0", "frozen"} <= set(every)
+    assert not {"embed", "head", "layers", ""} & set(every)
+    chosen = functions.fsdp2_prepare_auto_wrap_policy(
+        FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap"), model
+    )
+    assert chosen is not None
+    assert [chosen(model.layers[0]), chosen(model.frozen)] == [True, False]
+
+
+def test_small_functions() -> None:
+    assert functions.fsdp2_canonicalize_names({"a._checkpoint_wrapped_module.b": 1, "_orig_mod.c": 2}) == {
+        "a.b": 1,
+        "c": 2,
+    }
+    model = tiny()
+    found = functions.get_parameters_from_modules(r"layers\.0\.up", model, "cpu")
+    assert found == set(model.layers[0].up.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    new = nn.Parameter(torch.zeros(1))
+    functions.fsdp2_switch_optimizer_parameters(optimizer, {model.embed.weight.data_ptr(): new})
+    assert optimizer.param_groups[0]["params"][0] is new
+
+
+def test_weights_are_tied_again() -> None:
+    with torch.device("meta"):
+        model = tiny()
+
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+
+    again = functions.ensure_weights_retied(fill, model, "cpu")
+    for module in model.modules():
+        again(module)
+    assert model.head.weight is model.embed.weight
+    assert not model.head.weight.is_meta
+
+
+# --- asked for
+
+
+def request(world: int, *plugins: Any) -> Request:
+    return Request(World.fake(world), plugins=plugins)
+
+
+def test_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3"""
+    plugin = FullyShardedDataParallelPlugin()
+    assert choose(request(2, plugin)).name == "fsdp"
+    assert choose(request(2)).name == "ddp"
+    assert choose(request(1, plugin)).name == "single"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert choose(request(2)).name == "fsdp"
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(NotBuiltError, match="version 1"):
+        choose(request(2))
+
+
+@pytest.fixture
+def config(tmp_path: Any) -> Any:
+    def reads(text: str, **flags: Any) -> Any:
+        file = tmp_path / "config.yaml"
+        file.write_text(text)
+        return read({"config_file": str(file), **flags}, ("x.py",), HANDED)
+
+    return reads
+
+
+TALK = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_use_orig_params: false
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+"""
+
+
+def test_a_file_asks_for_it(config: Any) -> None:
+    told = config(TALK).handed()
+    assert told["ACCELERATE_USE_FSDP"] == "true"
+    assert told["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
+    assert told["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    assert told["FSDP_OFFLOAD_PARAMS"] == "false"
+    assert "FSDP_VERSION" not in told
+
+
+def test_flags_ask_for_it(config: Any) -> None:
+    told = config("{}", use_fsdp=True, fsdp_version="2", fsdp_reshard_after_forward="false").handed()
+    assert (told["ACCELERATE_USE_FSDP"], told["FSDP_VERSION"]) == ("true", "2")
+    assert told["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+
+
+def test_options_that_nobody_asked_for_are_refused(config: Any) -> None:
+    with pytest.raises(SettingError, match="--fsdp_offload_params is given, but nothing asks") as error:
+        config("{}", fsdp_offload_params="true")
+    assert "--use_fsdp" in str(error.value)
+    with pytest.raises(SettingError, match="nothing asks for this way of training"):
+        config("fsdp_config: {version: 2}")
