@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp2.blocks import blocks_of, check_parameters, ignored_of, parameters_of
@@ -123,14 +124,15 @@ class Sharder:
         if self.plugin.activation_checkpointing:
             recompute(layout.blocks)
         done: set[nn.Module] = set()
-        filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        buffers: Any = WeakIdKeyDictionary()
         held = list(optimizers)
         for part in (*layout.blocks, model):
             own = [module for module in part.modules() if module not in done]
             done.update(own)
             before = {(m, n): p for m in own for n, p in m._parameters.items() if p is not None}
-            self._fill(own, layout, filled, initialize)
-            self._same(own, layout)
+            # A parameter has all of its places in one part; whole ones are freed with the part.
+            self._bring(own, layout, (WeakIdKeyDictionary(), buffers), initialize)
+            self._same(own)
             fully_shard(
                 part,
                 mesh=self.mesh,
@@ -151,47 +153,57 @@ class Sharder:
             options["reshard_after_forward"] = self.plugin.reshard_after_forward
         return options
 
-    def _fill(
+    def _bring(
         self,
         modules: list[nn.Module],
         layout: Layout,
-        filled: dict[int, tuple[torch.Tensor, torch.Tensor]],
-        initialize: Callable[[nn.Module], None] | None,
+        brought: tuple[Any, Any],
+        initialize: Initialize | None,
     ) -> None:
-        """Gives memory to what is on the meta device; a tensor in several places stays one."""
+        """Brings a part to the device, in the type it trains in; a tensor in several places stays one.
+
+        What is on the meta device gets memory. Some devices cannot swap a tensor's data: its place is taken
+        by a new one, which ``brought`` keeps by the old one.
+        """
         for module in modules:
-            fresh = False
-            for table in (module._parameters, module._buffers):
+            empty = False
+            for table, known in zip((module._parameters, module._buffers), brought, strict=True):
                 for name, old in table.items():
-                    if old is None or not old.is_meta:
+                    if old is None or isinstance(old, DTensor):
                         continue
-                    if id(old) not in filled:
-                        new: torch.Tensor = torch.empty_like(old, device=self.device)
-                        if isinstance(old, nn.Parameter):
-                            new = nn.Parameter(new, requires_grad=old.requires_grad)
-                            if old in layout.ignored:
-                                layout.ignored.add(new)
-                        filled[id(old)], fresh = (old, new), True
-                    table[name] = filled[id(old)][1]  # type: ignore[assignment]
-            if fresh and initialize is not None:
+                    empty = empty or old.is_meta
+                    if old not in known:
+                        known[old] = self._brought(old, layout)
+                    table[name] = known[old]
+            if empty and initialize is not None:
                 initialize(module)
 
-    def _same(self, modules: list[nn.Module], layout: Layout) -> None:
-        """Brings a part to the device, in the type it trains in, with the values of rank 0."""
-        seen: dict[int, torch.Tensor] = {}
-        for module in modules:
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and id(tensor) not in seen and not isinstance(tensor, DTensor):
-                    seen[id(tensor)] = tensor
-        for tensor in seen.values():
-            with torch.no_grad():
-                if tensor.device != self.device:
-                    tensor.data = tensor.data.to(self.device)
-                if layout.upcast and tensor.requires_grad and tensor.dtype.itemsize == 2:
-                    tensor.data = tensor.data.float()
-                _broadcast(tensor.data, self.mesh)
+    @torch.no_grad()
+    def _brought(self, old: torch.Tensor, layout: Layout) -> torch.Tensor:
+        upcast = layout.upcast and old.requires_grad and old.dtype.itemsize == 2
+        dtype = torch.float32 if upcast else old.dtype
+        if old.is_meta:
+            data = torch.empty_like(old.data, dtype=dtype, device=self.device)
+        else:
+            data = old.data.to(self.device, dtype)
+        if data.device == old.device:
+            old.data = data
+            return old
+        if not isinstance(old, nn.Parameter):
+            return data
+        new = nn.Parameter(data, requires_grad=old.requires_grad)
+        if old in layout.ignored:
+            layout.ignored.add(new)
+        return new
+
+    def _same(self, modules: list[nn.Module]) -> None:
+        """Gives a part the values of rank 0."""
+        found = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
+        for tensor in {id(t): t for t in found if t is not None and not isinstance(t, DTensor)}.values():
+            _broadcast(tensor.data, self.mesh)
 
 
+Initialize = Callable[[nn.Module], None]
 Follow = Callable[[Mapping[int, tuple[torch.Tensor, torch.Tensor]], list[Optimizer]], None]
 
 
@@ -219,9 +231,7 @@ def _renewed(
     return {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
 
 
-def agree(
-    model: nn.Module, initialize: Callable[[nn.Module], None] | None
-) -> Callable[[nn.Module], None] | None:
+def agree(model: nn.Module, initialize: Initialize | None) -> Initialize | None:
     """Refuses models that differ between ranks by more than their values, and those without any.
 
     Args:

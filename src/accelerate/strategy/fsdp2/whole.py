@@ -39,12 +39,11 @@ def distributed(value: Any, like: Any) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
         return value
     if value.shape == like.shape:
-        local = like.to_local()
-        # A copy: a part of a file that is mapped into memory must not stay tied to the file.
-        mine = part_of(value, like).to(device=local.device, copy=True).contiguous()
-        return DTensor.from_local(
-            mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        # A copy: a part of a file that is mapped into memory must not stay tied to the file. It rests where
+        # the parameter does, which may be the host.
+        mine: Any = torch.empty_like(like.detach(), dtype=value.dtype)
+        mine.to_local().copy_(part_of(value, like))
+        return mine
     mesh = like.device_mesh
     return DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 

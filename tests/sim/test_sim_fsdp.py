@@ -1,0 +1,93 @@
+"""Sharded training on two simulated accelerators: also with parameters that rest on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.test_fsdp2 import close, plain, prepared
+from tests.support.ranks import RankServer, same_on_all
+from tests.support.sharded_models import adamw, batches, loss_of, tiny, whole
+
+LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+
+
+def trained(options: dict[str, Any]) -> Any:
+    losses, norms, values = prepared(options, 1)
+    return losses, norms, {name: value.cpu() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+def test_it_trains_to_the_numbers_of_one_cpu_process(ranks: RankServer, offload: bool) -> None:
+    """B7"""
+    ours = same_on_all(ranks(2, trained, {**LAYERS, "cpu_offload": offload}))
+    close(ours, plain(1), 1e-4)
+
+
+def states(offload: bool) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**LAYERS, cpu_offload=offload)
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="no")
+    model = tiny()
+    optimizer: Any = adamw(model)
+    # A step on the host before it is prepared: its moments follow to where the parameters rest.
+    loss_of(model, next(batches(1))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    words = next(batches(1)).to(accelerator.device)
+    accelerator.backward(loss_of(model, words))
+    optimizer.step()
+    optimizer.zero_grad()
+    place = next(model.parameters()).to_local().device.type
+    weights = accelerator.strategy.state(model)
+    state = accelerator.strategy.optimizer_state(optimizer.optimizer, [model])
+    whole_state = accelerator.strategy.world.rank == 0
+    if whole_state:
+        assert all(value.device.type == "cpu" for value in weights.values())
+    told = [weights, state]
+    torch.distributed.broadcast_object_list(told)
+    accelerator.strategy.load(model, told[0])
+    accelerator.strategy.load_optimizer(optimizer.optimizer, [model], told[1])
+    moments = next(iter(optimizer.state.values()))["exp_avg"].to_local().device.type
+    accelerator.backward(loss_of(model, words))
+    optimizer.step()
+    return place, moments, {name: value.cpu() for name, value in whole(model).items()}
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+def test_states_rest_where_the_parameters_do(ranks: RankServer, offload: bool) -> None:
+    place, moments, values = same_on_all(ranks(2, states, offload))
+    assert (place, moments) == (("cpu", "cpu") if offload else ("sim", "sim"))
+    model = tiny()
+    optimizer = adamw(model)
+    for _ in range(3):
+        loss_of(model, next(batches(1))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in whole(model).items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-4)
+
+
+def peak(blocks: int) -> tuple[int, int, int]:
+    """(greatest memory while a model was prepared, memory afterwards, bytes of one block)."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**LAYERS, transformer_cls_names_to_wrap=["Linear"])
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(blocks)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sim: Any = torch.get_device_module("sim")
+    sim.reset_peak_memory_stats()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return sim.max_memory_allocated(), sim.memory_allocated(), 256 * 256 * 4
+
+
+def test_no_process_ever_holds_the_whole_model(ranks: RankServer) -> None:
+    """The parts of eight blocks, and at the most three whole blocks besides."""
+    for most, after, block in ranks(2, peak, 8):
+        assert after <= 4.1 * block
+        assert most <= after + 3 * block
