@@ -238,9 +238,16 @@ class RemoteStore:
                 self._fs.pipe_file(self._key(file), manifests.encode(manifest))
         except CheckpointError:
             # The connection may have broken after the store had taken it.
-            committed = self._manifest(name)
-            if committed is None or committed.id != manifest.id:
+            if not self._has(name, manifest.id):
                 raise
+
+    def _has(self, name: str, id: str) -> bool:
+        """Whether the checkpoint ``name`` is known to be the one of that save."""
+        try:
+            committed = self._manifest(name)
+        except CheckpointError:
+            return False
+        return committed is not None and committed.id == id
 
     def _manifest(self, name: str) -> Manifest | None:
         file = f"{name}/{MANIFEST_NAME}"

@@ -1,0 +1,538 @@
+"""Checkpoints behind URLs: the same promises as in a folder, where nothing can be renamed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from accelerate.checkpoint import find, state, where
+from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from accelerate.checkpoint.places import address, split
+from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.state import Parts
+from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
+from tests.null.test_checkpoint_commit import Box, box, value_of
+from tests.support.objects import Objects, serving
+
+
+@pytest.fixture
+def objects() -> Generator[Objects]:
+    """A fresh object store."""
+    with serving() as served:
+        yield served
+
+
+class Shaky(MemoryFileSystem):
+    """fsspec's own store in memory, which shows half files and has real folders; fails at its n-th change."""
+
+    protocol = "shaky"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
+    pseudo_dirs = [""]  # noqa: RUF012
+    at, changes, how = 0, 0, ""
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.replace("shaky://", "memory://"))
+
+    @classmethod
+    def fail(cls, at: int, how: str) -> None:
+        cls.changes, cls.at, cls.how = 0, at, how
+
+    @classmethod
+    @contextmanager
+    def change(cls) -> Generator[None]:
+        cls.changes += 1
+        wrong = cls.changes == cls.at or (cls.how == "gone" and 0 < cls.at <= cls.changes)
+        if wrong and cls.how != "unanswered":
+            raise ConnectionError("the store does not answer")
+        yield
+        if wrong:
+            raise ConnectionError("the store does not answer")
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode != "wb":
+            return super()._open(path, mode, **kwargs)
+        with self.change():
+            file = super()._open(path, mode, **kwargs)
+        if "data" not in kwargs:
+            file.write(b"half")
+            with self.change():  # a half file is left
+                file.seek(0)
+                file.truncate()
+        return file
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: Any = None) -> None:
+        for name in self.find(path):
+            with self.change():
+                super().rm(name)
+        if recursive and self.exists(path):
+            super().rm(path, recursive=True)
+
+
+fsspec.register_implementation("shaky", Shaky, clobber=True)
+
+
+@pytest.fixture(params=["objects", "shaky"])
+def remote(request: pytest.FixtureRequest) -> Generator[Remote]:
+    """Two kinds of remote stores, empty."""
+    if request.param == "shaky":
+        Shaky.store.clear()
+        Shaky.pseudo_dirs[:] = [""]
+        Shaky.fail(0, "")
+        yield Remote("shaky://bucket", Shaky)
+        return
+    with serving() as served:
+        yield Remote(served.url, served)
+
+
+class Remote:
+    """A store, seen past the checkpoints.
+
+    Attributes:
+        url: of its bucket.
+        control: sets what fails, and counts.
+    """
+
+    def __init__(self, url: str, control: Any) -> None:
+        self.url, self.control = url, control
+        self.fs, self.base = fsspec.core.url_to_fs(url)
+
+    def names(self) -> list[str]:
+        """All objects, relative to the bucket."""
+        self.fs.invalidate_cache()
+        return sorted(name.strip("/").removeprefix("bucket/") for name in self.fs.find(self.base))
+
+    def key(self, name: str) -> str:
+        return f"{self.base}/{name}"
+
+    def inside(self, checkpoint: str) -> str:
+        """The folder with a checkpoint's files."""
+        return (
+            f"{checkpoint}/{json.loads(self.fs.cat_file(self.key(f'{checkpoint}/manifest.json')))['folder']}"
+        )
+
+
+def project(url: str, limit: int | None = None, iteration: int = 0) -> ProjectConfiguration:
+    return ProjectConfiguration(url, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
+
+
+# ---------------------------------------------------------------- the crash law
+
+
+class Scenario:
+    """A bucket with an older checkpoint, and a way to save the next one and to load the newest."""
+
+    def __init__(self, name: str, remote: Remote, root: str) -> None:
+        self.name, self.remote, self.root = name, remote, root
+        self.url = f"{remote.url}/{root}"
+        self.limit = 1 if name == "limited" else None
+        if name in ("fresh", "replaced"):
+            state.save(box(1), f"{self.url}/{'old' if name == 'fresh' else 'run'}")
+            remote.fs.pipe_file(remote.key(f"{root}/run/notes.txt"), b"mine")
+        else:
+            state.save(box(1), project=project(self.url, self.limit))
+
+    def save(self, value: float = 2) -> None:
+        if self.name in ("fresh", "replaced"):
+            state.save(box(value), f"{self.url}/run")
+        else:
+            settings = project(self.url, self.limit, iteration=1)
+            state.load(box(), project=settings)
+            state.save(box(value), project=settings)
+
+    def load(self) -> float:
+        if self.name == "fresh":
+            try:
+                return value_of(lambda parts: state.load(parts, f"{self.url}/run"))
+            except CheckpointNotFoundError:
+                return value_of(lambda parts: state.load(parts, f"{self.url}/old"))
+        if self.name == "replaced":
+            return value_of(lambda parts: state.load(parts, f"{self.url}/run"))
+        return value_of(lambda parts: state.load(parts, project=project(self.url, self.limit)))
+
+    def leftovers(self) -> list[str]:
+        """Folders of files that no manifest names."""
+        names = [name for name in self.remote.names() if name.startswith(f"{self.root}/")]
+        folders = {name.rpartition("/")[0] for name in names if "/files-" in name}
+        owners = {folder.rpartition("/")[0] for folder in folders}
+        named = {self.remote.inside(owner) for owner in owners if f"{owner}/manifest.json" in names}
+        return sorted(folders - named)
+
+
+def scenarios() -> Iterator[Any]:
+    for name in ("fresh", "replaced", "numbered", "limited"):
+        for how in ("gone", "refused", "unanswered"):
+            yield pytest.param(name, how, id=f"{name}-{how}")
+
+
+@pytest.mark.parametrize(("name", "how"), list(scenarios()))
+def test_a_save_that_stops_at_any_change_leaves_the_old_or_the_new_checkpoint(
+    remote: Remote, name: str, how: str
+) -> None:
+    """D1: at every object that is put or deleted; then the next save succeeds and leaves nothing behind."""
+    seen: set[float] = set()
+    for at in range(1, 1000):
+        scenario = Scenario(name, remote, str(at))
+        remote.control.fail(at, how)
+        failed = False
+        try:
+            scenario.save()
+        except CheckpointError:
+            failed = True
+        changes = remote.control.changes
+        remote.control.fail(0, "")
+        value = scenario.load()
+        seen.add(value)
+        assert value == (1 if failed else 2), "an error means that nothing has changed"
+        if failed and how == "refused":
+            assert scenario.leftovers() == []
+        if changes < at:
+            break
+        scenario.save(3)
+        assert scenario.load() == 3
+        assert scenario.leftovers() == []
+        if name in ("fresh", "replaced"):
+            assert remote.fs.cat_file(remote.key(f"{at}/run/notes.txt")) == b"mine"
+    assert at >= 7
+    assert seen == {1.0, 2.0}
+
+
+def test_a_folder_of_files_that_a_manifest_names_is_never_removed(remote: Remote) -> None:
+    """Also by a save that was told that its last request had failed."""
+    url = state.save(box(1), f"{remote.url}/a")
+    store, name = where.place(url)
+    with pytest.raises(CheckpointError, match="it is a committed checkpoint"):
+        store.remove(remote.inside("a"))
+    assert value_of(lambda parts: state.load(parts, url)) == 1
+    assert store.leftovers(name) == []
+
+
+# ---------------------------------------------------------------- names, numbers, retention
+
+
+def test_a_checkpoint_is_its_url(remote: Remote) -> None:
+    url = f"{remote.url}/run/last"
+    assert state.save(box(1), url + "/") == url
+    assert state.save(box(2), url) == url
+    loaded = state.load(box(), url)
+    assert (loaded.path, loaded.step) == (url, 2)
+    folder = remote.inside("run/last")
+    assert [n for n in remote.names() if not n.startswith(folder)] == ["run/last/manifest.json"]
+    assert f"{folder}/model.safetensors" in remote.names()
+    assert f"{folder}/manifest.json" in remote.names()
+    # The folder of files is a checkpoint in itself.
+    assert state.load(box(), f"{remote.url}/{folder}").step == 2
+
+
+def test_numbers_go_on_and_the_oldest_go(remote: Remote) -> None:
+    """D4, D5: 9, 10, 11 are numbers, not text."""
+    settings = project(remote.url, limit=3)
+    for step in range(12):
+        assert state.save(box(step), project=settings) == f"{remote.url}/checkpoints/checkpoint_{step}"
+    owners = {name.split("/")[1] for name in remote.names()}
+    assert owners == {"checkpoint_9", "checkpoint_10", "checkpoint_11"}
+    again = project(remote.url, limit=3)
+    loaded = state.load(box(), project=again)
+    assert (loaded.step, loaded.iteration, again.iteration) == (11, 11, 12)
+    with pytest.raises(CheckpointExistsError, match=r"checkpoint_9 exists already"):
+        state.save(box(), project=project(remote.url, iteration=9))
+
+
+def test_the_newest_committed_one_is_taken_and_the_others_are_named(remote: Remote) -> None:
+    """D1: a removed manifest, a damaged one, a missing and a short file, and a stranger's folder."""
+    settings = project(remote.url, iteration=8)
+    for step in range(8, 13):
+        state.save(box(step), project=settings)
+    base = "checkpoints/checkpoint_"
+    remote.fs.rm(remote.key(f"{base}12/manifest.json"))
+    remote.fs.pipe_file(remote.key(f"{base}11/manifest.json"), b"{}")
+    remote.fs.rm(remote.key(f"{remote.inside(f'{base}10')}/optimizer.bin"))
+    remote.fs.pipe_file(remote.key(f"{remote.inside(f'{base}9')}/optimizer.bin"), b"half")
+    remote.fs.pipe_file(remote.key("checkpoints/logs/a.txt"), b"mine")
+    loaded = state.load(box(), project=project(remote.url))
+    assert loaded.step == 8
+    reasons = {text.partition(" ")[0]: text for text in loaded.ignored}
+    assert set(reasons) == {f"checkpoint_{n}" for n in (9, 10, 11, 12)}
+    assert "interrupted" in reasons["checkpoint_12"]
+    assert "manifest.json is damaged" in reasons["checkpoint_11"]
+    assert "optimizer.bin is missing" in reasons["checkpoint_10"]
+    assert "optimizer.bin has 4 bytes" in reasons["checkpoint_9"]
+
+
+def test_a_copy_of_a_remote_checkpoint_is_a_checkpoint(remote: Remote, tmp_path: Path) -> None:
+    """As ``aws s3 cp --recursive`` makes it; replacing it leaves nothing of it but the user's own file."""
+    state.save(box(3), f"{remote.url}/a")
+    remote.fs.pipe_file(remote.key("a/notes.txt"), b"mine")
+    for name in remote.names():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(remote.fs.cat_file(remote.key(name)))
+    loaded = state.load(box(), tmp_path / "a")
+    assert (loaded.path, loaded.step) == (tmp_path / "a", 3)
+    assert state.latest(tmp_path).candidate.name == "a"
+    state.save(box(4), tmp_path / "a")
+    assert not [name for name in os.listdir(tmp_path / "a") if name.startswith("files-")]
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    assert state.load(box(), tmp_path / "a").step == 4
+
+
+def test_a_local_checkpoint_that_was_uploaded_is_one(remote: Remote, tmp_path: Path) -> None:
+    """It is replaced like any other, and nothing of it stays."""
+    path = state.save(box(3), tmp_path / "a")
+    assert isinstance(path, Path)
+    for file in path.iterdir():
+        remote.fs.pipe_file(remote.key(f"up/{file.name}"), file.read_bytes())
+    assert value_of(lambda parts: state.load(parts, f"{remote.url}/up")) == 3
+    state.save(box(4), f"{remote.url}/up")
+    assert value_of(lambda parts: state.load(parts, f"{remote.url}/up")) == 4
+    folder = remote.inside("up")
+    assert [n for n in remote.names() if not n.startswith(folder)] == ["up/manifest.json"]
+
+
+def test_without_a_manifest_a_remote_folder_counts_only_when_it_is_named(
+    remote: Remote, tmp_path: Path
+) -> None:
+    from accelerate.world import rng
+
+    parts = box(3)
+    parts.rng = rng
+    path = state.save(parts, tmp_path / "a")
+    for file in Path(path).iterdir():
+        if file.name != "manifest.json":
+            remote.fs.pipe_file(remote.key(f"up/checkpoint_0/{file.name}"), file.read_bytes())
+    assert state.load(parts, f"{remote.url}/up/checkpoint_0").step == 3
+    with pytest.raises(CheckpointNotFoundError, match="without which it is not known to be whole"):
+        state.latest(f"{remote.url}/up")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_a_flipped_byte_is_found_and_nothing_is_changed(remote: Remote) -> None:
+    """D2: the error names the URL of the file, not a temporary copy."""
+    url = state.save(box(1), f"{remote.url}/a")
+    file = f"{remote.inside('a')}/optimizer.bin"
+    data = bytearray(remote.fs.cat_file(remote.key(file)))
+    data[len(data) // 2] ^= 1
+    remote.fs.pipe_file(remote.key(file), bytes(data))
+    fresh = box(7)
+    with pytest.raises(CheckpointError, match="is damaged") as caught:
+        state.load(fresh, url)
+    assert caught.value.what == f"{remote.url}/{file} is damaged"
+    assert "its digest is" in caught.value.why
+    assert fresh.models[0].value == 7
+
+
+def test_a_missing_object_is_named(remote: Remote) -> None:
+    """D2"""
+    url = state.save(box(1), f"{remote.url}/a")
+    remote.fs.rm(remote.key(f"{remote.inside('a')}/model.safetensors"))
+    with pytest.raises(CheckpointError, match=r"(?s)/a is damaged.*model.safetensors is missing"):
+        state.load(box(), url)
+
+
+def test_a_checkpoint_that_is_not_there_is_named(remote: Remote) -> None:
+    state.save(box(1), f"{remote.url}/run/a")
+    with pytest.raises(CheckpointNotFoundError, match=r"(?s)no folder .*/run/b.*/run holds: a"):
+        state.load(box(), f"{remote.url}/run/b")
+    with pytest.raises(CheckpointNotFoundError, match=r"(?s)/run is not a checkpoint.*newest.*/run/a"):
+        state.load(box(), f"{remote.url}/run")
+
+
+def test_what_is_fetched_is_what_is_needed_and_goes_again(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random states of this rank only; weights alone for who asks for weights alone; no file stays."""
+    from accelerate.world import rng
+
+    parts = box(1)
+    parts.rng = rng
+    url = str(state.save(parts, f"{objects.url}/a"))
+    folder = f"a/{json.loads(objects.stored['bucket/a/manifest.json'])['folder']}"
+    _add_rank(objects, folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[str] = []
+    objects.log.clear()
+    state.load(parts, url, before=lambda path: seen.extend(os.listdir(path)))
+    fetched = {line.rpartition("/")[2] for line in objects.log if line.startswith(f"GET bucket/{folder}/")}
+    assert "random_states_0.pkl" in fetched
+    assert "random_states_1.pkl" not in fetched
+    assert set(seen) == fetched
+    assert os.listdir(tmp_path) == []
+    objects.log.clear()
+    weights = Parts([Box()], custom=[Box()])
+    state.load(weights, url)
+    assert weights.models[0].value == 1
+    assert not any("optimizer.bin" in line for line in objects.log)
+    assert os.listdir(tmp_path) == []
+
+
+def _add_rank(objects: Objects, folder: str) -> None:
+    """A file of another rank, in both manifests."""
+    from dataclasses import replace
+
+    from accelerate.checkpoint import manifest
+
+    data = objects.stored[f"bucket/{folder}/random_states_0.pkl"]
+    objects.stored[f"bucket/{folder}/random_states_1.pkl"] = data
+    for name in ("bucket/a/manifest.json", f"bucket/{folder}/manifest.json"):
+        found = manifest.decode(objects.stored[name], name)
+        files = {**found.files, "random_states_1.pkl": found.files["random_states_0.pkl"]}
+        objects.stored[name] = manifest.encode(replace(found, files=files))
+
+
+def test_a_local_disk_that_is_too_small_is_told_before_anything_is_fetched(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = state.save(box(1), f"{objects.url}/a")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=r"(?s)are needed in .*are free there.*set TMPDIR"):
+        state.load(box(), url)
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_of_hooks_and_parts_are_uploaded(remote: Remote, tmp_path: Path) -> None:
+    """What is written into the given folder is committed, verified and fetched like the rest."""
+
+    class Engine:
+        name = "engine"
+        text = ""
+
+        def save(self, folder: Path) -> list[str]:
+            (folder / "engine").mkdir()
+            (folder / "engine" / "a.txt").write_text("state")
+            return ["engine/a.txt"]
+
+        def load(self, folder: Path) -> None:
+            self.text = (folder / "engine" / "a.txt").read_text()
+
+    def hook(weights: Any, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+
+    engine, parts, seen = Engine(), box(1), []
+    parts.own_files = [engine]
+    url = state.save(parts, f"{remote.url}/a", before=hook)
+    parts.own_files = [other := Engine()]
+    loaded = state.load(parts, url, before=lambda folder: seen.append((folder / "config.json").read_text()))
+    assert (other.text, seen) == ("state", ["{}"])
+    assert loaded.manifest is not None
+    assert {"engine/a.txt", "config.json"} <= loaded.manifest.files.keys()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "fix"),
+    [
+        ("refused", "ServerError: the store answers 503", ""),
+        ("forbidden", "AccessDenied", "credentials"),
+    ],
+)
+def test_an_error_of_the_store_names_the_url(objects: Objects, how: str, why: str, fix: str) -> None:
+    objects.fail(1, how)
+    with pytest.raises(CheckpointError) as caught:
+        state.save(box(1), f"{objects.url}/a")
+    assert caught.value.what.startswith(f"cannot write {objects.url}/a/files-")
+    assert why in caught.value.why
+    assert fix in caught.value.fix
+    assert objects.stored == {}
+
+
+def test_a_store_that_is_not_reached_is_named() -> None:
+    from tests.support.ranks import free_port
+
+    url = f"objects://127.0.0.1:{free_port()}/bucket/a"
+    for call in (lambda: state.save(box(1), url), lambda: state.load(box(1), url)):
+        with pytest.raises(CheckpointError, match=r"(?s)cannot .*objects://.*ConnectionRefused") as caught:
+            call()
+        assert "look at the connection" in caught.value.fix
+
+
+def test_a_bucket_that_is_not_there_is_not_made(objects: Objects) -> None:
+    url = objects.url.replace("/bucket", "/bukcet")
+    with pytest.raises(CheckpointError, match=r"(?s)cannot make the folder .*/bukcet/a.*typing error"):
+        state.save(box(1), f"{url}/a")
+    with pytest.raises(CheckpointNotFoundError, match="no folder"):
+        state.load(box(1), f"{url}/a")
+
+
+def test_a_driver_that_is_not_installed_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("s3fs", "gcsfs", "paramiko"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for url, package in (("s3://b/a", "s3fs"), ("gs://b/a", "gcsfs"), ("sftp://host/a", "paramiko")):
+        with pytest.raises(MissingExtraError) as caught:
+            state.save(box(1), url)
+        assert caught.value.fix == f"pip install {package}"
+        assert url.partition("://")[0] in caught.value.what
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(MissingExtraError) as caught:
+        state.load(box(1), "s3://b/a")
+    assert caught.value.fix == "pip install fsspec"
+
+
+def test_an_unknown_kind_of_url_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)cannot open s4://b.*not known.*typing error"):
+        state.save(box(1), "s4://b/a")
+
+
+def test_a_url_that_became_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a local folder named ``s3:``."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=r"(?s)s3:/bucket/run is a URL that has become a path"):
+        state.save(box(1), Path("s3://bucket/run"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_url_without_a_folder_is_refused() -> None:
+    with pytest.raises(CheckpointNotFoundError, match="names no folder"):
+        state.save(box(1), "s3://")
+
+
+def test_files_are_local_whatever_they_are_called(tmp_path: Path) -> None:
+    path = state.save(box(5), f"file://{tmp_path}/a")
+    assert path == tmp_path / "a"
+    assert "model.safetensors" in os.listdir(tmp_path / "a")
+    assert state.load(box(), f"file://{tmp_path}/a").step == 5
+    assert state.latest(f"file://{tmp_path}").candidate.name == "a"
+    assert split(address("~/a")) == (Path.home().resolve(), "a")
+
+
+def test_a_machine_has_no_remote_store_of_its_own(remote: Remote) -> None:
+    settings = ProjectConfiguration(save_on_each_node=True)
+    with pytest.raises(CheckpointError, match=r"(?s)one place for all machines.*leave out save_on_each_node"):
+        state.save(box(1), f"{remote.url}/a", project=settings)
+    assert remote.names() == []
+
+
+def test_damage_to_what_is_replaced_is_no_hindrance(remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
+    url = state.save(box(1), f"{remote.url}/a")
+    remote.fs.pipe_file(remote.key("a/manifest.json"), b"{}")
+    with caplog.at_level(logging.WARNING):
+        state.save(box(2), url)
+    assert value_of(lambda parts: state.load(parts, url)) == 2
+    assert len({name.split("/")[1] for name in remote.names()}) == 2
+
+
+def test_candidates_of_a_remote_folder_are_listed(remote: Remote) -> None:
+    for step in (2, 10):
+        state.save(box(step), f"{remote.url}/run/step_{step}", ranks=Ranks())
+    store, name = where.place(f"{remote.url}/run")
+    found = find.candidates(store, name)
+    assert [(c.path, c.manifest and c.manifest.step) for c in found] == [
+        (f"{remote.url}/run/step_{step}", step) for step in (2, 10)
+    ]
