@@ -20,7 +20,7 @@ import uuid
 import zipfile
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import _utils as torch_utils
 from torch.storage import TypedStorage, _LegacyStorage
 
 from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.reading import ParallelFile
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,10 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
         kwargs["mmap"] = False  # files of torch before 1.6 cannot be mapped
     with file_errors("read", path), torch.serialization.safe_globals(safe_globals()):
         try:
+            if isinstance(source, Path) and not kwargs.get("mmap") and zipfile.is_zipfile(source):
+                with ParallelFile(source) as parallel:
+                    file, kwargs["mmap"] = cast(IO[bytes], parallel), False
+                    return torch.load(file, map_location=map_location, **kwargs)
             return torch.load(source, map_location=map_location, **kwargs)
         except pickle.UnpicklingError as error:
             if not kwargs["weights_only"]:

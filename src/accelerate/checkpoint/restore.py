@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import names, pickles, tensors
-from accelerate.checkpoint.digest import digest
+from accelerate.checkpoint import names, pickles, reading, tensors
+from accelerate.checkpoint.digest import digest, digests
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.parts import FILES, Part, Parts, Reading, Rng, kind, label, spread
@@ -30,8 +31,8 @@ def verify(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
         CheckpointError: a file is missing or differs; names it and what was expected.
     """
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
-    for name, record in by_size[ranks.local_rank :: ranks.local_size]:
-        path = folder / name
+    share = {folder / name: record for name, record in by_size[ranks.local_rank :: ranks.local_size]}
+    for path, record in share.items():
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing", why=f"it was saved by rank {record.rank} with {record.size} bytes"
@@ -39,11 +40,13 @@ def verify(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
         size = path.stat().st_size
         if size != record.size:
             raise CheckpointError(f"{path} is damaged", why=f"it has {size} bytes, expected {record.size}")
-        found = digest(path, manifest.hashing)
-        if found != record.digest:
+    with file_errors("read", folder):
+        found = digests(list(share), manifest.hashing)
+    for (path, record), own in zip(share.items(), found, strict=True):
+        if own != record.digest:
             raise CheckpointError(
                 f"{path} is damaged",
-                why=f"its digest is {found[:16]}..., expected {record.digest[:16]}... ({manifest.hashing})",
+                why=f"its digest is {own[:16]}..., expected {record.digest[:16]}... ({manifest.hashing})",
                 fix="load another checkpoint; nothing was changed",
             )
 
@@ -153,14 +156,17 @@ class Reader:
         if path is safe:
             with file_errors("read", safe):
                 state, aliases = tensors.read(safe)
+                files = [reading.Mapped.of(safe, state)]
         else:
             kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
-            state, aliases = pickles.read(path, **kwargs), {}
+            state, aliases, files = pickles.read(path, **kwargs), {}, []
+        if self.model_kwargs.get("assign"):  # the model keeps them: then they must not stay mapped
+            state = {name: copy.deepcopy(value) for name, value in state.items()}
         like = model.like() if isinstance(model, Part) and model.like else model.state_dict()
         for alias, name in tensors.untied(aliases, like).items():
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
         state = tensors.fitted(state, aliases, like)
-        function = partial(model.load_state_dict, state, **self.model_kwargs)
+        function = partial(reading.fill, files, model.load_state_dict, state, **self.model_kwargs)
         self.ready.append((f"load {what} from {path}", function))
 
     def _torch_file(self, sort: str, index: int, item: Any, file: str) -> None:

@@ -163,6 +163,16 @@ def read(path: Path) -> tuple[State, dict[str, str]]:
     return state, aliases
 
 
+def places(path: Path) -> dict[str, tuple[int, int]]:
+    """(position in the file, bytes) of each tensor of a safetensors file."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + length + start, end - start) for name, (start, end) in offsets.items()}
+
+
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
     """``state_dict`` as safetensors can hold it: tied tensors once, all contiguous.
 

@@ -1,0 +1,193 @@
+"""Reading files straight to where their bytes belong, in large parts by several threads.
+
+What is loaded must not depend on its file any more: a mapped file that is changed, or whose disk goes away
+later, would change or end the training. And it must not be in memory twice. So torch files are read through
+``ParallelFile``, which torch lets fill the memory of each tensor; and tensors of safetensors files, which are
+mapped and not touched, are read into the tensor that takes them, see ``Copies``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from accelerate.checkpoint import tensors
+from accelerate.checkpoint.digest import cores
+from accelerate.checkpoint.errors import file_errors
+from accelerate.core.errors import CheckpointError
+
+_PART = 4 * 2**20
+_LARGE = 2**20
+
+
+def read_into(path: Path, at: int, target: memoryview, pool: ThreadPoolExecutor) -> None:
+    """Fills ``target`` with the bytes of a file from position ``at`` on, in parts.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+
+    def part(start: int) -> None:
+        view = target[start : start + _PART]
+        with path.open("rb", buffering=0) as file:
+            file.seek(at + start)
+            while view:
+                got = file.readinto(view)
+                if not got:
+                    raise EOFError(f"{path} ends at {file.tell()} bytes, {len(target)} were expected at {at}")
+                view = view[got:]
+
+    for _ in pool.map(part, range(0, len(target), _PART)):
+        pass
+
+
+class ParallelFile(io.RawIOBase):
+    """A file open for reading, of which large parts are read by several threads.
+
+    Attributes:
+        name: its path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path, self._at = path, 0
+        self._file = path.open("rb", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._pool = ThreadPoolExecutor(cores(), "read")
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Goes to a position, as files do."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """The position."""
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills ``buffer``, or as much of it as the file has; returns how much."""
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._size - self._at)]
+        if len(view) >= _LARGE:
+            read_into(self._path, self._at, view, self._pool)
+            got = len(view)
+        else:
+            self._file.seek(self._at)
+            got = self._file.readinto(view)
+        self._at += got
+        return got
+
+    def close(self) -> None:
+        """Ends reading."""
+        if not self.closed:
+            self._pool.shutdown()
+            self._file.close()
+        super().close()
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Where the tensors of one file are mapped.
+
+    Attributes:
+        path: the file.
+        places: address of a tensor -> (position in the file, bytes).
+    """
+
+    path: Path
+    places: dict[int, tuple[int, int]]
+
+    @classmethod
+    def of(cls, path: Path, state: Mapping[str, torch.Tensor]) -> Mapped:
+        """Of a safetensors file and what ``tensors.read`` made of it."""
+        places = tensors.places(path)
+        return cls(path, {value.data_ptr(): places[name] for name, value in state.items()})
+
+
+def fill(files: Iterable[Mapped], load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``load`` returns; it copies from mapped ``files``.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    with Copies(files) as copies:
+        try:
+            return load(*args, **kwargs)
+        except RuntimeError as error:  # a module gathers what its copies raise into one text
+            if copies.failure is not None:
+                raise copies.failure from error
+            raise
+
+
+class Copies(TorchFunctionMode):
+    """While it is entered, ``a.copy_(b)`` reads the file that ``b`` is mapped from straight into ``a``.
+
+    Only where that gives the same bytes: a plain tensor on the CPU of the same dtype and shape, both
+    contiguous. Everything else goes its usual way, through the mapping.
+
+    Attributes:
+        failure: why a file could not be read.
+    """
+
+    def __init__(self, files: Iterable[Mapped]) -> None:
+        super().__init__()
+        self.failure: CheckpointError | None = None
+        self._found = {at: (file.path, *place) for file in files for at, place in file.places.items()}
+        self._pool = ThreadPoolExecutor(cores(), "copy")
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._pool.shutdown()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs and self._reads(*args):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _reads(self, target: Any, source: Any) -> bool:
+        if not (_plain(target) and _plain(source)):
+            return False
+        path, at, size = self._found.get(source.data_ptr(), (Path(), 0, 0))
+        if target.dtype != source.dtype or target.shape != source.shape or not 0 < target.nbytes <= size:
+            return False
+        try:
+            with file_errors("read", path):
+                read_into(path, at, _memory(target), self._pool)
+        except CheckpointError as error:
+            self.failure = self.failure or error
+            raise
+        torch.autograd.graph.increment_version(target)
+        return True
+
+
+def _plain(tensor: Any) -> bool:
+    """Whether it is a stretch of memory that Python can reach, and nothing more."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

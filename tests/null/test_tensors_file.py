@@ -1,0 +1,212 @@
+"""Files of tensors: what is written is what safetensors' own reader reads, and what is read is the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from accelerate.checkpoint import pickles, reading, tensors
+from accelerate.core.errors import CheckpointError
+
+DTYPES = sorted(tensors._CODES, key=str)
+
+
+def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Every bit pattern is as good as another, except for bool."""
+    size = torch.empty((), dtype=dtype).element_size()
+    count = torch.Size(shape).numel() * size
+    raw = (torch.arange(count) * 37 + 11) % (2 if dtype is torch.bool else 251)
+    return raw.to(torch.uint8).view(dtype).reshape(shape)
+
+
+def written(path: Path, state: dict[str, torch.Tensor]) -> Path:
+    separate, aliases = tensors.separated(state)
+    with path.open("wb") as file:
+        tensors.write(separate, aliases, file)
+    return path
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same dtype, shape and bytes (NaN equals itself)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bytes(tensors.raw(a)) == bytes(tensors.raw(b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_read_by_the_librarys_own_reader(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = {
+        "odd": filled(dtype, 3, 5),
+        "scalar": filled(dtype),
+        "empty": filled(dtype, 0, 4),
+        "turned": filled(dtype, 4, 6).t(),
+        "stepped": filled(dtype, 8, 8)[::2, 1::3],
+        "one": filled(dtype, 1),
+    }
+    path = written(tmp_path / "file.safetensors", state)
+    found = load_file(path)
+    assert found.keys() == state.keys()
+    assert all(same(found[name], value) for name, value in state.items())
+    read, aliases = tensors.read(path)
+    assert not aliases
+    assert all(same(read[name], value) for name, value in state.items())
+
+
+def test_mixed_dtypes_are_aligned_and_complete(tmp_path: Path) -> None:
+    state = {f"{dtype}".removeprefix("torch."): filled(dtype, 3) for dtype in DTYPES}
+    path = written(tmp_path / "file.safetensors", state)
+    found = load_file(path)
+    assert all(same(found[name], value) for name, value in state.items())
+    data = path.read_bytes()
+    for name, (start, size) in tensors.places(path).items():
+        assert data[start : start + size] == bytes(tensors.raw(state[name]))
+        assert start % state[name].element_size() == 0
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts so small that every tensor has several."""
+    monkeypatch.setattr(reading, "_PART", 1000)
+    monkeypatch.setattr(reading, "_LARGE", 500)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_torch_file_is_read_in_parts_as_torch_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = filled(dtype, 40, 30)
+    value = {"whole": base, "row": base[3], "turned": base.t(), "small": filled(dtype, 2), "n": [1, None]}
+    torch.save(value, tmp_path / "file.bin")
+    found = pickles.read(tmp_path / "file.bin")
+    assert all(same(found[name], value[name]) for name in ("whole", "row", "turned", "small"))
+    assert found["turned"].stride() == base.t().stride()
+    assert found["whole"].untyped_storage().data_ptr() == found["row"].untyped_storage().data_ptr()
+    assert found["n"] == [1, None]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_torch_file_of_the_old_format_is_read_too(tmp_path: Path) -> None:
+    value = {"a": torch.randn(50, 50)}
+    torch.save(value, tmp_path / "file.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(pickles.read(tmp_path / "file.bin", mmap=True)["a"], value["a"])
+    assert torch.equal(pickles.read(tmp_path / "file.bin")["a"], value["a"])
+
+
+@pytest.mark.usefixtures("small")
+def test_what_was_read_does_not_depend_on_the_file(tmp_path: Path) -> None:
+    """A file that is overwritten or cut after loading changes nothing, also if torch is set to map files."""
+    from torch.utils.serialization import config as module
+
+    config: Any = module
+    value = {"a": torch.randn(300, 300)}
+    path = tmp_path / "file.bin"
+    torch.save(value, path)
+    with config.patch({"load.mmap": True}):
+        found = pickles.read(path)
+    path.write_bytes(b"\0" * path.stat().st_size)
+    os.truncate(path, 0)
+    assert torch.equal(found["a"], value["a"])
+
+
+def test_a_parallel_file_reads_like_a_file(tmp_path: Path, small: None) -> None:
+    data = bytes(range(256)) * 40
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with reading.ParallelFile(path) as file:
+        assert file.read(3) == data[:3]
+        assert file.seek(-5000, os.SEEK_END) == len(data) - 5000 == file.tell()
+        assert file.read(4000) == data[-5000:-1000]
+        assert file.seek(500, os.SEEK_CUR) == file.tell()
+        assert file.read() == data[-500:]
+        assert file.read(10) == b""
+        file.seek(len(data) + 5)
+        assert file.readinto(bytearray(10)) == 0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(30, 40)
+        self.tied = self.first.weight
+        self.lower = nn.Parameter(torch.randn(30, 30, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("turned", torch.randn(30, 20).t())
+        self.register_buffer("none", torch.zeros(0, 3))
+
+
+def filling(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+    """Loads a file into a model; returns the mapped state."""
+    state, aliases = tensors.read(path)
+    files = [reading.Mapped.of(path, state)]
+    state = tensors.fitted(state, aliases, model.state_dict())
+    reading.fill(files, model.load_state_dict, state, **kwargs)
+    return state
+
+
+@pytest.mark.usefixtures("small")
+def test_a_model_is_filled_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = Net(), Net()
+    path = written(tmp_path / "model.safetensors", dict(source.state_dict()))
+    read: list[int] = []
+    real = reading.read_into
+    monkeypatch.setattr(reading, "read_into", lambda *a: (read.append(len(a[2])), real(*a)))
+    versions = {name: value._version for name, value in target.named_parameters()}
+    places = {name: value.data_ptr() for name, value in target.state_dict().items()}
+    filling(path, target)
+    for name, value in source.state_dict().items():
+        assert same(target.state_dict()[name], value), name
+        assert target.state_dict()[name].data_ptr() == places[name]
+    # `turned` is not contiguous in the model and goes the usual way.
+    assert sum(read) == sum(v.nbytes for name, v in source.state_dict().items() if name != "turned")
+    assert all(value._version > versions[name] for name, value in target.named_parameters())
+
+
+@pytest.mark.usefixtures("small")
+def test_another_dtype_or_shape_is_converted_or_refused_as_ever(tmp_path: Path) -> None:
+    source = nn.Linear(40, 40)
+    path = written(tmp_path / "model.safetensors", dict(source.state_dict()))
+    double = nn.Linear(40, 40).double()
+    filling(path, double)
+    assert torch.equal(double.weight, source.weight.double())
+    other = nn.Linear(40, 20)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        filling(path, other)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
+    """D2: never the bytes of a page that is not there."""
+    model = nn.Linear(40, 40)
+    path = written(tmp_path / "model.safetensors", dict(model.state_dict()))
+    state, _ = tensors.read(path)
+    files = [reading.Mapped.of(path, state)]
+    os.truncate(path, 3000)
+    try:
+        reading.fill(files, model.load_state_dict, state)
+        text = ""
+    except CheckpointError as error:
+        text = str(error)
+    del state, files  # whoever shows them touches what is not there any more
+    assert "model.safetensors" in text
+    assert "ends at 3000 bytes" in text
+
+
+def test_copies_elsewhere_are_left_alone(tmp_path: Path) -> None:
+    """Only what is mapped from the file is read from it, and only while it is filled."""
+    path = written(tmp_path / "file.safetensors", {"a": torch.ones(1000)})
+    state, _ = tensors.read(path)
+
+    def load() -> None:
+        assert torch.equal(torch.zeros(1000).copy_(torch.full((1000,), 3.0)), torch.full((1000,), 3.0))
+        assert torch.equal(torch.zeros(500).copy_(state["a"][:500]), torch.ones(500))
+        assert torch.equal(torch.zeros(500).copy_(state["a"][::2]), torch.ones(500))
+
+    reading.fill([reading.Mapped.of(path, state)], load)
