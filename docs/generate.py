@@ -200,8 +200,11 @@ def _checkpoints() -> Iterator[Claim]:
         "a disk for each machine (`save_on_each_node`)", "cpu/test_checkpoint_ranks.py::each_machine"
     )
     yield tested("`save_model`, in shards", "null/test_checkpoint_export.py")
-    yield later("sharded checkpoints", "utils.fsdp_utils:save_fsdp_model", "utils.fsdp_utils:load_fsdp_model")
-    yield later("joining shards", "commands.merge:merge_command", "utils.fsdp_utils:merge_fsdp_weights")
+    yield tested(
+        "in parts, loaded under another strategy and number of processes",
+        "cpu/test_sharded_checkpoints.py::another_strategy_and_number",
+    )
+    yield tested("joining parts (`merge-weights`)", "null/test_sharded_state.py::merg")
 
 
 def _big_models() -> Iterator[Claim]:

@@ -165,7 +165,9 @@ HOMES: dict[str, dict[str, Home]] = {
         "CustomHelpFormatter clean_option deepspeed_launcher multi_gpu_launcher options_to_group "
         "sagemaker_launcher simple_launcher tpu_launcher tpu_pod_launcher",
     ),
-    "accelerate.commands.merge": later("this command", "description main merge_command merge_command_parser"),
+    "accelerate.commands.merge": at(
+        "cli.merge_weights", "description main merge_command merge_command_parser"
+    ),
     "accelerate.commands.test": later("this command", "main test_command test_command_parser"),
     "accelerate.commands.to_fsdp2": later(
         "this command",
@@ -281,9 +283,8 @@ HOMES: dict[str, dict[str, Home]] = {
         "fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
         "get_parameters_from_modules",
     )
-    | later(
-        FSDP, "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
-    ),
+    | at("facade.fsdp_files", "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer")
+    | at("checkpoint.merge", "merge_fsdp_weights"),
     "accelerate.utils.imports": packages(
         "aim=aim<4 amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo=lomo_optim "
         "matplotlib mlflow msamp pandas peft pippy=torch>=2.4 pynvml pytest sagemaker schedulefree swanlab "

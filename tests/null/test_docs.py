@@ -86,6 +86,10 @@ def wrong_accelerate(words: list[str]) -> Iterator[str]:
     command = COMMANDS.get(words[0].replace("-", "_"))
     try:
         context = command.make_context(words[0], [word for word in words[1:] if word != "--help"])
+    except click.MissingParameter:
+        if len(words) > 1:
+            yield "an argument is missing"
+        return
     except click.UsageError as error:
         yield error.message
         return

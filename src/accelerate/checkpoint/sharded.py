@@ -271,7 +271,19 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         """Bytes that it will take."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of one."""
+        return self.dtype.itemsize
+
+    def detach(self) -> torch.Tensor:
+        """Reads it: so a writer takes it for a tensor, whose data it asks for once."""
+        return self.read()
 
 
 def model_folder(folder: str | os.PathLike[str]) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.checkpoint import names, tensors
 from accelerate.checkpoint.divide import Division, Parts, only_distributed
@@ -32,27 +33,37 @@ class SpreadModel:
 
     Args:
         module: the user's own module, sharded or not.
+        only: saves and loads these of its tensors, by the names that follow; None all, by their own.
         apart: the ranks train apart, so what is not distributed is rank 0's.
     """
 
-    def __init__(self, module: nn.Module, *, apart: bool = False) -> None:
-        self.module, self.apart = module, apart
+    def __init__(
+        self, module: nn.Module, only: Mapping[str, str] | None = None, *, apart: bool = False
+    ) -> None:
+        self.module, self.only, self.apart = module, only, apart
         self._division: Division | None = None
         self._ties: dict[str, str] = {}
 
     def plan(self, rank: int, /) -> Any:
         """See ``Spread``. Buffers differ by rank until the next forward: those of rank 0 are saved."""
-        state = tensors.saved_names(self.module.state_dict())
+        state = tensors.saved_names(self._state())
         _refuse_empty(state)
         self._ties = {
             alias: name for alias, name in _ties(self.module).items() if {alias, name} <= set(state)
         }
         kept: Any = {name: value for name, value in state.items() if name not in self._ties}
         if rank > 0:
-            equal = set() if self.apart else {name for name, _ in _named(self.module)}
+            called = self.only or {}
+            equal = set() if self.apart else {called.get(name, name) for name, _ in _named(self.module)}
             kept = {n: v for n, v in kept.items() if n in equal or isinstance(v, DTensor)}
         self._division = Division.of({"model": kept}, alone=self.apart)
         return self._division.plan
+
+    def _state(self) -> dict[str, Any]:
+        state = self.module.state_dict()
+        if self.only is None:
+            return state
+        return {self.only[name]: value for name, value in state.items() if name in self.only}
 
     def share(self, plans: list[Any], index: int, rank: int, /) -> Parts:
         """See ``Spread``."""
@@ -69,7 +80,7 @@ class SpreadModel:
     def prepare(self, folder: Path, reading: Reading, /) -> Callable[[], Any]:
         """See ``Spread``. Tensors are read one by one into the model's own memory."""
         shards = Shards(folder, trusted=reading.trusted)
-        state = self.module.state_dict()
+        state = self._state()
         found = _by_own_name(shards, state)
         self._compare(shards, found, state, reading)
         shards.check(name for group in found.values() for name in group)
@@ -110,7 +121,7 @@ class SpreadModel:
     @torch.no_grad()
     def _load(
         self, shards: Shards, found: Mapping[str, list[str]], state: dict[str, Any], reading: Reading
-    ) -> None:
+    ) -> Any:
         ties, done = _ties(self.module), set[str]()
         for name, group in found.items():
             own, owner = state.get(name), ties.get(_clean(name), _clean(name))
@@ -120,8 +131,10 @@ class SpreadModel:
                 done.add(owner)
             elif name in state:
                 state[name] = _nested(shards, group, 2)
+        if self.only is not None:
+            return _IncompatibleKeys([], [])
         # What is not the model's own memory (extra states, tensors that hooks have made) is put back here.
-        self.module.load_state_dict(state, **reading.model_kwargs)
+        return self.module.load_state_dict(state, **reading.model_kwargs)
 
 
 class SpreadOptimizer:
@@ -199,27 +212,53 @@ class SpreadOptimizer:
         return {**read, "state": state, "param_groups": groups}
 
     def _names(self) -> list[list[str]]:
-        """The names of each parameter, in the order of the optimizer's groups.
+        return parameter_names(self.optimizer, self.models)
 
-        Raises:
-            CheckpointError: a parameter is of no model.
-        """
-        own = [p for group in self.optimizer.param_groups for p in group["params"]]
-        wanted = set(own)
-        used = [m for m in self.models if any(p in wanted for p in m.parameters())]
-        found: dict[torch.Tensor, list[str]] = {}
-        for number, module in enumerate(used):
-            for name, parameter in _named(module):
-                found.setdefault(parameter, []).append(f"{number}.{name}" if len(used) > 1 else name)
-        for index, parameter in enumerate(own):
-            if parameter not in found:
-                raise CheckpointError(
-                    f"parameter {index} of the optimizer {type(self.optimizer).__name__}, of shape "
-                    f"{tuple(parameter.shape)}, belongs to no prepared model",
-                    why="states that are saved in parts go by the names of the models' parameters",
-                    fix="prepare the module that holds it, or save_state(sharded=False)",
-                )
-        return [found[parameter] for parameter in own]
+
+def by_number(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A state that goes by the names of parameters as one that goes by their numbers.
+
+    Raises:
+        CheckpointError: it has other parameters.
+    """
+    numbers = {name: n for n, group in enumerate(parameter_names(optimizer, models)) for name in group}
+    groups = [dict(group) for group in state["param_groups"]]
+    unknown = [name for group in groups for name in group["params"] if name not in numbers]
+    if unknown:
+        raise CheckpointError(
+            "the state does not fit the optimizer", why="; ".join(_differences([], unknown))
+        )
+    for group in groups:
+        # Saved numbers are told by their order, so it must be the optimizer's own.
+        group["params"] = sorted(numbers[name] for name in group["params"])
+    held = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": held, "param_groups": groups}
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+    """The names of each parameter, in the order of the optimizer's groups.
+
+    Raises:
+        CheckpointError: a parameter is of no model.
+    """
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    wanted = set(own)
+    used = [m for m in models if any(p in wanted for p in m.parameters())]
+    found: dict[torch.Tensor, list[str]] = {}
+    for number, module in enumerate(used):
+        for name, parameter in _named(module):
+            found.setdefault(parameter, []).append(f"{number}.{name}" if len(used) > 1 else name)
+    for index, parameter in enumerate(own):
+        if parameter not in found:
+            raise CheckpointError(
+                f"parameter {index} of the optimizer {type(optimizer).__name__}, of shape "
+                f"{tuple(parameter.shape)}, belongs to no prepared model",
+                why="states that are saved in parts go by the names of the models' parameters",
+                fix="prepare the module that holds it, or save_state(sharded=False)",
+            )
+    return [found[parameter] for parameter in own]
 
 
 def _clean(name: str) -> str:

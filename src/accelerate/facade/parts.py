@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,17 +42,31 @@ def optimizer_part(strategy: Strategy, optimizer: Any, models: Sequence[nn.Modul
     return Part(
         type(optimizer).__name__,
         partial(strategy.optimizer_state, inner, models),
-        partial(strategy.load_optimizer, inner, models),
+        partial(load_optimizer, strategy, inner, models),
         spread=cache(partial(spread_optimizer, strategy, inner, models)),
     )
 
 
+def load_optimizer(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    models: Sequence[nn.Module],
+    state: Mapping[str, Any],
+) -> None:
+    """Loads a whole state; one that goes by the names of parameters, as the public package writes it, too."""
+    if any(isinstance(key, str) for group in state["param_groups"] for key in group["params"]):
+        from accelerate.checkpoint.spread import by_number
+
+        state = by_number(optimizer, [strategy.unwrap(model) for model in models], state)
+    strategy.load_optimizer(optimizer, models, state)
+
+
 # torch.distributed.checkpoint takes most of a second to import: only who saves or loads parts pays.
-def spread_model(strategy: Strategy, model: nn.Module) -> Spread:
-    """The model as it is saved in parts."""
+def spread_model(strategy: Strategy, model: nn.Module, only: Mapping[str, str] | None = None) -> Spread:
+    """The model as it is saved in parts; with ``only``, these of its tensors, by the names that follow."""
     from accelerate.checkpoint.spread import SpreadModel
 
-    return SpreadModel(strategy.unwrap(model), apart=strategy.trains_apart)
+    return SpreadModel(strategy.unwrap(model), only, apart=strategy.trains_apart)
 
 
 def spread_optimizer(

@@ -7,6 +7,7 @@ from accelerate.checkpoint.export import id_tensor_storage as id_tensor_storage
 from accelerate.checkpoint.export import load as load
 from accelerate.checkpoint.export import load_state_dict as load_state_dict
 from accelerate.checkpoint.export import save as save
+from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
 from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
 from accelerate.checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
@@ -60,6 +61,10 @@ from accelerate.facade.fp8 import AORecipeKwargs as AORecipeKwargs
 from accelerate.facade.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accelerate.facade.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.facade.fp8 import TERecipeKwargs as TERecipeKwargs
+from accelerate.facade.fsdp_files import load_fsdp_model as load_fsdp_model
+from accelerate.facade.fsdp_files import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.facade.fsdp_files import save_fsdp_model as save_fsdp_model
+from accelerate.facade.fsdp_files import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.facade.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.facade.hardware import check_os_kernel as check_os_kernel
 from accelerate.facade.hardware import get_driver_version as get_driver_version
@@ -209,12 +214,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.utils.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from accelerate.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
-from accelerate.utils.fsdp_utils import load_fsdp_model as load_fsdp_model
-from accelerate.utils.fsdp_utils import load_fsdp_optimizer as load_fsdp_optimizer
 from accelerate.utils.fsdp_utils import logger as logger
-from accelerate.utils.fsdp_utils import merge_fsdp_weights as merge_fsdp_weights
-from accelerate.utils.fsdp_utils import save_fsdp_model as save_fsdp_model
-from accelerate.utils.fsdp_utils import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.utils.imports import USE_TORCH_XLA as USE_TORCH_XLA
 from accelerate.utils.imports import deepspeed_required as deepspeed_required
 from accelerate.utils.imports import is_4bit_bnb_available as is_4bit_bnb_available

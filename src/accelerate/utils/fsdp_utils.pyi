@@ -1,6 +1,11 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
+from accelerate.facade.fsdp_files import load_fsdp_model as load_fsdp_model
+from accelerate.facade.fsdp_files import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.facade.fsdp_files import save_fsdp_model as save_fsdp_model
+from accelerate.facade.fsdp_files import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.strategy.fsdp2.functions import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
@@ -24,9 +29,4 @@ from typing import Any
 
 logger: Any
 
-def load_fsdp_model(*args: Any, **kwargs: Any) -> Any: ...
-def load_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any: ...
-def merge_fsdp_weights(*args: Any, **kwargs: Any) -> Any: ...
-def save_fsdp_model(*args: Any, **kwargs: Any) -> Any: ...
-def save_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any: ...
 def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,123 @@
+"""Joining the parts of a model into files that every library reads, tensor by tensor, without the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.export import replace_file
+from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.sharded import LazyTensor, tensors_of
+from accelerate.core.errors import SettingError
+from accelerate.core.units import parse_bytes
+
+LIMIT = "10GB"
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str,
+    output_path: str,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Joins a model that was saved in parts: one file, or the hub's shards of 10 GB with an index.
+
+    Of safetensors, no more than one tensor is in memory at a time. In a world of several processes all call
+    it, and the main one does it.
+
+    Args:
+        checkpoint_dir: a checkpoint in parts, or the folder of its model, ``pytorch_model_fsdp_0``.
+        output_path: the folder to write to.
+        safe_serialization: safetensors, otherwise torch files.
+        remove_checkpoint_dir: removes ``checkpoint_dir`` afterwards, with all that is in it.
+
+    Raises:
+        CheckpointError: there is no such model, parts of it are missing, or a file cannot be written.
+        SettingError: the output would be removed with the checkpoint.
+    """
+    given, target = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
+    if remove_checkpoint_dir and given.resolve() in (target.resolve(), *target.resolve().parents):
+        raise SettingError(
+            f"{target} is inside of {given}, which is to be removed",
+            fix="choose another output_path, or leave out remove_checkpoint_dir",
+        )
+
+    def merge() -> None:
+        write_merged(tensors_of(given), target, safe=safe_serialization)
+        if remove_checkpoint_dir:
+            with file_errors("remove", given):
+                shutil.rmtree(given)
+
+    Ranks.current().lead(f"merge the weights of {given}", merge)
+
+
+def write_merged(
+    found: Mapping[str, LazyTensor], folder: Path, *, safe: bool = True, limit: int | str = LIMIT
+) -> list[str]:
+    """Writes tensors in the layout of the model hub, reading them one by one; returns the files' names.
+
+    Args:
+        found: the tensors by name.
+        folder: where to; it is made.
+        safe: as safetensors, otherwise as torch files.
+        limit: of one file, in bytes or as text.
+    """
+    with file_errors("make the folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    owners, aliases = _untied(found)
+    shards = _split(owners, parse_bytes(limit))
+    pattern = names.SAFE_WEIGHTS_PATTERN_NAME if safe else names.WEIGHTS_PATTERN_NAME
+    placed: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = pattern.format(suffix=suffix)
+        own = {alias: name for alias, name in aliases.items() if name in shard}
+        placed.update(dict.fromkeys((*shard, *(() if safe else own)), file))
+        # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
+        held = cast("Mapping[str, torch.Tensor]", shard)
+        replace_file(
+            folder / file, partial(tensors.write, held, own) if safe else partial(_torch, shard, own)
+        )
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in owners.values())
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        index_name = names.SAFE_WEIGHTS_INDEX_NAME if safe else names.WEIGHTS_INDEX_NAME
+        replace_file(folder / index_name, lambda file: file.write(text))
+    return sorted(set(placed.values()))
+
+
+def _untied(found: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """(tensors once, names that share the tensor of another)."""
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in found.items():
+        owner = first.setdefault(tensor.places or name, name)
+        if owner != name:
+            aliases[name] = owner
+    return {name: tensor for name, tensor in found.items() if name not in aliases}, aliases
+
+
+def _split(found: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
+    shards: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in found.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _torch(shard: Mapping[str, LazyTensor], aliases: Mapping[str, str], file: Any) -> None:
+    state = {name: tensor.read() for name, tensor in shard.items()}
+    pickles.write({**state, **{alias: state[name] for alias, name in aliases.items()}}, file)

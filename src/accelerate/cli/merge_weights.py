@@ -1,0 +1,83 @@
+"""``accelerate merge-weights``: the parts of a sharded model as files that every library reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    import argparse
+
+description = "Joins the parts of a model that was saved sharded: model.safetensors, or shards with an index."
+_HELP = {
+    "checkpoint_directory": "a checkpoint in parts, or the folder of its model",
+    "output_path": "the folder to write to",
+    "unsafe_serialization": "write torch files (pytorch_model.bin) instead of safetensors",
+    "remove_checkpoint_dir": "remove CHECKPOINT_DIRECTORY afterwards, with all that is in it",
+}
+
+
+def _merge(
+    checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
+) -> None:
+    from accelerate.checkpoint.merge import merge_fsdp_weights
+
+    merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
+
+
+def _flag(name: str) -> click.Option:
+    return click.Option([f"--{name}", f"--{name.replace('_', '-')}", name], is_flag=True, help=_HELP[name])
+
+
+PLUGIN = click.Command(
+    "merge-weights",
+    callback=_merge,
+    params=[
+        click.Argument(["checkpoint_directory"]),
+        click.Argument(["output_path"]),
+        _flag("unsafe_serialization"),
+        _flag("remove_checkpoint_dir"),
+    ],
+    help=f"{description}\n\nCHECKPOINT_DIRECTORY is {_HELP['checkpoint_directory']}, "
+    f"OUTPUT_PATH {_HELP['output_path']}.",
+    short_help="Join the parts of a sharded model into files of weights.",
+)
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """An argparse parser with the arguments and flags of ``accelerate merge-weights``.
+
+    Args:
+        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
+    """
+    import argparse
+
+    name = "merge-weights"
+    parser = (
+        argparse.ArgumentParser(f"accelerate {name}", description=description)
+        if subparsers is None
+        else subparsers.add_parser(name, description=description)
+    )
+    for argument in ("checkpoint_directory", "output_path"):
+        parser.add_argument(argument, help=_HELP[argument])
+    for flag in ("unsafe_serialization", "remove_checkpoint_dir"):
+        names = (f"--{flag}", f"--{flag.replace('_', '-')}")
+        parser.add_argument(*names, action="store_true", help=_HELP[flag])
+    if subparsers is not None:
+        parser.set_defaults(func=merge_command)
+    return parser
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Merges.
+
+    Args:
+        args: what ``merge_command_parser().parse_args()`` returned.
+    """
+    _merge(args.checkpoint_directory, args.output_path, args.unsafe_serialization, args.remove_checkpoint_dir)
+
+
+def main() -> None:
+    """``python -m accelerate.commands.merge``."""
+    merge_command(merge_command_parser().parse_args())
