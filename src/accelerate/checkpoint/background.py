@@ -9,12 +9,14 @@ process ends with status 1.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - what it registers for the exit must come after ``join``
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 
 from accelerate.checkpoint.places import Address
 from accelerate.checkpoint.ranks import BackgroundSaveError, Ranks
@@ -38,8 +40,7 @@ class Flight:
     ) -> None:
         self.path, self._finish, self._within = path, finish, within
         self.error: BaseException | None = None
-        # A daemon: the interpreter would wait for another thread before the ``atexit`` functions, in which
-        # a second Ctrl-C can still end the wait.
+        # A daemon: ``join`` waits for it at the exit, and a second Ctrl-C ends that.
         self._thread = threading.Thread(target=self._run, name="accelerate-save", daemon=True)
         self._thread.start()
 
@@ -78,9 +79,19 @@ def begin(path: Address | str, finish: Callable[[], None], within: AbstractConte
     global _flight
     assert _flight is None
     worlds.before_close(join)
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)  # again and again, to come before what was registered meanwhile
+    _join_at_exit()
     _flight = Flight(path, finish, within)
+
+
+@cache
+def _join_at_exit() -> None:
+    """Before the pools of threads close, which writing uses, and before the world does.
+
+    The functions of ``atexit`` come after that, and Python has no public name for what comes earlier.
+    """
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(join)
+    atexit.register(_at_exit)
 
 
 def join() -> None:

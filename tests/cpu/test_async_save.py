@@ -1,0 +1,387 @@
+"""Saving in the background: what is saved, when it is committed, and who hears of a failure."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.checkpoint import background, mailbox, state
+from accelerate.checkpoint.store import LocalStore, Record
+from accelerate.core.errors import CheckpointError
+from accelerate.utils import ProjectConfiguration
+from tests.support.command import launch, start
+from tests.support.ranks import RankServer, same_on_all
+
+WRITE = LocalStore.write
+go = threading.Event()
+Fill = Callable[[BinaryIO], object]
+
+
+def held(store: LocalStore, name: str, fill: Fill) -> Record:
+    """Writes no file before it is let go."""
+    assert go.wait(30)
+    return WRITE(store, name, fill)
+
+
+def broken(store: LocalStore, name: str, fill: Fill) -> Record:
+    """A disk that is full."""
+
+    def full(file: BinaryIO) -> None:
+        raise OSError(28, "No space left on device")
+
+    return WRITE(store, name, full)
+
+
+def deadly(store: LocalStore, name: str, fill: Fill) -> Record:
+    """Kills its process when it has written something."""
+    WRITE(store, name, fill)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def on(write: Callable[..., Record], patch: pytest.MonkeyPatch) -> None:
+    """Lets ``save_state`` write so."""
+    patch.setattr(LocalStore, "write", write)
+
+
+class Average:
+    """Weights averaged over steps, as users keep them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def update(self, model: torch.nn.Module) -> None:
+        for name, value in model.state_dict().items():
+            self.shadow[name].lerp_(value, 0.5)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.shadow
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, value in state.items():
+            self.shadow[name].copy_(value)
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), index / 64)
+
+
+class Training:
+    """A loop with everything that is saved."""
+
+    def __init__(self, folder: str, seconds: float = 30, **project: Any) -> None:
+        torch.manual_seed(0)
+        config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, **project)
+        group = InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))
+        self.accelerator = Accelerator(cpu=True, project_config=config, kwargs_handlers=[group])
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True)
+        prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = prepared
+        self.average = Average(model)
+        self.accelerator.register_for_checkpointing(self.average)
+        self.batches = iter(self.loader)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.accelerator.backward(self.model(next(self.batches)).square().mean())
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.average.update(self.accelerator.unwrap_model(self.model))
+            random.random()
+
+    def values(self) -> Any:
+        """All that a checkpoint must bring back, without drawing."""
+        return pickle.loads(
+            pickle.dumps(
+                (
+                    self.accelerator.unwrap_model(self.model).state_dict(),
+                    self.optimizer.state_dict()["state"],
+                    self.scheduler.state_dict(),
+                    self.average.shadow,
+                    torch.get_rng_state(),
+                    random.getstate(),
+                    self.loader.state_dict(),
+                )
+            )
+        )
+
+
+def equal(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(equal, one, two))
+    return bool(one == two)
+
+
+# ---------------------------------------------------------------- the values at the call
+
+
+def train_on(folder: str) -> tuple[bool, str, str, list[str]]:
+    patch = pytest.MonkeyPatch()
+    on(held, patch)
+    run = Training(folder, async_save=True)
+    run.train(3)
+    saved = run.values()
+    path = run.accelerator.save_state()
+    run.train(3)  # with collectives of its own, while nothing can be written
+    assert not equal(saved[0], run.values()[0])
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "accelerate-save"]
+    assert not Path(path).exists()
+    go.set()
+    waited = run.accelerator.wait_for_checkpoint()
+    listed = sorted(os.listdir(path))
+    fresh = Training(folder)
+    fresh.accelerator.load_state(path)
+    return equal(fresh.values(), saved), str(path), str(waited), listed + threads
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_checkpoint_has_the_values_at_the_call(ranks: RankServer, tmp_path: Path, n: int) -> None:
+    """D10: weights, moments, scheduler, averages, random states, position; training went on meanwhile."""
+    for same, path, waited, listed in ranks(n, train_on, str(tmp_path)):
+        assert same
+        assert path == waited == str(tmp_path / "checkpoints/checkpoint_0")
+        assert "accelerate-save" in listed
+        assert f"random_states_{n - 1}.pkl" in listed
+
+
+def several(folder: str) -> list[Any]:
+    run = Training(folder, total_limit=2)
+    accelerator, told = run.accelerator, []
+    for _ in range(3):
+        run.train(1)
+        accelerator.save_state(async_save=True)  # each waits for the one before
+        told.append(accelerator.save_iteration)
+    loaded = accelerator.load_state()  # and so does a load
+    told += [Path(loaded.path).name, accelerator.wait_for_checkpoint()]
+    run.train(1)
+    accelerator.save_state(async_save=True)
+    accelerator.free_memory()
+    told.append(sorted(os.listdir(Path(folder, "checkpoints"))))
+    accelerator.save_state(async_save=True)
+    accelerator.end_training()
+    told.append(sorted(os.listdir(Path(folder, "checkpoints"))))
+    return told
+
+
+def test_one_is_written_at_a_time(ranks: RankServer, tmp_path: Path) -> None:
+    """Numbered at the call; removed after the commit; a load right after it sees it."""
+    told, other = ranks(2, several, str(tmp_path))  # rank 0 removes, while the other looks
+    assert told[:5] == other[:5]
+    assert told == [
+        *(1, 2, 3, "checkpoint_2", None),
+        ["checkpoint_2", "checkpoint_3"],
+        ["checkpoint_3", "checkpoint_4"],
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- failures
+
+
+def text_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def fail(folder: str, victim: int, caller: str) -> tuple[str, str]:
+    run = Training(folder)
+    accelerator = run.accelerator
+    accelerator.save_state()
+    with pytest.MonkeyPatch.context() as patch:
+        if accelerator.process_index == victim:
+            on(broken, patch)
+        accelerator.save_state(async_save=True)
+        background.join()
+    text = text_of(getattr(accelerator, caller))
+    if caller == "end_training":
+        return text, ""
+    found = str(accelerator.load_state().path)
+    accelerator.save_state(async_save=True)  # all is in order afterwards
+    accelerator.wait_for_checkpoint()
+    return text, found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("caller", ["save_state", "load_state", "wait_for_checkpoint"])
+def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
+    ranks: RankServer, tmp_path: Path, caller: str, victim: int
+) -> None:
+    text, found = same_on_all(ranks(2, fail, str(tmp_path), victim, caller))
+    assert text.startswith("BackgroundSaveError: saving ")
+    assert "checkpoint_1 in the background failed" in text
+    assert f"rank {victim} of 2: " in text
+    assert "No space left on device" in text
+    assert found == str(tmp_path / "checkpoints/checkpoint_0")
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_2"]
+
+
+def test_the_end_of_the_training_raises_too(ranks: RankServer, tmp_path: Path) -> None:
+    text, _ = same_on_all(ranks(2, fail, str(tmp_path), 1, "end_training"))
+    assert "No space left on device" in text
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def heard_on_one_rank_only(folder: str) -> str:
+    run = Training(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        on(broken, patch)
+        run.accelerator.save_state(async_save=True)
+        background.join()
+    if run.accelerator.is_main_process:
+        assert text_of(run.accelerator.wait_for_checkpoint) != "fine"
+    return text_of(run.accelerator.save_state)
+
+
+def test_a_failure_that_one_rank_has_heard_of_is_still_raised_together(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    text = same_on_all(ranks(2, heard_on_one_rank_only, str(tmp_path)))
+    assert "No space left on device" in text
+
+
+def be_killed(folder: str) -> str:
+    run = Training(folder)
+    run.accelerator.save_state()
+    mailbox.GONE, mailbox.BEAT = 1.0, 0.1
+    patch = pytest.MonkeyPatch()
+    if run.accelerator.process_index == 1:
+        on(deadly, patch)
+    run.accelerator.save_state(async_save=True)
+    return text_of(run.accelerator.wait_for_checkpoint)
+
+
+def test_a_killed_rank_is_missed_and_the_checkpoint_before_is_whole(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """D1: with SIGKILL, while both write in the background."""
+    zero, one = ranks.outcomes(2, be_killed, str(tmp_path))
+    assert "SIGKILL" in one.message
+    assert zero.value is not None, zero
+    assert "rank 1 is gone" in pickle.loads(zero.value)
+    found = state.latest(tmp_path / "checkpoints")
+    assert found.candidate.name.endswith("checkpoint_0")
+
+
+def late(folder: str) -> str:
+    run = Training(folder, seconds=2)
+    patch = pytest.MonkeyPatch()
+    if run.accelerator.process_index == 1:
+        on(held, patch)
+    run.accelerator.save_state(async_save=True)
+    return text_of(run.accelerator.wait_for_checkpoint) if run.accelerator.is_main_process else ""
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_forever(ranks: RankServer, tmp_path: Path) -> None:
+    """C9"""
+    zero, _ = ranks.outcomes(2, late, str(tmp_path))
+    assert zero.value is not None, zero
+    assert "rank 1 was not ready within 2 s" in pickle.loads(zero.value)
+
+
+# ---------------------------------------------------------------- the end of a script
+
+SCRIPT = """
+    import os, sys, threading
+    import torch
+    from accelerate import Accelerator
+    from accelerate.checkpoint.store import LocalStore
+
+    write, ends = LocalStore.write, threading.Event()
+
+    def slow(self, name, fill):
+        assert ends.wait(30)
+        if {full}:
+            raise OSError(28, "No space left on device")
+        return write(self, name, fill)
+
+    LocalStore.write = slow
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = torch.nn.Linear(2, 2), None
+    model = accelerator.prepare(model)
+    accelerator.save_state({folder!r}, async_save=True)
+    assert not os.path.exists({folder!r})
+    threading._register_atexit(ends.set)  # nothing is written before the interpreter begins to exit
+    {end}
+"""
+
+
+def script(folder: Path, end: str = "", *, full: bool = False) -> str:
+    return SCRIPT.format(folder=str(folder), end=end, full=full)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("", 0), ("raise ZeroDivisionError('mine')", 1), ("sys.exit(3)", 3)],
+    ids=["end", "exception", "exit"],
+)
+def test_a_script_that_ends_has_saved(tmp_path: Path, n: int, end: str, code: int) -> None:
+    """D10: exit right after the call, by whatever way."""
+    folder = tmp_path / "c"
+    ended = launch("--cpu", "--num_processes", str(n), script_text=script(folder, end))
+    assert ended.returncode == code, ended.output
+    assert (folder / "manifest.json").exists(), ended.output
+    assert ("ZeroDivisionError: mine" in ended.stderr) == (code == 1)
+    assert os.listdir(tmp_path) == ["c"]
+    assert not ended.survivors()
+
+
+def test_a_failure_that_nobody_heard_of_is_said_at_the_exit(tmp_path: Path) -> None:
+    ended = launch("--cpu", "--num_processes", "1", script_text=script(tmp_path / "c", full=True))
+    assert ended.returncode == background.FAILED
+    assert "BackgroundSaveError: saving" in ended.stderr
+    assert "No space left on device" in ended.stderr
+    assert os.listdir(tmp_path) == []
+
+
+INTERRUPTED = """
+    import threading
+    from accelerate import Accelerator
+    from accelerate.checkpoint.store import LocalStore
+
+    def held(self, name, fill):
+        print("writing", flush=True)
+        threading.Event().wait()
+
+    LocalStore.write = held
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state({folder!r}, async_save=True)
+    threading._register_atexit(lambda: print("exits", flush=True))
+    threading.Event().wait()
+"""
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    script = INTERRUPTED.format(folder=str(tmp_path / "c"))
+    running = start("--cpu", "--num_processes", "1", script_text=script)
+    running.wait_for("writing")
+    running.signal(signal.SIGINT)
+    running.wait_for("exits")
+    running.signal(signal.SIGINT)
+    assert running.wait().returncode != 0
+    assert not (tmp_path / "c").exists()

@@ -1,0 +1,201 @@
+"""Copies of states: what they share, what they keep apart, and the memory that they lie in."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from accelerate.checkpoint import background, snapshot, state
+from accelerate.checkpoint.collect import States
+from accelerate.checkpoint.parts import Parts
+from accelerate.core.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def staging() -> Iterator[snapshot.Staging]:
+    snapshot.staging.release()
+    yield snapshot.staging
+    snapshot.staging.release()
+
+
+def copied(value: Any) -> Any:
+    """``value`` as a snapshot has it."""
+    taken = snapshot.take(States([{"x": value}]), shared=True)
+    taken.wait()
+    return taken.states.weights[0]["x"]
+
+
+def test_what_is_done_afterwards_does_not_reach_the_copy() -> None:
+    """D10"""
+    value = {"w": torch.ones(3), "list": [torch.zeros(2), {"n": [1, 2]}], "text": "a"}
+    copy = copied(value)
+    value["w"].add_(1)
+    value["list"][0].fill_(7)
+    value["list"][1]["n"].append(3)
+    assert copy["w"].tolist() == [1, 1, 1]
+    assert copy["list"][0].tolist() == [0, 0]
+    assert copy["list"][1] == {"n": [1, 2]}
+
+
+def test_shared_memory_stays_shared() -> None:
+    """D6: ties, views of one another, and the same container twice."""
+    base = torch.arange(12.0)
+    one = base[:4]
+    inner = [1]
+    copy = copied(
+        {"a": one, "again": one, "b": base.view(3, 4)[1:], "t": base.view(3, 4).t(), "l": [inner, inner]}
+    )
+    assert copy["a"] is copy["again"]
+    copy["a"].fill_(-1)
+    copy["b"].fill_(-2)
+    assert copy["t"].t().flatten().tolist() == [-1] * 4 + [-2] * 8
+    assert copy["t"].stride() == (1, 4)
+    assert base.tolist() == list(range(12))
+    assert copy["l"][0] is copy["l"][1]
+
+
+def test_tensors_keep_their_kind() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    parameter.mark = "mine"  # type: ignore[attr-defined]
+    values = [
+        parameter,
+        torch.ones(2, requires_grad=True),
+        torch.tensor(3),
+        torch.empty(0, 5),
+        torch.ones(3).bool(),
+    ]
+    for value, copy in zip(values, copied(values), strict=True):
+        assert type(copy) is type(value)
+        assert copy.requires_grad == value.requires_grad
+        assert (copy.dtype, copy.shape) == (value.dtype, value.shape)
+        assert torch.equal(copy, value)
+        assert vars(copy) == vars(value)
+
+
+def test_tensors_of_other_classes_are_copied_by_what_they_hold() -> None:
+    both = TwoTensor(torch.ones(2), torch.zeros(2))
+    sparse = torch.eye(3).to_sparse()
+    complex_ = torch.tensor([1 + 2j]).conj()
+    nowhere = torch.empty(2, device="meta")
+    copy = copied([both, sparse, complex_, nowhere])
+    both.a.add_(5)
+    assert isinstance(copy[0], TwoTensor)
+    assert copy[0].a.tolist() == [1, 1]
+    assert torch.equal(copy[1].to_dense(), torch.eye(3))
+    assert copy[2].tolist() == [1 - 2j]
+    assert copy[3].device.type == "meta"
+
+
+def test_containers_keep_their_class_and_attributes() -> None:
+    weights = torch.nn.Linear(2, 2).state_dict()
+    copy = copied(weights)
+    assert type(copy) is OrderedDict
+    assert copy._metadata == weights._metadata  # type: ignore[attr-defined]
+
+
+def test_a_copy_brings_no_more_than_its_own_memory_into_a_file(tmp_path: Path) -> None:
+    copy = copied([torch.ones(4), torch.ones(100_000)])
+    torch.save(copy[0], tmp_path / "x")
+    assert (tmp_path / "x").stat().st_size < 10_000
+
+
+def test_memory_is_used_again(staging: snapshot.Staging) -> None:
+    values = [torch.ones(1000), torch.ones(20)]
+    first = {one.data_ptr() for one in copied(values)}
+    kept = staging.size
+    assert kept >= 4080
+    assert {one.data_ptr() for one in copied(values)} == first
+    assert staging.size == kept
+    copied([*values, torch.ones(5000)])
+    assert kept + 20_000 <= staging.size < kept + 21_000
+    staging.release()
+    assert staging.size == 0
+
+
+def test_memory_can_be_ready_before_it_is_needed(staging: snapshot.Staging) -> None:
+    values = [torch.ones(50_000), torch.ones(20)]
+    staging.prepare(snapshot.sizes(values))
+    assert torch.equal(copied(values)[0], values[0])
+    size = staging.size
+    copied(values)
+    assert staging.size == size  # whether or not it was ready in time
+    staging.prepare(snapshot.sizes(values))
+    assert staging.size == size
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.Staging) -> None:
+    """Workers of a loader are forked at any time, also while a copy is written."""
+    before = copied(torch.ones(1_000_000))
+    pid = os.fork()
+    if pid == 0:
+        fine = snapshot.staging.size == 0
+        snapshot.staging.release()
+        fine = fine and copied(torch.ones(1000)).sum() == 1000
+        os._exit(0 if fine else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert before.sum() == 1_000_000
+
+
+def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Parts]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return model, optimizer, Parts([model], [optimizer], [scheduler], step=3, metadata={"epoch": 1})
+
+
+def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_the_files_are_those_of_a_save_that_was_waited_for(tmp_path: Path, safe: bool) -> None:
+    model, optimizer, parts = training(0)
+    advance(model, optimizer)
+    state.save(parts, tmp_path / "now", safe_serialization=safe)
+    path = tmp_path / "later"
+    assert state.save(parts, path, safe_serialization=safe, in_background=True) == path
+    assert background.wait() == path
+    assert background.wait() is None
+    names = sorted(os.listdir(tmp_path / "now"))
+    assert sorted(os.listdir(path)) == names
+    for name in set(names) - {"manifest.json"}:
+        assert (tmp_path / "now" / name).read_bytes() == (path / name).read_bytes(), name
+
+
+def test_hooks_may_write_and_take_models_away(tmp_path: Path) -> None:
+    def before(weights: Any, folder: Path) -> None:
+        (folder / "extra.txt").write_text("mine")
+        weights.pop()
+
+    _, _, parts = training(0)
+    state.save(parts, tmp_path / "c", before=before, in_background=True)
+    background.wait()
+    assert (tmp_path / "c/extra.txt").read_text() == "mine"
+    assert not (tmp_path / "c/model.safetensors").exists()
+
+
+class Locked:
+    def state_dict(self) -> Any:
+        return {"file": open(os.devnull)}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing."""
+
+
+def test_a_state_that_cannot_be_copied_is_an_error_at_the_call(tmp_path: Path) -> None:
+    with pytest.raises((CheckpointError, TypeError), match="TextIOWrapper"):
+        state.save(Parts(custom=[Locked()]), tmp_path / "c", in_background=True)
+    assert os.listdir(tmp_path) == []
+    assert background.wait() is None
