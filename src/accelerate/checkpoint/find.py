@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -27,6 +28,9 @@ from accelerate.core.errors import CheckpointError
 
 _AT_ONCE = 16  # folders that are looked at together: a remote place answers each in its own time
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
+
+
+NOT_EVERYWHERE = "not every machine has it: its save was interrupted, or a machine is new"
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Candidate:
         """The folder of the store in which its files lie."""
         inner = self.manifest.folder if self.manifest is not None else ""
         return f"{self.name}/{inner}" if inner else self.name
+
+    @property
+    def id(self) -> str:
+        """The same on all machines: of the save, or the name if that is not known."""
+        return self.manifest.id if self.manifest is not None else self.name
 
     @property
     def number(self) -> int | None:
@@ -183,14 +192,20 @@ def candidates(store: Store, folder: str = "") -> list[Candidate]:
     return sorted(found, key=lambda c: c.saved)
 
 
-def latest(folder: str | Path) -> Found:
+def latest(folder: str | Path, among: Container[str] | None = None) -> Found:
     """The newest usable checkpoint directly in ``folder``, a local one or a URL.
+
+    Args:
+        folder: where.
+        among: ids of the saves that may be taken; None for all.
 
     Raises:
         CheckpointNotFoundError: there is none; says what was found instead.
     """
     store = open_store(address(folder))
     every = candidates(store)
+    if among is not None:
+        every = [c if c.problem or c.id in among else replace(c, problem=NOT_EVERYWHERE) for c in every]
     ignored = tuple(f"{c.name} ({c.problem})" for c in every if c.problem)
     usable = [c for c in every if not c.problem]
     if not usable:

@@ -90,7 +90,8 @@ def load(
     """
     ranks = ranks or Ranks.current()
     doing = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
-    first, id_, ignored = ranks.lead(doing, lambda: _chosen(directory, project))
+    among = _everywhere(project, ranks, doing) if directory is None else None
+    first, id_, ignored = ranks.lead(doing, lambda: _chosen(directory, project, among))
     with ranks.together(doing):
         store, name = where.place(where.here(first, directory, project))
         manifest = _same_manifest(store, name, id_)
@@ -111,17 +112,32 @@ def load(
         with ranks.together(doing):
             reader.finish(parts)
     if project is not None and project.automatic_checkpoint_naming:
-        project.iteration = ranks.lead(doing, lambda: where.next_iteration(name, manifest, project))
+        with ranks.together(doing) as told:
+            told.value = 0
+            if ranks.writes(project.save_on_each_node):
+                told.value = where.next_iteration(name, manifest, project)
+        project.iteration = max(told.values)
     shown = store.local(name) or store.label(name)
     _tell(reader, shown)
     return _loaded(reader, shown, name, ignored)
 
 
+def _everywhere(project: ProjectConfiguration | None, ranks: Ranks, doing: str) -> set[str] | None:
+    """Ids of the checkpoints that all machines have, where each saves its own: a crash in the middle of a
+    commit leaves the newest on some of them. None if that does not matter.
+    """
+    if project is None or not (project.save_on_each_node and project.automatic_checkpoint_naming):
+        return None
+    with ranks.together(doing) as told:
+        told.value = where.committed(project) if ranks.writes(each_node=True) else None
+    return set.intersection(*(ids for ids in told.values if ids is not None))
+
+
 def _chosen(
-    directory: str | Path | None, project: ProjectConfiguration | None
+    directory: str | Path | None, project: ProjectConfiguration | None, among: set[str] | None
 ) -> tuple[Address, str, tuple[str, ...]]:
     """(checkpoint, id of its save, what was passed over)."""
-    candidate, ignored = where.chosen(directory, project)
+    candidate, ignored = where.chosen(directory, project, among)
     return candidate.path, candidate.manifest.id if candidate.manifest else "", ignored
 
 

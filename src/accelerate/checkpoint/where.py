@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Container
 from pathlib import Path
 
 from accelerate.checkpoint import find
@@ -83,10 +84,19 @@ def _after_all(store: Store, wanted: int) -> int:
     return max([wanted, *(n + 1 for n in numbers)])
 
 
+def committed(project: ProjectConfiguration) -> set[str]:
+    """Ids of the numbered checkpoints that this machine has; ends replacements that were interrupted."""
+    store = open_store(automatic_folder(project))
+    _heal_all(store)
+    return {candidate.id for candidate in find.candidates(store) if not candidate.problem}
+
+
 def chosen(
-    directory: str | Path | None, project: ProjectConfiguration | None
+    directory: str | Path | None, project: ProjectConfiguration | None, among: Container[str] | None = None
 ) -> tuple[Candidate, tuple[str, ...]]:
     """(the checkpoint to load, what was passed over and why); logs both when there is something to say.
+
+    Of those that are numbered only the saves ``among`` count, if given.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -97,7 +107,7 @@ def chosen(
         folder = automatic_folder(project)
         folder = folder.resolve() if isinstance(folder, Path) else folder
         _heal_all(open_store(folder))
-        found = find.latest(folder)
+        found = find.latest(folder, among)
         candidate, ignored = found.candidate, found.ignored
         for name in ignored:
             logger.warning("not a complete checkpoint, ignored: %s", name)
