@@ -277,7 +277,7 @@ print("ready", flush=True)
 def lone(text: str) -> Running:
     """A script without a launcher."""
     running = Running([sys.executable], script_text=ALONE + text)
-    running.wait_for("ready")
+    running.wait_for("ready", 120)
     return running
 
 
@@ -289,7 +289,7 @@ def test_a_second_term_ends_a_process_that_is_in_c_code() -> None:
         running.signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             running.process.wait(0.2)
-    assert running.wait().returncode == 128 + signal.SIGTERM
+    assert running.wait(120).returncode == 128 + signal.SIGTERM
 
 
 def test_a_script_that_never_asks_dies_as_always() -> None:
@@ -303,9 +303,9 @@ def test_a_script_that_never_asks_dies_as_always() -> None:
             time.sleep(600)
         """,
     )
-    running.wait_for("ready")
+    running.wait_for("ready", 120)
     running.signal(signal.SIGTERM)
-    assert running.wait().returncode == -signal.SIGTERM
+    assert running.wait(120).returncode == -signal.SIGTERM
 
 
 def test_forked_processes_have_their_own_signals() -> None:
@@ -334,7 +334,7 @@ worker.join()
 print("term", worker.exitcode)
 print("parent", accelerator.should_stop)
 """
-    ).wait()
+    ).wait(120)
     assert result.stdout.split("\n")[1:4] == ["user signal 0", "term -15", "parent False"], result.output
 
 
@@ -353,9 +353,9 @@ def test_the_code_for_another_start_is_the_scripts() -> None:
             accelerator.exit_to_resume()
         """,
     )
-    running.wait_for("ready")
+    running.wait_for("ready", 120)
     running.signal(signal.SIGUSR1)
-    result = running.wait()
+    result = running.wait(120)
     assert result.returncode == 85, result.output
     assert "SIGUSR1: stopping at this step" in result.stderr
     assert "Traceback" not in result.stderr

@@ -1,0 +1,446 @@
+"""A signal announces the end of a job: all processes stop at one step, save, and the next start goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import Finished, Running, start
+from tests.support.ranks import RankServer
+
+LONG = 180  # seconds that nothing takes but on a machine with other work
+# A run of 3 epochs of 6 steps on a process, with an evaluation after each and a save in between. Every random
+# number counts: shuffled data, and dropout. It can be held at a place until the signal has arrived.
+TRAINING = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import PreemptionKwargs, ProjectConfiguration, set_seed
+from accelerate.world import stop as stops
+
+folder, mode, place, log = sys.argv[1:]
+accelerator = Accelerator(
+    gradient_accumulation_steps=2,
+    dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+    project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True),
+    kwargs_handlers=[PreemptionKwargs(save_and_exit=mode == "automatic")],
+)
+rank, size = accelerator.process_index, accelerator.num_processes
+held = False
+
+def hold(here):
+    global held
+    if here == place and not held:
+        held = True
+        print(f"held {rank} {os.getpid()}", flush=True)
+        while not stops.current().reason:
+            time.sleep(0.005)
+
+def check():
+    if mode == "asks" and accelerator.should_stop:
+        accelerator.save_state()
+        accelerator.exit_to_resume()
+
+set_seed(5, device_specific=True)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+data = torch.linspace(-1, 1, 12 * 3 * size).reshape(12 * size, 3)
+training = DataLoader(TensorDataset(data), batch_size=2, shuffle=True)
+testing = DataLoader(TensorDataset(data), batch_size=4)
+model, optimizer, training, testing = accelerator.prepare(model, optimizer, training, testing)
+accelerator.register_save_state_pre_hook(lambda models, weights, folder: hold("save"))
+if accelerator.resume_from:
+    accelerator.load_state(accelerator.resume_from)
+out = open(f"{log}_{rank}", "a", buffering=1)
+for epoch in range(testing.iteration, 3):
+    if training.iteration == epoch:  # else the run was stopped after its last step
+        for step, (x,) in enumerate(training):
+            with accelerator.accumulate(model):
+                loss = model(x).square().mean()
+                accelerator.backward(loss)
+                if epoch == 1 and step == 2:
+                    hold("step")
+                optimizer.step()
+                optimizer.zero_grad()
+            out.write(f"{epoch} {x[0, 0].item()} {loss.item().hex()}\\n")
+            if epoch == 0 and step == 3:
+                accelerator.save_state()
+            check()
+    model.eval()
+    for number, (x,) in enumerate(testing):
+        with torch.no_grad():
+            accelerator.gather(model(x))
+        if epoch == 0 and number == 1:
+            hold("evaluation")
+        check()
+    model.train()
+total = sum(p.double().sum() for p in model.parameters()).item()
+out.write(f"weights {total.hex()}\\n")
+"""
+
+
+def train(size: int, folder: Path, mode: str, place: str) -> Running:
+    """Begins the run, or goes on with it."""
+    args = [str(folder / "run"), mode, place, str(folder / "log")]
+    return start("--cpu", "-n", str(size), "--resume", "auto", script_text=TRAINING, script_args=args)
+
+
+def logs(size: int, folder: Path) -> list[list[str]]:
+    """What each rank wrote: a line per micro-batch."""
+    return [(folder / f"log_{rank}").read_text().splitlines() for rank in range(size)]
+
+
+def pids(running: Running, size: int) -> list[int]:
+    """The processes of the ranks, once all are held."""
+    for rank in range(size):
+        running.wait_for(f"held {rank} ", LONG)
+    found = dict(re.findall(r"held (\d+) (\d+)", running.text()))
+    return [int(found[str(rank)]) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[list[str]]]:
+    """What the ranks write in a run that nobody stops, by their number."""
+    known: dict[int, list[list[str]]] = {}
+
+    def run(size: int) -> list[list[str]]:
+        if size not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            done = train(size, folder, "asks", "nowhere").wait(LONG)
+            assert done.returncode == 0, done.output
+            known[size] = logs(size, folder)
+        return known[size]
+
+    return run
+
+
+def asks_for_another_start(done: Finished, size: int, code: int = 75) -> None:
+    assert done.returncode == code, done.output
+    assert "Traceback" not in done.stderr, done.output
+    said = f"accelerate launch: stopped to be resumed (exit code {code})"
+    assert (said in done.stderr) == (size > 1)  # alone the launcher is the script
+    assert done.survivors(5) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "place", "how"),
+    [
+        (1, "asks", "step", "SIGTERM to the launcher"),
+        (1, "automatic", "save", "SIGUSR1 to the launcher"),
+        (2, "asks", "evaluation", "SIGUSR1 to the launcher"),
+        (2, "asks", "save", "SIGTERM to rank 1"),
+        (2, "automatic", "step", "SIGTERM to the launcher"),
+        (2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
+    ],
+)
+def test_one_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(
+    undisturbed: Callable[[int], list[list[str]]],
+    tmp_path: Path,
+    size: int,
+    mode: str,
+    place: str,
+    how: str,
+) -> None:
+    """D12: the signal arrives in a step, an evaluation or a save; D11: the two parts are the whole."""
+    running = train(size, tmp_path, mode, place)
+    ranks = pids(running, size)
+    number, _, where = how.partition(" to ")
+    to = running.pid if where == "the launcher" else ranks[int(where[-1])]
+    os.kill(to, signal.Signals[number])
+    asks_for_another_start(running.wait(LONG), size)
+    first = logs(size, tmp_path)
+    assert len({len(lines) for lines in first}) == 1  # all stopped at the same step
+    assert 0 < len(first[0]) < len(undisturbed(size)[0])
+    assert len(first[0]) % 2 == 0  # no window was open
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["checkpoint_0", "checkpoint_1"]
+    done = train(size, tmp_path, mode, "nowhere").wait(LONG)
+    assert done.returncode == 0, done.output
+    assert logs(size, tmp_path) == undisturbed(size)
+
+
+# ---------------------------------------------------------------- what ends at once
+
+STUCK = """
+import ctypes, os, sys, time
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+accelerator.should_stop
+print("ready", accelerator.process_index)
+if accelerator.process_index == 0:
+    torch.distributed.barrier()  # in C code, and nobody comes
+while True:
+    ctypes.CDLL(None).pause()
+"""
+
+
+def ready(text: str, *flags: str) -> Running:
+    """Two ranks that have said that they are ready."""
+    running = start("--cpu", "-n", "2", *flags, script_text=text)
+    running.wait_for("ready 0", LONG)
+    running.wait_for("ready 1", LONG)
+    return running
+
+
+def test_a_second_signal_ends_a_job_that_does_not_come_to_a_boundary() -> None:
+    """D12, F8: the first one waits for as long as it takes."""
+    running = ready(STUCK)
+    while running.process.poll() is None:  # until it counts as a second one
+        with suppress(ProcessLookupError):
+            running.signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            running.process.wait(0.2)
+    result = running.wait(LONG)
+    assert result.returncode == 143, result.output
+    assert "stopped by SIGTERM" in result.stderr
+    assert not result.survivors()
+
+
+def test_the_time_of_those_who_stop_by_themselves_can_be_limited() -> None:
+    running = ready(STUCK, "--preemption_grace", "0.5")
+    running.signal(signal.SIGTERM)
+    result = running.wait(LONG)
+    assert result.returncode == 143, result.output
+    assert not result.survivors()
+
+
+def test_ctrl_c_is_no_preemption() -> None:
+    """F8: nobody waits for a boundary."""
+    running = ready(STUCK, "--stop_timeout", "0.5")
+    running.interrupt()
+    result = running.wait(LONG)
+    assert result.returncode == 130, result.output
+    assert not result.survivors()
+
+
+def test_a_failing_job_does_not_wait_for_boundaries() -> None:
+    """A rank that would take SIGTERM for the end of a good job is not asked by a job that fails."""
+    fails = "if accelerator.process_index == 1:\n    os._exit(3)\nwhile True:"
+    result = ready(STUCK.replace("while True:", fails), "--stop_timeout", "600").wait(LONG)
+    assert result.returncode == 3, result.output
+    assert not result.survivors()
+
+
+def test_a_save_that_fails_is_a_failure() -> None:
+    """Its own code and traceback, not those of the signal."""
+    running = ready(
+        """
+        import time
+        from accelerate import Accelerator
+        accelerator = Accelerator()
+        accelerator.should_stop
+        print("ready", accelerator.process_index)
+        while not accelerator.should_stop:
+            time.sleep(0.01)
+        raise OSError("the disk is full")
+        """
+    )
+    running.signal(signal.SIGTERM)
+    result = running.wait(LONG)
+    assert result.returncode == 1, result.output
+    assert result.stderr.endswith("OSError: the disk is full\n")
+
+
+def test_a_script_that_ends_well_after_the_signal_has_ended_well() -> None:
+    """Alone and in company: the code is the script's."""
+    running = ready(
+        """
+        import time
+        from accelerate import Accelerator
+        accelerator = Accelerator()
+        accelerator.should_stop
+        print("ready", accelerator.process_index)
+        while not accelerator.should_stop:
+            time.sleep(0.01)
+        """
+    )
+    running.signal(signal.SIGTERM)
+    result = running.wait(LONG)
+    assert (result.returncode, "accelerate launch" in result.stderr) == (0, False), result.output
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting_for_agreement() -> None:
+    """D12, C3: rank 0 waits for a word of rank 1, which never asks and raises."""
+    running = ready(
+        """
+        import time
+        from accelerate import Accelerator
+        from accelerate.world import together
+        accelerator = Accelerator()
+        if accelerator.process_index == 0:
+            accelerator.should_stop
+        print("ready", accelerator.process_index)
+        if accelerator.process_index == 1:
+            while not together.current().board.has("stop/0"):
+                time.sleep(0.01)
+            raise ValueError("a bad batch")
+        while not accelerator.should_stop:
+            time.sleep(0.01)
+        """
+    )
+    (pid,) = [p.pid for p in running.members() if p.environ().get("RANK") == "0"]
+    os.kill(pid, signal.SIGUSR1)
+    result = running.wait(LONG)
+    assert result.returncode == 1, result.output
+    assert result.stderr.endswith("ValueError: a bad batch\n")
+    assert "rank 0 stopped after it: PeerError" in result.stderr or "all 2 ranks failed" in result.stderr
+
+
+# ---------------------------------------------------------------- who asks, and how often
+
+
+def steps(every: tuple[int, ...]) -> int:
+    """Steps with a collective in each; rank r asks in every ``every[r]``-th. Returns how many were begun."""
+    import torch
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    own = every[accelerator.process_index]
+    for step in range(1, 100_000):
+        accelerator.gather(torch.ones(1))
+        if step == 7 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step % own == 0 and accelerator.should_stop:
+            assert accelerator.should_stop
+            accelerator.wait_for_everyone()
+            return step
+    return 0
+
+
+def test_a_signal_to_one_stops_all_at_one_step(ranks: RankServer) -> None:
+    """D12: also where a collective holds them together in every step."""
+    (step,) = set(ranks(3, steps, (1, 1, 1)))
+    assert step >= 7
+
+
+def test_ranks_that_do_not_ask_equally_often_are_told(ranks: RankServer) -> None:
+    outcomes = ranks.outcomes(2, steps, (1, 2))
+    assert [outcome.kind for outcome in outcomes] == ["CollectiveError"] * 2
+    assert "should_stop at test_preemption.py" in outcomes[0].message
+    assert "gather at test_preemption.py" in outcomes[0].message
+
+
+def one_ends_early() -> int:
+    """Rank 1 has nothing left to do when the signal comes; rank 0 goes on alone."""
+    from accelerate import Accelerator
+    from accelerate.world import together
+
+    accelerator = Accelerator()
+    assert not accelerator.should_stop
+    if accelerator.process_index == 1:
+        accelerator.end_training()
+        return 0
+    watch = together.current()
+    assert watch is not None
+    assert watch.board.wait(["ended/1"], 30)
+    os.kill(os.getpid(), signal.SIGTERM)
+    asked = 0
+    while not accelerator.should_stop:
+        asked += 1
+    return 1
+
+
+def test_who_has_ended_does_not_hold_the_others_up(ranks: RankServer) -> None:
+    assert ranks(2, one_ends_early) == [1, 0]
+
+
+def with_workers() -> list[Any]:
+    """A loader's workers while signals come: to a worker, and to the whole group of processes."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from accelerate import Accelerator
+    from accelerate.utils import PreemptionKwargs
+
+    accelerator = Accelerator(kwargs_handlers=[PreemptionKwargs()])
+    data = TensorDataset(torch.arange(64.0))
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, num_workers=2))
+    told, number = [], 0
+    for number, _ in enumerate(loader):
+        if number == 1:
+            for process in torch.multiprocessing.active_children():
+                os.kill(process.pid or 0, signal.SIGUSR1)
+        if number == 3:
+            told.append(accelerator.should_stop)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not accelerator.should_stop:
+        pass
+    return [*told, number]
+
+
+def test_workers_of_loaders_survive_a_user_signal(ranks: RankServer) -> None:
+    """Schedulers signal every process of a job; torch's loader would report a dead worker as an error."""
+    assert ranks(2, with_workers) == [[False, 15]] * 2
+
+
+def in_a_thread() -> str:
+    """A rank that asks in another thread cannot catch signals, and hears of them from the others."""
+    import threading
+    import warnings
+
+    from accelerate import Accelerator
+
+    accelerator, said = Accelerator(), []
+    if accelerator.process_index == 0:
+        assert not accelerator.should_stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not accelerator.should_stop:
+            pass
+        return ""
+
+    def ask() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            while not accelerator.should_stop:
+                pass
+            said.extend(str(each.message) for each in caught)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    (line,) = said
+    return line
+
+
+def test_only_the_main_thread_catches_signals(ranks: RankServer) -> None:
+    first, second = ranks(2, in_a_thread)
+    assert first == ""
+    assert second.startswith("signals are not heard by this process")
+
+
+def test_torchruns_ranks_stop_together_too() -> None:
+    """A rank of another launcher exits with the code; what that launcher makes of it is its own affair."""
+    running = Running(
+        [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2"],
+        script_text="""
+            import os, time
+            from accelerate import Accelerator
+            accelerator = Accelerator(cpu=True)
+            accelerator.should_stop
+            print("ready", accelerator.process_index, os.getpid(), flush=True)
+            while not accelerator.should_stop:
+                time.sleep(0.01)
+            print("stopped", accelerator.process_index, flush=True)
+            accelerator.exit_to_resume()
+        """,
+    )
+    running.wait_for("ready 0 ", LONG)
+    running.wait_for("ready 1 ", LONG)
+    os.kill(int(re.findall(r"ready 1 (\d+)", running.text())[0]), signal.SIGTERM)
+    result = running.wait(LONG)
+    assert sorted(re.findall("stopped .", result.stdout)) == ["stopped 0", "stopped 1"]
+    assert "75" in result.stderr
