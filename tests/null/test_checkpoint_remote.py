@@ -15,8 +15,10 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from accelerate import Accelerator
 from accelerate.checkpoint import find, state, where
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.places import address, split
@@ -536,3 +538,27 @@ def test_candidates_of_a_remote_folder_are_listed(remote: Remote) -> None:
     assert [(c.path, c.manifest and c.manifest.step) for c in found] == [
         (f"{remote.url}/run/step_{step}", step) for step in (2, 10)
     ]
+
+
+# ---------------------------------------------------------------- the Accelerator
+
+
+def test_an_accelerator_saves_and_loads_by_url(remote: Remote) -> None:
+    """Numbers, hooks, a background save, and the return values of the public methods."""
+    settings = ProjectConfiguration(f"{remote.url}/run", automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=settings)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert [accelerator.save_state() for _ in range(3)] == [
+        f"{remote.url}/run/checkpoints/checkpoint_{number}" for number in range(3)
+    ]
+    assert {name.split("/")[2] for name in remote.names()} == {"checkpoint_1", "checkpoint_2"}
+    settings.automatic_checkpoint_naming = False
+    folders: list[str] = []
+    accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
+    weight = model.weight.detach().clone()
+    assert accelerator.save_state(f"{remote.url}/best", async_save=True) == f"{remote.url}/best"
+    assert accelerator.wait_for_checkpoint() == f"{remote.url}/best"
+    torch.nn.init.zeros_(model.weight)
+    assert accelerator.load_state(f"{remote.url}/best").path == f"{remote.url}/best"
+    assert torch.equal(model.weight, weight)
+    assert not os.path.exists(folders[0])

@@ -75,8 +75,10 @@ def remote_errors(doing: str, place: str) -> Generator[None]:
 
 def _remote_fix(error: Exception, place: str) -> str:
     code = error.errno if isinstance(error, OSError) else None
-    if code == errno.ENOSPC:
+    if code == errno.ENOSPC and "://" not in place:
         return _fix(code, Path(place)) + "; TMPDIR says where fetched files lie"
+    if code == errno.ENOSPC:
+        return "free some space there, and in the folder for temporary files (TMPDIR)"
     if isinstance(error, PermissionError):
         return "look at the credentials: they must allow to list, read, write and delete there"
     if isinstance(error, FileNotFoundError):
