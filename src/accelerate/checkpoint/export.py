@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
-from accelerate.checkpoint import commit, names, pickles, tensors
+from accelerate.checkpoint import commit, names, pickles, tensors, weights
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.store import sync_file
-from accelerate.checkpoint.swap import working
+from accelerate.checkpoint.swap import hidden, working
 from accelerate.checkpoint.tensors import clean_state_dict_for_safetensors, id_tensor_storage
 from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds
@@ -145,11 +145,12 @@ def save_weights(
     """Writes a model's state in the layout of the model hub; call it on the process that writes.
 
     One file if it fits into ``max_shard_size``, else shards ``model-00001-of-0000N.safetensors`` and an
-    index. Shards and index of an earlier save into the same folder are removed after the new ones are there.
+    index. A tensor is made contiguous or fetched from its device when it is written, not before.
 
     Args:
         state: the model's state dict.
-        directory: the folder; other files in it stay.
+        directory: the folder; other files in it stay, weights of an earlier save are replaced by the new ones
+            or stay whole.
         max_shard_size: bytes, or text such as ``"5GB"``.
         safe_serialization: safetensors instead of torch files.
 
@@ -161,41 +162,117 @@ def save_weights(
         SettingError: the limit is no size.
     """
     folder = Path(directory).expanduser()
+    state = tensors.saved_names(state)
+    if safe_serialization:
+        return write_weights(weights.of_state(state), folder, max_shard_size=max_shard_size)
+    split = split_torch_state_dict_into_shards(
+        dict(state), filename_pattern=names.WEIGHTS_PATTERN_NAME, max_shard_size=parse_bytes(max_shard_size)
+    )
+    fills = {
+        file: partial(pickles.write, {name: state[name] for name in members})
+        for file, members in split.filename_to_tensors.items()
+    }
+    _replace_all(folder, names.WEIGHTS_PATTERN_NAME, names.WEIGHTS_INDEX_NAME, fills, _index(split))
+    return list(fills)
+
+
+def write_weights(
+    found: weights.Weights,
+    folder: Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    tell: Callable[[str], object] | None = None,
+) -> list[str]:
+    """The same for weights that are read one at a time: one tensor is in memory, never more.
+
+    Args:
+        found: the weights; tied ones are written once, their other names into the file's metadata.
+        folder: see ``save_weights``.
+        max_shard_size: likewise.
+        dtype: what floating point weights become.
+        tell: called with the name of each file when it is written.
+    """
+    late = weights.late(found.tensors, dtype)
+    split = split_torch_state_dict_into_shards(
+        {name: tensor.meta() for name, tensor in late.items()},
+        filename_pattern=names.SAFE_WEIGHTS_PATTERN_NAME,
+        max_shard_size=parse_bytes(max_shard_size),
+    )
+    fills: dict[str, Callable[[BinaryIO], object]] = {}
+    for file, members in split.filename_to_tensors.items():
+        own = {alias: name for alias, name in found.aliases.items() if name in members}
+        shard = cast(dict[str, torch.Tensor], {name: late[name] for name in members})
+        fills[file] = partial(tensors.write, shard, own)
+    index = names.SAFE_WEIGHTS_INDEX_NAME
+    _replace_all(folder, names.SAFE_WEIGHTS_PATTERN_NAME, index, fills, _index(split), tell)
+    return list(fills)
+
+
+def _index(split: StateDictSplit) -> bytes:
+    """The index of shards; empty if there is one file only."""
+    if not split.is_sharded:
+        return b""
+    body = {
+        "metadata": {"total_size": split.metadata["total_size"]},
+        "weight_map": dict(split.tensor_to_filename),
+    }
+    return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _replace_all(
+    folder: Path,
+    pattern: str,
+    index_name: str,
+    fills: Mapping[str, Callable[[BinaryIO], object]],
+    index: bytes,
+    tell: Callable[[str], object] | None = None,
+) -> None:
+    """Replaces all weights of one format in a folder by new ones.
+
+    Everything is written under other names first. Then an old index goes, so that it never names new shards;
+    the shards get their names; the new index comes last; what is left of the old weights is removed.
+    """
     with file_errors("make the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    state = tensors.saved_names(state)
-    separate, aliases = tensors.separated(state) if safe_serialization else (dict(state), {})
-    pattern = names.SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else names.WEIGHTS_PATTERN_NAME
-    index_name = names.SAFE_WEIGHTS_INDEX_NAME if safe_serialization else names.WEIGHTS_INDEX_NAME
-    split = split_torch_state_dict_into_shards(
-        separate, filename_pattern=pattern, max_shard_size=parse_bytes(max_shard_size)
-    )
-    for file, members in split.filename_to_tensors.items():
-        shard = {name: separate[name] for name in members}
-        if safe_serialization:
-            own = {alias: name for alias, name in aliases.items() if name in shard}
-            replace_file(folder / file, partial(tensors.write, shard, own))
-        else:
-            replace_file(folder / file, partial(pickles.write, shard))
-    written = list(split.filename_to_tensors)
-    if split.is_sharded:
-        index = {
-            "metadata": {"total_size": split.metadata["total_size"]},
-            "weight_map": dict(split.tensor_to_filename),
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        replace_file(folder / index_name, lambda file: file.write(text.encode()))
-        written.append(index_name)
-    _remove_stale(folder, pattern, index_name, written)
-    return [name for name in written if name != index_name]
-
-
-def _remove_stale(folder: Path, pattern: str, index_name: str, written: list[str]) -> None:
-    """Removes weights of an earlier save in the same format: a loader would take them for current ones."""
-    stem, _, extension = pattern.partition("{suffix}")
-    family = re.compile(rf"{re.escape(stem)}({_SHARD})?{re.escape(extension)}|{re.escape(index_name)}")
+    family = _family(pattern, index_name)
+    _remove(p for p in folder.iterdir() if (h := hidden(p.name)) and family.fullmatch(h[0]))
+    id = commit.new_id()
+    temps = {file: folder / working(file, "tmp", id) for file in fills}
+    try:
+        for file, fill in fills.items():
+            with file_errors("write", folder / file), temps[file].open("xb") as handle:
+                fill(handle)
+                handle.flush()
+                os.fsync(handle.fileno())
+            if tell is not None:
+                tell(file)
+        if any((folder / file).exists() for file in fills):
+            _remove([folder / index_name])
+        for file, temp in temps.items():
+            with file_errors("write", folder / file):
+                temp.replace(folder / file)
+        with file_errors("write", folder):
+            sync_file(folder)
+    except BaseException:
+        for temp in temps.values():
+            temp.unlink(missing_ok=True)
+        raise
+    if index:
+        replace_file(folder / index_name, lambda file: file.write(index))
+    kept = {*fills, index_name} if index else {*fills}
+    stale = [p for p in folder.iterdir() if family.fullmatch(p.name) and p.name not in kept]
     # The index goes first: without it, shards are not found by themselves.
-    stale = [p for p in folder.iterdir() if family.fullmatch(p.name) and p.name not in written]
-    for path in sorted(stale, key=lambda p: p.name != index_name):
+    _remove(sorted(stale, key=lambda p: p.name != index_name))
+
+
+def _family(pattern: str, index_name: str) -> re.Pattern[str]:
+    """All names of weights in one format."""
+    stem, _, extension = pattern.partition("{suffix}")
+    return re.compile(rf"{re.escape(stem)}({_SHARD})?{re.escape(extension)}|{re.escape(index_name)}")
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
         with file_errors("remove", path):
-            path.unlink()
+            path.unlink(missing_ok=True)

@@ -1,0 +1,237 @@
+"""``accelerate checkpoint``: look at checkpoints, check them, clear them, and export their weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accelerate.checkpoint import overview
+from accelerate.checkpoint.find import Candidate
+from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.units import show_bytes, show_seconds
+
+_DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
+
+
+@click.group(
+    "checkpoint", invoke_without_command=True, short_help="List, verify, prune and export checkpoints."
+)
+@click.pass_context
+def _checkpoint(ctx: click.Context) -> None:
+    """List, verify, prune and export checkpoints."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(1)
+
+
+@_checkpoint.command("ls", short_help="A table of checkpoints.", epilog=_DIR)
+@click.argument("folder", metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="print a JSON list")
+def _ls(folder: str, as_json: bool) -> None:
+    """A table of the checkpoints in DIR, oldest first; what is incomplete is listed with the reason.
+
+    Only manifests are read. `accelerate checkpoint verify` reads everything.
+    """
+    place = overview.look(folder)
+    rows = [_row(found, newest=found is place.newest) for found in place.candidates]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    titles = ("name", "step", "metadata", "saved", "age", "size", "processes", "strategy", "format", "status")
+    _table(titles, ([_shown(row, title) for title in titles] for row in rows), dim=_unusable(rows))
+
+
+def _row(found: Candidate, *, newest: bool) -> dict[str, Any]:
+    manifest = found.manifest
+    return {
+        "name": found.name,
+        "step": manifest.step if manifest else None,
+        "metadata": manifest.metadata if manifest else {},
+        "saved": found.saved.isoformat(),
+        "size": sum(overview.files(found).values()),
+        "processes": manifest.world_size if manifest else None,
+        "strategy": manifest.strategy if manifest else "",
+        "format": overview.layout(found),
+        "complete": not found.problem,
+        "newest": newest,
+        "status": found.problem or "complete",
+    }
+
+
+def _shown(row: dict[str, Any], title: str) -> str:
+    saved = datetime.fromisoformat(row["saved"])
+    if title == "saved":
+        return saved.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    if title == "age":
+        return show_seconds(max(0.0, round((datetime.now(timezone.utc) - saved).total_seconds())))
+    if title == "size":
+        return show_bytes(row["size"])
+    if title == "metadata":
+        return " ".join(f"{key}={value}" for key, value in row["metadata"].items())
+    if title == "status" and row["newest"]:
+        return f"{row['status']}, newest"
+    return "" if row[title] is None else str(row[title])
+
+
+def _unusable(rows: Iterable[dict[str, Any]]) -> set[int]:
+    return {index for index, row in enumerate(rows) if not row["complete"]}
+
+
+def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] | None = None) -> None:
+    """A table on a terminal, else lines with tabs for other programs."""
+    if not sys.stdout.isatty():
+        for line in (titles, *lines):
+            click.echo("\t".join(line))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*titles)
+    for index, line in enumerate(lines):
+        table.add_row(*map(Text, line), style="dim" if dim and index in dim else None)
+    Console().print(table)
+
+
+@_checkpoint.command("verify", short_help="Compare every file with its size and digest.", epilog=_DIR)
+@click.argument("folder", metavar="DIR")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--json", "as_json", is_flag=True, help="print a JSON list")
+@click.pass_context
+def _verify(ctx: click.Context, folder: str, names: tuple[str, ...], as_json: bool) -> None:
+    """Read every file of the checkpoints in DIR, or of those called NAME, and compare with the manifest.
+
+    The exit code is 1 if anything is missing or damaged. A checkpoint without a manifest, as Accelerate 1.x
+    writes it, can only be looked at: its files are opened as far as their formats allow.
+    """
+    place = overview.look(folder)
+    chosen = [overview.chosen(place, name) for name in names] or place.candidates
+    lines: list[dict[str, str]] = []
+    with _Progress(chosen) as progress:
+        for found in chosen:
+            lines += _checked(found, progress)
+    if as_json:
+        click.echo(json.dumps(lines, indent=1))
+    else:
+        titles = ("name", "file", "size", "result")
+        _table(titles, [[line[title] for title in titles] for line in lines])
+    bad = sum(line["ok"] == "no" for line in lines)
+    if bad:
+        click.echo(f"{bad} of {len(lines)} are not as they were saved", file=sys.stderr)
+        ctx.exit(1)
+
+
+def _checked(found: Candidate, progress: _Progress) -> list[dict[str, str]]:
+    if found.manifest is None:
+        seen = found.problem or "no manifest: every file can be opened, digests are not known"
+        line = {"name": found.name, "file": "", "size": "", "result": seen}
+        return [line | {"ok": "no" if found.problem else "unknown"}]
+    lines: list[dict[str, str]] = []
+    for checked in overview.check(found):
+        progress.advance(checked.size or 0)
+        size = "" if checked.size is None else show_bytes(checked.size)
+        line = {
+            "name": found.name,
+            "file": checked.name,
+            "size": size,
+            "result": checked.problem or "as saved",
+        }
+        lines.append(line | {"ok": "no" if checked.problem else "yes"})
+    return lines
+
+
+class _Progress:
+    """A bar over the bytes of checkpoints; on a terminal, and where it takes long enough to be read."""
+
+    def __init__(self, chosen: Iterable[Candidate]) -> None:
+        total = sum(sum(overview.files(found).values()) for found in chosen if found.manifest is not None)
+        self.bar: Any = None
+        if sys.stderr.isatty() and total > 2**30:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+            columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task("", total=total)
+
+    def __enter__(self) -> _Progress:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def advance(self, size: int) -> None:
+        """So many bytes are read."""
+        if self.bar is not None:
+            self.bar.advance(self.task, size)
+
+
+@_checkpoint.command("prune", short_help="Remove the oldest checkpoints.", epilog=_DIR)
+@click.argument("folder", metavar="DIR")
+@click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="how many stay")
+@click.option("--dry-run", is_flag=True, help="only say what would go")
+@click.option("--yes", is_flag=True, help="do not ask")
+def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
+    """Remove the oldest complete checkpoints in DIR beyond N, and what interrupted saves have left.
+
+    The newest complete one always stays, and so does what is damaged. A leftover goes if a checkpoint was
+    committed after it, and nothing in it has changed for ten minutes: it could be a save that is going on.
+    """
+    place = overview.look(folder)
+    if place.single:
+        raise SettingError(f"{folder} is one checkpoint", fix="name the folder that holds the checkpoints")
+    going, stays = overview.beyond(place, keep)
+    for line in stays:
+        click.echo(f"stays: {line}")
+    if not going:
+        click.echo("nothing to remove")
+        return
+    _table(("name", "size", "why"), [(each.name, show_bytes(each.size), each.why) for each in going])
+    total = show_bytes(sum(each.size for each in going))
+    if dry_run:
+        click.echo(f"would free {total}")
+        return
+    if not yes:
+        click.confirm(f"Remove {len(going)} folder(s), {total}?", abort=True)
+    from accelerate.checkpoint.commit import new_id
+
+    for each in going:
+        overview.remove(place, each, new_id())
+    click.echo(f"removed {len(going)} folder(s), {total}")
+
+
+@_checkpoint.command("export", short_help="Write the weights for other tools.", epilog=_DIR)
+@click.argument("folder", metavar="DIR")
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--max-shard-size", "--max_shard_size", default="5GB", show_default=True, metavar="SIZE",
+              help="limit of one file")  # fmt: skip
+@click.option("--model", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+              help="which of the checkpoint's models")  # fmt: skip
+@click.option("--dtype", metavar="NAME", help="what floating point weights become: bf16, fp16, fp32")
+def _export(folder: str, out: Path, max_shard_size: str, model: int, dtype: str | None) -> None:
+    """Write the weights of DIR, or of its newest complete checkpoint, into the folder OUT.
+
+    OUT gets model.safetensors, or shards and their index: the layout of the model hub. Weights of an earlier
+    export are replaced. The files are verified first. One tensor is in memory at a time.
+    """
+    found = overview.chosen(overview.look(folder))
+    if found.problem:
+        raise CheckpointError(f"{found.path} is not complete", why=found.problem)
+    from accelerate.checkpoint.handover import hand_over
+
+    done = hand_over(found, out, model=model, max_shard_size=max_shard_size, dtype=dtype, tell=click.echo)
+    if done.left_out:
+        click.echo(f"left out, since they are no tensors: {', '.join(done.left_out)}", file=sys.stderr)
+    click.echo(f"{done.tensors} tensors, {show_bytes(done.size)}, from {done.source} in {out}")
+
+
+PLUGIN = _checkpoint
