@@ -49,15 +49,24 @@ class Place:
     """Where checkpoints go, and how.
 
     Attributes:
-        kind: ``"fixed"`` (one folder, replaced), ``"first"`` (one that is not there yet), ``"numbered"``
-            (automatic naming, the last two are kept) or ``"each node"`` (numbered, on a disk per machine).
+        name: its kind, and after a slash how the training is spread or saved.
         root: the folder above.
-        how: more arguments of ``save_state``.
     """
 
-    kind: str
+    name: str
     root: Path
-    how: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """``"fixed"`` (one folder, replaced), ``"first"`` (one that is not there yet), ``"numbered"``
+        (automatic naming, the last two are kept) or ``"each node"`` (numbered, on a disk per machine).
+        """
+        return self.name.partition("/")[0]
+
+    @property
+    def way(self) -> str:
+        """``"async"`` (behind the loop), ``"sharded"`` (in parts), ``"fsdp"`` (sharded training) or none."""
+        return self.name.partition("/")[2]
 
     @property
     def folder(self) -> Path:
@@ -76,7 +85,7 @@ class Place:
 
     def at(self, root: Path) -> Place:
         """The same elsewhere."""
-        return Place(self.kind, root, self.how)
+        return Place(self.name, root)
 
     def entries(self) -> list[str]:
         """What lies where checkpoints lie, hidden folders included."""
@@ -93,9 +102,10 @@ class Training:
 
     def __init__(self, value: int, place: Place) -> None:
         from accelerate import Accelerator
-        from accelerate.utils import set_seed
+        from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
-        self.accelerator = accelerator = Accelerator(cpu=True)
+        sharding = FullyShardedDataParallelPlugin(fsdp_version=2) if place.way == "fsdp" else None
+        self.accelerator = accelerator = Accelerator(cpu=True, fsdp_plugin=sharding)
         self.move(place)
         set_seed(value)
         model = Net()
@@ -141,8 +151,14 @@ class Training:
             self.count.value += 1 + int(np.random.randint(1))
 
     def save(self) -> str:
-        """Saves; returns the folder's name."""
-        return Path(self.accelerator.save_state(self.place.given, **dict(self.place.how))).name
+        """Saves; returns the folder's name. In the background training goes on, which must not be saved."""
+        how = {"async_save": True} if self.place.way == "async" else {}
+        more = {"sharded": True} if self.place.way == "sharded" else {}
+        name = Path(self.accelerator.save_state(self.place.given, **how, **more)).name
+        if how:
+            self.train(1)
+            self.accelerator.wait_for_checkpoint()
+        return name
 
     def load(self) -> Any:
         """Loads the newest, or the one that is named."""
@@ -228,7 +244,7 @@ def recover(place: Place, training: Training) -> Recovered:
         error = f"{type(caught).__name__}: {caught}"
     prints, inside = training.prints(), [foreign(place.folder / name)] if name else [[]]
     training.train(1)
-    saved, expected = training.save(), training.prints()
+    expected, saved = training.prints(), training.save()
     training.accelerator.wait_for_everyone()
     after = place.entries()
     inside.append(foreign(place.folder / saved))
