@@ -36,13 +36,15 @@ def plain(window: int, half: bool = False) -> Numbers:
     return losses, norms, whole(model)
 
 
-def prepared(options: dict[str, Any], window: int, precision: str = "no", compiled: str = "no") -> Numbers:
+def prepared(
+    options: dict[str, Any], window: int, precision: str = "no", compiled: str = "no", each: bool = False
+) -> Numbers:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import TorchDynamoPlugin
+    from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(**options),
-        gradient_accumulation_steps=window,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=window, sync_each_batch=each),
         mixed_precision=precision,
         dynamo_plugin=TorchDynamoPlugin(backend=compiled, use_regional_compilation=True),
     )
@@ -96,6 +98,11 @@ def test_it_trains_to_the_numbers_of_one_process(
     """B7, F3: tied and frozen parameters, two groups, clipping by the true norm, accumulation."""
     ours = same_on_all(ranks(2, prepared, options, window))
     close(ours, plain(window), 1e-5)
+
+
+def test_reducing_in_every_micro_batch_gives_the_same_numbers(ranks: RankServer) -> None:
+    """It takes no memory for whole gradients."""
+    close(same_on_all(ranks(2, prepared, LAYERS, 4, "no", "no", True)), plain(4), 1e-5)
 
 
 def test_bf16_trains_to_the_numbers_of_autocast(ranks: RankServer) -> None:
@@ -491,3 +498,34 @@ def test_save_model_exports_the_whole_model(ranks: RankServer, tmp_path: Path) -
     fresh = tiny(3)
     fresh.load_state_dict(saved, strict=False)
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), tiny(0).parameters(), strict=True))
+
+
+def trainer(asked: bool) -> tuple[str, float]:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    rows = torch.randint(32, (32, 6))
+    asked_so = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    arguments = TrainingArguments(
+        max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, fsdp=asked, fsdp_config=asked_so if asked else None,
+    )  # fmt: skip
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    ours = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data)
+    loss = ours.train().training_loss
+    return ours.accelerator.strategy.name, loss
+
+
+def test_the_trainer_of_transformers_shards_when_it_is_asked_to(ranks: RankServer, tmp_path: Path) -> None:
+    """F3: it does not train by replicas without a word; the loss is theirs."""
+    pytest.importorskip("transformers")
+    home = {"TMPDIR": str(tmp_path)}
+    sharded = ranks(2, trainer, True, timeout=120, env=home)
+    replicated = ranks(2, trainer, False, timeout=120, env=home)
+    assert [name for name, _ in (*sharded, *replicated)] == ["fsdp", "fsdp", "ddp", "ddp"]
+    for (_, ours), (_, theirs) in zip(sharded, replicated, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
