@@ -26,6 +26,7 @@ from accelerate.big_modeling import dispatch_model as dispatch_model
 from accelerate.big_modeling import init_empty_weights as init_empty_weights
 from accelerate.big_modeling import init_on_device as init_on_device
 from accelerate.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accelerate.checkpoint.into import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.facade.accelerator import Accelerator as Accelerator
@@ -43,7 +44,6 @@ from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as F
 from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.utils.imports import is_rich_available as is_rich_available
 from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map
-from accelerate.utils.modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states

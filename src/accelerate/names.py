@@ -347,6 +347,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("facade.precision", "get_grad_scaler get_mixed_precision_context_manager")
     | at("checkpoint.names", "WEIGHTS_INDEX_NAME")
     | at("checkpoint.export", "load_state_dict id_tensor_storage")
+    | at("checkpoint.into", "load_checkpoint_in_model")
     | later(
         BIG,
         "align_module_device calculate_maximum_sizes check_device_map check_device_same "
@@ -354,7 +355,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "compute_module_sizes compute_module_total_buffer_size fallback_allocate find_tied_parameters "
         "get_balanced_memory get_max_layer_size get_max_memory get_module_leaves "
         "get_module_size_with_ties get_state_dict_from_offload get_state_dict_offloaded_model "
-        "has_offloaded_params infer_auto_device_map load_checkpoint_in_model load_offloaded_weights "
+        "has_offloaded_params infer_auto_device_map load_offloaded_weights "
         "retie_parameters set_module_tensor_to_device",
     ),
     "accelerate.utils.offload": later(

@@ -7,6 +7,7 @@ from accelerate.checkpoint.export import id_tensor_storage as id_tensor_storage
 from accelerate.checkpoint.export import load as load
 from accelerate.checkpoint.export import load_state_dict as load_state_dict
 from accelerate.checkpoint.export import save as save
+from accelerate.checkpoint.into import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
 from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
@@ -338,7 +339,6 @@ from accelerate.utils.modeling import get_state_dict_from_offload as get_state_d
 from accelerate.utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from accelerate.utils.modeling import has_offloaded_params as has_offloaded_params
 from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map
-from accelerate.utils.modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.utils.modeling import load_offloaded_weights as load_offloaded_weights
 from accelerate.utils.modeling import retie_parameters as retie_parameters
 from accelerate.utils.modeling import set_module_tensor_to_device as set_module_tensor_to_device
