@@ -385,14 +385,14 @@ def test_auto_takes_the_newest_complete_one(
     first = resuming(monkeypatch, "auto", tmp_path)
     assert first.resume_from is None
     first.save_state()
-    newest = first.save_state()
+    newest = Path(first.save_state()).resolve()
     (tmp_path / "checkpoints" / ".checkpoint_2.tmp-00ff").mkdir()
     again = resuming(monkeypatch, "auto", tmp_path)
-    assert again.resume_from == newest.resolve()
+    assert again.resume_from == newest
     assert "checkpoint_2.tmp-00ff" in caplog.text
     again.load_state(again.resume_from)
-    assert again.save_state().name == "checkpoint_2"
-    assert again.resume_from == newest.resolve()  # the choice of the start stays
+    assert Path(again.save_state()).name == "checkpoint_2"
+    assert again.resume_from == newest  # the choice of the start stays
 
 
 def test_auto_begins_afresh_after_a_first_save_that_was_interrupted(
@@ -406,7 +406,7 @@ def test_auto_begins_afresh_after_a_first_save_that_was_interrupted(
 def test_auto_does_not_begin_afresh_over_damaged_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = Accelerator(project_config=project(tmp_path)).save_state()
+    saved = Path(Accelerator(project_config=project(tmp_path)).save_state())
     next(file for file in saved.iterdir() if file.name != "manifest.json").unlink()
     with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint"):
         assert resuming(monkeypatch, "auto", tmp_path).resume_from
@@ -419,7 +419,7 @@ def test_auto_needs_a_project(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_path_is_a_checkpoint_or_a_folder_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(project_config=project(tmp_path / "run"))
-    first, second = accelerator.save_state().resolve(), accelerator.save_state().resolve()
+    first, second = (Path(accelerator.save_state()).resolve() for _ in range(2))
     for wanted, expected in (
         (first, first),
         (second.parent, second),
@@ -433,6 +433,17 @@ def test_a_path_is_a_checkpoint_or_a_folder_of_them(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match="damaged"):
         assert resuming(monkeypatch, second).resume_from
     assert resuming(monkeypatch, second.parent).resume_from == first
+
+
+def test_what_lies_behind_a_url_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(
+        project_config=ProjectConfiguration(project_dir="memory://resumed", automatic_checkpoint_naming=True)
+    )
+    saved = accelerator.save_state()
+    for wanted in (saved, "memory://resumed/checkpoints", "memory://resumed"):
+        again = resuming(monkeypatch, wanted)
+        assert again.resume_from == saved
+        again.load_state(again.resume_from)
 
 
 def test_a_script_that_does_not_look_is_told(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ReferenceType, ref
 
 from accelerate.checkpoint import find, where
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER
+from accelerate.checkpoint.places import Address, join, open_store
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.store import LocalStore
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import load
 from accelerate.facade.processes import Processes
@@ -43,16 +42,16 @@ class Stopping(Processes):
 
     if TYPE_CHECKING:
 
-        def save_state(self) -> Path | str: ...
+        def save_state(self) -> Address: ...
         def end_training(self) -> None: ...
 
     def _start_stopping(self) -> None:
         """Hears signals from now on if a handler was given; else from the first ``should_stop`` on."""
         given = self.handlers.get(PreemptionKwargs)
         self._preemption: PreemptionKwargs = given or PreemptionKwargs()
-        self._made_in = os.getpid()
+        self._made_in, self._in_company = os.getpid(), self.num_processes > 1
         self._resume = load(ResumeSettings)
-        self._resume_from: list[Path | str | None] = []  # its one item, once it is known
+        self._resume_from: list[Address | None] = []  # its one item, once it is known
         # The loader of the outermost loop, and what is said once when training begins.
         self._outermost: ReferenceType[Any] | None = None
         self._told_resume = self._resume.value.resume is None
@@ -106,9 +105,8 @@ class Stopping(Processes):
 
     def _hearing(self) -> stops.Stop | None:
         """What hears the signals of this process; None in one that was forked from it, a loader's worker."""
-        watch = together.current() if self.world.size > 1 else None
         stop = stops.current()
-        if stop is None or stop.watch is not watch:
+        if stop is None or stop.watch is not (together.current() if self._in_company else None):
             if os.getpid() != self._made_in:
                 return None
             stop = stops.arm(self._preemption, self.world.size)
@@ -153,12 +151,12 @@ class Stopping(Processes):
     # --- going on
 
     @property
-    def resume_from(self) -> Path | str | None:
+    def resume_from(self) -> Address | None:
         """The checkpoint that ``accelerate launch --resume`` asks to go on from, None for a fresh start.
 
         Rank 0 chooses for all, at the first read, so every rank must read it. With ``auto`` it is the newest
-        complete checkpoint under automatic naming; with a folder of checkpoints the newest complete one in
-        it; else the checkpoint that was named. ::
+        complete checkpoint under automatic naming; with a folder (or URL) of checkpoints the newest complete
+        one in it; else the checkpoint that was named. ::
 
             if accelerator.resume_from:
                 accelerator.load_state(accelerator.resume_from)
@@ -174,8 +172,9 @@ class Stopping(Processes):
             if wanted is None:
                 self._resume_from.append(None)
             else:
-                lead = Ranks.current().lead
-                found = lead(f"resume from {wanted}", lambda: _chosen(wanted, self.project_configuration))
+                ranks, project, doing = Ranks.current(), self.project_configuration, f"resume from {wanted}"
+                among = _everywhere(wanted, project, ranks, doing)
+                found = ranks.lead(doing, lambda: _chosen(wanted, project, among))
                 self._resume_from.append(found)
                 if self.is_main_process:
                     logger.info("resuming from %s", found or "nothing: this is the first start")
@@ -192,23 +191,30 @@ class Stopping(Processes):
             )
 
 
-def _chosen(wanted: str, project: ProjectConfiguration) -> Path | str | None:
+def _chosen(wanted: str, project: ProjectConfiguration, among: set[str] | None) -> Address | None:
     if wanted == AUTO:
-        return _newest(project)
-    if "://" in wanted:
-        return wanted  # the store that it names knows what is there
-    path = where.given(wanted).resolve()
-    store = LocalStore(path.parent)
-    if not path.is_dir() or find.inspect(store, path.name) is not None:
-        return find.explicit(store, path.name).path
-    inside = path / AUTOMATIC_FOLDER
-    found = find.latest(inside if inside.is_dir() else path)
-    for name in found.ignored:
-        logger.warning("not a complete checkpoint, ignored: %s", name)
+        return _newest(project, among)
+    folder = where.given(wanted)
+    store, name = where.place(folder)
+    if not store.is_folder(name) or find.inspect(store, name) is not None:
+        return find.explicit(store, name).path
+    inside = store.is_folder(f"{name}/{AUTOMATIC_FOLDER}")
+    found = find.latest(join(folder, AUTOMATIC_FOLDER) if inside else folder)
+    for each in found.ignored:
+        logger.warning("not a complete checkpoint, ignored: %s", each)
     return found.candidate.path
 
 
-def _newest(project: ProjectConfiguration) -> Path | None:
+def _everywhere(wanted: str, project: ProjectConfiguration, ranks: Ranks, doing: str) -> set[str] | None:
+    """Where each machine keeps whole checkpoints of its own, those that all have; otherwise None, for all."""
+    if wanted != AUTO or not (project.save_on_each_node and project.automatic_checkpoint_naming):
+        return None
+    with ranks.together(doing) as told:
+        told.value = where.committed(project) if ranks.writes(each_node=True) else None
+    return set.intersection(*(ids for ids in told.values if ids is not None))
+
+
+def _newest(project: ProjectConfiguration, among: set[str] | None) -> Address | None:
     if not project.automatic_checkpoint_naming:
         raise SettingError(
             "--resume auto needs automatic names for checkpoints",
@@ -216,10 +222,11 @@ def _newest(project: ProjectConfiguration) -> Path | None:
             fix=f"Accelerator(project_config={_NAMING}), or name the checkpoint: --resume PATH",
         )
     try:
-        return where.chosen(None, project)[0].path
+        return where.chosen(None, project, among)[0].path
     except CheckpointNotFoundError:
-        folder = os.fspath(where.automatic_folder(project))
-        unusable = [each for each in find.candidates(LocalStore(Path(folder))) if each.problem]
+        unusable = [
+            each for each in find.candidates(open_store(where.automatic_folder(project))) if each.problem
+        ]
         if any(each.manifest is not None for each in unusable):
             # They were complete once. To begin afresh would lose a run without a word.
             raise
