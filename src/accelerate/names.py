@@ -353,10 +353,9 @@ HOMES: dict[str, dict[str, Home]] = {
         "align_module_device calculate_maximum_sizes check_device_map check_device_same "
         "check_tied_parameters_in_config check_tied_parameters_on_same_device clean_device_map "
         "compute_module_sizes compute_module_total_buffer_size fallback_allocate find_tied_parameters "
-        "get_balanced_memory get_max_layer_size get_max_memory get_module_leaves "
-        "get_module_size_with_ties get_state_dict_from_offload get_state_dict_offloaded_model "
-        "has_offloaded_params infer_auto_device_map load_offloaded_weights "
-        "retie_parameters set_module_tensor_to_device",
+        "get_balanced_memory get_max_layer_size get_max_memory get_module_leaves get_module_size_with_ties "
+        "get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params "
+        "infer_auto_device_map load_offloaded_weights retie_parameters set_module_tensor_to_device",
     ),
     "accelerate.utils.offload": later(
         BIG,
