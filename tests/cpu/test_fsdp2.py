@@ -339,7 +339,7 @@ def optimizers() -> dict[str, Any]:
 
     found = {}
     words = list(batches(2))
-    for how in ("late", "after", "stepped"):
+    for how in ("late", "after", "stepped", "evaluated"):
         model = tiny()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if how == "stepped":
@@ -353,6 +353,10 @@ def optimizers() -> dict[str, Any]:
             step(model, optimizer, share(words[0], rank, 2))
         else:
             model = accelerator.prepare(model)
+            if how == "evaluated":
+                # torch leaves the root's whole parameters in their places.
+                with torch.no_grad():
+                    model(words[0])
             optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
             step(model, optimizer, share(words[0], rank, 2))
         step(model, optimizer, share(words[1], rank, 2))
@@ -361,7 +365,7 @@ def optimizers() -> dict[str, Any]:
 
 
 def test_an_optimizer_follows_the_parameters(ranks: RankServer) -> None:
-    """Prepared later, made afterwards, or with a step behind it, whose momentum is sharded along."""
+    """Prepared later, made afterwards or after an evaluation, or with a step whose momentum follows."""
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for words in batches(2):

@@ -284,7 +284,7 @@ def _parts(models: Sequence[nn.Module], optimizers: Sequence[Any], strategy: Str
     """The models, those that share parameters as one; and what else is optimized."""
     parts: list[Part] = []
     for model in models:
-        new = Part([model], dict.fromkeys(model.parameters()), strategy)
+        new = Part([model], dict.fromkeys(strategy.parameters(model)), strategy)
         for part in [p for p in parts if not p.parameters.keys().isdisjoint(new.parameters)]:
             parts.remove(part)
             new = Part(part.models + new.models, {**part.parameters, **new.parameters}, strategy)

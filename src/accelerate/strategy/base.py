@@ -211,6 +211,10 @@ class Strategy(ABC):
         """The parameters and other leaves that the graph of ``loss`` reaches."""
         return leaves(loss)
 
+    def parameters(self, model: nn.Module) -> list[torch.Tensor]:
+        """The parameters of ``model`` that optimizers hold, also between a forward and its backward."""
+        return list(model.parameters())
+
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What has accumulated for ``parameters`` on this process; changing it changes the gradients."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -144,6 +144,9 @@ class FSDP(Strategy):
         for optimizer in bundle.of("optimizer"):
             held = [p for group in optimizer.param_groups for p in group["params"]]
             renewed = {id(p): (p, self._renewed[p]) for p in held if p in self._renewed}
+            # It may have been made right after a forward.
+            whole = self._whole()
+            renewed |= {id(p): (p, whole[p]) for p in held if p in whole}
             follow(renewed, [optimizer])
 
     def _check_optimizers(self, bundle: Bundle) -> None:
@@ -187,6 +190,18 @@ class FSDP(Strategy):
     def holds_back(self) -> bool:
         """Since a micro-batch ran without reducing."""
         return self._keeps_back
+
+    def parameters(self, model: nn.Module) -> list[torch.Tensor]:
+        """The sharded ones: after a forward the root still has its whole ones in their places."""
+        whole = self._whole()
+        return [whole.get(p, p) for p in model.parameters()]
+
+    def _whole(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Sharded parameters by the whole ones that stand in their places now and then."""
+        from accelerate.strategy.fsdp2.grads import leaf, places
+
+        pairs = ((leaf(place), p) for p, place in places(self.models).items())
+        return {found: p for found, p in pairs if found is not None}
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The local parts, and whole gradients that have not been reduced yet."""
