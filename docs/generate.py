@@ -200,6 +200,8 @@ def _checkpoints() -> Iterator[Claim]:
         "a disk for each machine (`save_on_each_node`)", "cpu/test_checkpoint_ranks.py::each_machine"
     )
     yield tested("`save_model`, in shards", "null/test_checkpoint_export.py")
+    yield tested("`load_checkpoint_in_model`, a tensor at a time", "null/test_checkpoint_into.py")
+    yield tested("files that would run code are refused", "null/test_checkpoint_safe.py::would_run_code")
     yield tested(
         "in parts, loaded under another strategy and number of processes",
         "cpu/test_sharded_checkpoints.py::another_strategy_and_number",
