@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +120,216 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
         assert in_parts is (sharded if sharded is not None else kind == "fsdp")
         assert (tmp_path / f"c{number}" / "optimizer.bin").is_file() is not in_parts
     assert len(losses) == 9
+
+
+# ---------------------------------------------------------------- whole states, two models, compiled models
+
+
+def two_models(folder: str, seed: int, kind: str, load: bool, **options: Any) -> tuple[list[Any], list[str]]:
+    """Weights and moments of two models with an optimizer each, after a save or a load."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.manual_seed(seed)
+    models: list[Any] = [nn.Linear(3, 5), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))]
+    models[1][1].compile(backend="eager")
+    optimizers: list[Any] = [torch.optim.AdamW(model.parameters(), lr=0.1 + seed) for model in models]
+    models[0], optimizers[0] = accelerator.prepare(models[0], optimizers[0])
+    models[1], optimizers[1] = accelerator.prepare(models[1], optimizers[1])
+    if load:
+        accelerator.load_state(folder)
+    else:
+        for _ in range(2):
+            loss: Any = sum(model(torch.ones(2, 3)).square().mean() for model in models)
+            accelerator.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state(folder, sharded=True, **options)
+        accelerator.wait_for_checkpoint()
+    found = [[whole_of(p) for p in model.parameters()] for model in models]
+    states = [o.optimizer.state_dict() for o in optimizers]
+    moments = [
+        [(key, name, whole_of(s[name])) for key, s in sorted(state["state"].items()) for name in sorted(s)]
+        for state in states
+    ]
+    options_ = [[group["lr"] for group in state["param_groups"]] for state in states]
+    return [found, moments, options_], sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))
+
+
+def whole_of(tensor: Any) -> Any:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["at once", "in the background"])
+def test_two_models_and_two_optimizers_come_back(
+    ranks: RankServer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """B8, D8, and D9: the names are those of a model that is not compiled."""
+    folder = str(tmp_path / "c")
+    saved, files = same_on_all(ranks_of(ranks, 2, folder, 0, "fsdp", False, options))
+    folders = [MODEL, "pytorch_model_fsdp_1", OPTIMIZER, "optimizer_1"]
+    assert {f"{name}/{file}" for name in folders for file in (".metadata", *SHARDS)} <= set(files)
+    others = [("none", 1)] if options else [("fsdp", 2), ("ddp", 2), ("none", 1), ("fsdp", 3)]
+    for number, (kind, size) in enumerate(others):
+        loaded, _ = same_on_all(ranks_of(ranks, size, folder, number + 1, kind, True, {}))
+        assert loaded == saved
+    from accelerate.checkpoint.sharded import tensors_of
+
+    assert set(tensors_of(tmp_path / "c" / "pytorch_model_fsdp_1")) == {
+        "0.weight", "0.bias", "1.weight", "1.bias",
+    }  # fmt: skip
+
+
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+
+
+def ranks_of(ranks: RankServer, size: int, *args: Any) -> list[Any]:
+    return ranks(size, with_options, *args)
+
+
+def with_options(folder: str, seed: int, kind: str, load: bool, options: dict[str, Any]) -> Any:
+    return two_models(folder, seed, kind, load, **options)
+
+
+# ---------------------------------------------------------------- damage, absence, death
+
+
+def try_load(folder: str) -> tuple[str, bool]:
+    """(what a load says, whether anything changed)."""
+    from accelerate.core.errors import CheckpointError
+
+    accelerator, model, _, _ = prepared("fsdp", 5)
+    before = whole_of(model.embed.weight)
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        return str(error), before != whole_of(model.embed.weight)
+    return "fine", before != whole_of(model.embed.weight)
+
+
+def test_damage_is_named_on_all_ranks_and_changes_nothing(ranks: RankServer, tmp_path: Path) -> None:
+    """D2: a missing, a cut and a changed file of parts."""
+    ranks(2, part, "fsdp", 0, "", str(tmp_path / "c"))
+    file = tmp_path / "c" / OPTIMIZER / "__1_0.distcp"
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for content in (None, whole[:-1], flipped):
+        file.unlink() if content is None else file.write_bytes(content)
+        said, changed = same_on_all(ranks(2, try_load, str(tmp_path / "c")))
+        assert "__1_0.distcp" in said
+        assert not changed
+    file.write_bytes(whole)
+    assert same_on_all(ranks(2, try_load, str(tmp_path / "c"))) == ("fine", True)
+
+
+def save_on_one(folder: str) -> str:
+    from accelerate.core.errors import CheckpointError
+
+    accelerator = prepared("fsdp", 0)[0]
+    if accelerator.process_index == 0:
+        try:
+            accelerator.save_state(folder)
+        except CheckpointError as error:
+            return str(error)
+    else:
+        try:
+            accelerator.wait_for_everyone()
+        except Exception as error:  # noqa: BLE001 - told of the same mistake, in the words of a collective
+            return str(error)
+    return "fine"
+
+
+def test_a_save_that_one_rank_makes_is_refused(ranks: RankServer, tmp_path: Path) -> None:
+    """D3: no hang, and nothing is left."""
+    for said in ranks(2, save_on_one, str(tmp_path / "c")):
+        assert "save" in said
+        assert said != "fine"
+    assert not (tmp_path / "c").exists()
+
+
+def save_and_die(folder: str, victim: int, after: int) -> None:
+    """Rank ``victim`` is killed in the middle of writing its parts."""
+    from accelerate.checkpoint import pickles
+
+    run = prepared("fsdp", 0)
+    step(run, 0)
+    written = 0
+    write = pickles.write
+
+    def deadly(*args: Any, **kwargs: Any) -> None:
+        nonlocal written
+        written += 1
+        if written == after and run[0].process_index == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args, **kwargs)
+
+    pickles.write = deadly
+    run[0].save_state(folder)
+
+
+@pytest.mark.parametrize(("victim", "after"), [(0, 30), (1, 8)])
+def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
+    ranks: RankServer, tmp_path: Path, victim: int, after: int
+) -> None:
+    """D1: and the next save clears what was left."""
+    folder = str(tmp_path / "c")
+    ranks(2, part, "fsdp", 0, "", folder)
+    before = ranks(2, part, "fsdp", 3, folder)
+    ends = ranks.outcomes(2, save_and_die, folder, victim, after)
+    assert "SIGKILL" in ends[victim].message
+    assert ranks(2, part, "fsdp", 3, folder) == before
+    ranks(2, part, "fsdp", 0, "", folder)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+# ---------------------------------------------------------------- the functions of transformers' Trainer
+
+
+def by_functions(folder: str, kind: str, load: bool, itself: bool) -> list[float]:
+    from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+
+    run = prepared("fsdp", 1 if load else 0, state_dict_type=kind)
+    accelerator, model, optimizer, _ = run
+    plugin = accelerator.state.fsdp_plugin
+    if load:
+        inside = (f"{folder}/{MODEL}", f"{folder}/{OPTIMIZER}") if itself else (folder, folder)
+        result = load_fsdp_model(plugin, accelerator, model, inside[0], adapter_only=True)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, inside[1], adapter_only=True)
+    else:
+        step(run, 0)
+        save_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    return [step(run, number) for number in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "itself"),
+    [("SHARDED_STATE_DICT", False), ("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", False)],
+)
+def test_the_functions_of_the_trainer(ranks: RankServer, tmp_path: Path, kind: str, itself: bool) -> None:
+    folder = str(tmp_path)
+    saved = same_on_all(ranks(2, by_functions, folder, kind, False, itself))
+    files = sorted(os.listdir(tmp_path))
+    whole_files = ["optimizer.bin", "pytorch_model_fsdp.bin"]
+    assert files == ([OPTIMIZER, MODEL] if "SHARDED" in kind else whole_files)
+    assert same_on_all(ranks(2, by_functions, folder, kind, True, itself)) == saved
+    assert same_on_all(ranks(2, by_functions, folder, kind, False, itself)) == saved  # written over
+
+
+def test_the_parts_are_merged_without_processes(ranks: RankServer, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from accelerate.utils import merge_fsdp_weights
+
+    ranks(2, part, "fsdp", 0, "", str(tmp_path / "parts"))
+    ranks(2, part, "ddp", 0, "", str(tmp_path / "whole"))
+    merge_fsdp_weights(str(tmp_path / "parts"), str(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    assert set(merged) == {name.removeprefix("module.") for name in expected} | {"head.weight"}
+    assert all(torch.equal(value, merged[name.removeprefix("module.")]) for name, value in expected.items())

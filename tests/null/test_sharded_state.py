@@ -446,8 +446,8 @@ def test_merging_gives_what_the_hub_reads(tmp_path: Path) -> None:
         assert run(["merge-weights", str(given), str(out)]) == 0
         assert os.listdir(out) == ["model.safetensors"]
         state = load_file(out / "model.safetensors")
-        assert set(state) == {"embed.weight", "count"}
-        assert torch.equal(state["embed.weight"], model.state_dict()["embed.weight"])
+        assert set(state) == {"embed.weight", "head.weight", "count"}
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
 def test_merging_into_torch_files(tmp_path: Path) -> None:

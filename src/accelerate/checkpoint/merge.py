@@ -64,6 +64,8 @@ def write_merged(
 ) -> list[str]:
     """Writes tensors in the layout of the model hub, reading them one by one; returns the files' names.
 
+    Tied tensors are written under each name, since who reads the files may not know of the ties.
+
     Args:
         found: the tensors by name.
         folder: where to; it is made.
@@ -72,38 +74,23 @@ def write_merged(
     """
     with file_errors("make the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    owners, aliases = _untied(found)
-    shards = _split(owners, parse_bytes(limit))
+    shards = _split(found, parse_bytes(limit))
     pattern = names.SAFE_WEIGHTS_PATTERN_NAME if safe else names.WEIGHTS_PATTERN_NAME
     placed: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = pattern.format(suffix=suffix)
-        own = {alias: name for alias, name in aliases.items() if name in shard}
-        placed.update(dict.fromkeys((*shard, *(() if safe else own)), file))
+        placed.update(dict.fromkeys(shard, file))
         # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
         held = cast("Mapping[str, torch.Tensor]", shard)
-        replace_file(
-            folder / file, partial(tensors.write, held, own) if safe else partial(_torch, shard, own)
-        )
+        replace_file(folder / file, partial(tensors.write, held, {}) if safe else partial(_torch, shard))
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in owners.values())
+        total = sum(tensor.nbytes for tensor in found.values())
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
         index_name = names.SAFE_WEIGHTS_INDEX_NAME if safe else names.WEIGHTS_INDEX_NAME
         replace_file(folder / index_name, lambda file: file.write(text))
     return sorted(set(placed.values()))
-
-
-def _untied(found: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """(tensors once, names that share the tensor of another)."""
-    first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in found.items():
-        owner = first.setdefault(tensor.places or name, name)
-        if owner != name:
-            aliases[name] = owner
-    return {name: tensor for name, tensor in found.items() if name not in aliases}, aliases
 
 
 def _split(found: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
@@ -118,6 +105,5 @@ def _split(found: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTe
     return shards
 
 
-def _torch(shard: Mapping[str, LazyTensor], aliases: Mapping[str, str], file: Any) -> None:
-    state = {name: tensor.read() for name, tensor in shard.items()}
-    pickles.write({**state, **{alias: state[name] for alias, name in aliases.items()}}, file)
+def _torch(shard: Mapping[str, LazyTensor], file: Any) -> None:
+    pickles.write({name: tensor.read() for name, tensor in shard.items()}, file)

@@ -154,18 +154,11 @@ class SpreadOptimizer:
 
     def plan(self, rank: int, /) -> Any:
         """See ``Spread``. A state that the optimizer has not made yet is not made here."""
-        state = self.optimizer.state_dict()
-        called = [group[0] for group in self._names()]
-        held = {called[k] if isinstance(k, int) else k: value for k, value in state["state"].items()}
-        groups = [
-            {**group, "params": [called[index] for index in group["params"]]}
-            for group in state["param_groups"]
-        ]
-        whole: dict[str, Any] = {**state, "state": held, "param_groups": groups}
+        whole = by_name(self.optimizer, self.models, self.optimizer.state_dict())
         if rank > 0 and self.apart:
             whole = only_distributed(whole) or {}
         elif rank > 0:
-            whole = {"state": _only_tensors(held)}
+            whole = {"state": _only_tensors(whole["state"])}
         self._division = Division.of({"optimizer": whole}, alone=self.apart)
         return self._division.plan
 
@@ -213,6 +206,22 @@ class SpreadOptimizer:
 
     def _names(self) -> list[list[str]]:
         return parameter_names(self.optimizer, self.models)
+
+
+def by_name(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A state that goes by the numbers of parameters as one that goes by their names.
+
+    Raises:
+        CheckpointError: a parameter is of no model.
+    """
+    called = [group[0] for group in parameter_names(optimizer, models)]
+    held = {called[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
+    groups = [
+        {**group, "params": [called[index] for index in group["params"]]} for group in state["param_groups"]
+    ]
+    return {**state, "state": held, "param_groups": groups}
 
 
 def by_number(

@@ -123,7 +123,11 @@ def save_fsdp_optimizer(
     if _sharded(fsdp_plugin, use_dcp):
         _save_parts(spread_optimizer(strategy, inner, [model]), folder, "optimizers", optimizer_index)
     else:
+        from accelerate.checkpoint.spread import by_name
+
         state = strategy.optimizer_state(inner, [model])
+        # Complete on the main process only, which writes it.
+        state = by_name(inner, [strategy.unwrap(model)], state) if state else state
         _save_whole(state, folder / names.optimizer_file(optimizer_index))
 
 
