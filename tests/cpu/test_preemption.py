@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accelerate.launch.ranks import SAME
 from tests.support.command import Finished, Running, start
 from tests.support.ranks import RankServer
 
@@ -174,11 +174,17 @@ def test_one_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(
 # ---------------------------------------------------------------- what ends at once
 
 STUCK = """
-import ctypes, os, sys, time
+import ctypes, os, sys, threading, time
 import torch
 from accelerate import Accelerator
+from accelerate.world import stop as stops
 accelerator = Accelerator()
 accelerator.should_stop
+def tell():
+    while not stops.current().reason:
+        time.sleep(0.01)
+    print("heard", accelerator.process_index)
+threading.Thread(target=tell, daemon=True).start()
 print("ready", accelerator.process_index)
 if accelerator.process_index == 0:
     torch.distributed.barrier()  # in C code, and nobody comes
@@ -198,11 +204,11 @@ def ready(text: str, *flags: str) -> Running:
 def test_a_second_signal_ends_a_job_that_does_not_come_to_a_boundary() -> None:
     """D12, F8: the first one waits for as long as it takes."""
     running = ready(STUCK)
-    while running.process.poll() is None:  # until it counts as a second one
-        with suppress(ProcessLookupError):
-            running.signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            running.process.wait(0.2)
+    running.signal(signal.SIGTERM)
+    running.wait_for("heard 0", LONG)
+    running.wait_for("heard 1", LONG)
+    time.sleep(SAME + 0.1)  # before that another one counts as the same
+    running.signal(signal.SIGTERM)
     result = running.wait(LONG)
     assert result.returncode == 143, result.output
     assert "stopped by SIGTERM" in result.stderr
