@@ -13,7 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
-from accelerate.core.errors import AccelerateError, NotBuiltError, PrepareError, SettingError, WorldError
+from accelerate.core.errors import (
+    AccelerateError,
+    CheckpointError,
+    NotBuiltError,
+    PrepareError,
+    SettingError,
+    WorldError,
+)
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     AutocastKwargs,
@@ -324,6 +331,17 @@ def test_a_checkpoint_brings_everything_back(tmp_path: Path) -> None:
     run(accelerator, model, optimizer, schedule, 3)
     assert all(torch.equal(a, b) for a, b in zip(expected[0], model.parameters(), strict=True))
     assert schedule.get_last_lr() == expected[1]
+
+
+def test_a_checkpoint_keeps_plain_values_of_the_script(tmp_path: Path) -> None:
+    """They come back; what is no plain value is named, and nothing is saved."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save_state(tmp_path / "a", metadata={"epoch": 3, "best": 0.5})
+    assert accelerator.load_state(tmp_path / "a").metadata == {"epoch": 3, "best": 0.5}
+    with pytest.raises(CheckpointError, match=r"metadata\['loss'\] is a Tensor"):
+        accelerator.save_state(tmp_path / "a", metadata={"loss": torch.ones(())})
+    assert accelerator.load_state(tmp_path / "a").metadata == {"epoch": 3, "best": 0.5}
 
 
 def test_save_hooks_may_keep_models_out(tmp_path: Path) -> None:

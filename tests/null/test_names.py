@@ -132,7 +132,7 @@ def signed() -> list[tuple[str, str]]:
 OPTIONS = {
     "accelerate.accelerator.Accelerator.backward": ["num_items"],
     "accelerate.accelerator.Accelerator.prepare_data_loader": ["shard"],
-    "accelerate.accelerator.Accelerator.save_state": ["sharded", "async_save"],
+    "accelerate.accelerator.Accelerator.save_state": ["sharded", "async_save", "metadata"],
     "accelerate.checkpointing.load_custom_state": ["load_kwargs"],
     "accelerate.data_loader.prepare_data_loader": ["shard"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,7 @@ class Saving(Processes):
         *,
         sharded: bool | None = None,
         async_save: bool | None = None,
+        metadata: Mapping[str, Any] | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path | str:
         """Saves models, optimizers, schedulers, scaler, loaders, random states and registered objects.
@@ -128,6 +129,8 @@ class Saving(Processes):
                 one process. None takes what the strategy does. ``load_state`` reads both, everywhere.
             async_save: copy everything and return, while a thread writes and commits the copies; None takes
                 what ``ProjectConfiguration`` says. ``wait_for_checkpoint`` tells when it is committed.
+            metadata: plain values to read again in ``load_state(...).metadata`` and in the table of
+                ``accelerate checkpoint ls``: ``{"epoch": 3}``. Process 0's are kept.
             save_model_func_kwargs: options of engines that write their own files; no strategy has any yet.
 
         Returns:
@@ -140,6 +143,7 @@ class Saving(Processes):
         self._no_options("save_state", save_model_func_kwargs)
         parts = self._parts()
         parts.sharded = self._in_parts(sharded)
+        parts.metadata = dict(metadata or {})
 
         def before(weights: Any, folder: Path) -> None:
             for hook in list(self._save_model_state_pre_hook.values()):
