@@ -279,6 +279,19 @@ def test_prune_of_one_checkpoint_or_of_all_is_refused(cli: Run, project: Path) -
     assert len(left(project)) == 4
 
 
+def test_remote_checkpoints_are_listed_verified_and_pruned(cli: Run, tmp_path: Path) -> None:
+    """By the same Store as saving; exporting needs a local copy, and says so."""
+    url = f"memory://{tmp_path.name}/run"
+    configuration = ProjectConfiguration(url, str(tmp_path), automatic_checkpoint_naming=True)
+    for step in range(3):
+        state.save(parts(step), project=configuration)
+    assert [row["step"] for row in cli("ls", url).rows] == ["0", "1", "2"]
+    assert {row["result"] for row in cli("verify", url).rows} == {"as saved"}
+    assert cli("prune", url, "--keep", "1", "--yes").code == 0
+    assert [row["name"] for row in cli("ls", url).rows] == ["checkpoint_2"]
+    assert "copy the checkpoint to a local folder" in cli("export", url, tmp_path / "out").err
+
+
 # ---------------------------------------------------------------- export
 
 

@@ -65,7 +65,7 @@ def hand_over(
     folder = found.store.local(found.folder)
     if folder is None:
         raise CheckpointError(
-            f"{found.path} is on another machine", fix="copy the checkpoint to a local folder"
+            f"{found.path} is not on this machine", fix="copy the checkpoint to a local folder"
         )
     if (out / names.MANIFEST_NAME).exists() or (out / names.rng_file(0)).exists():
         raise CheckpointError(

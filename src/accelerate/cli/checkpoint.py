@@ -69,7 +69,7 @@ def _shown(row: dict[str, Any], title: str) -> str:
     if title == "saved":
         return saved.astimezone().strftime("%Y-%m-%d %H:%M:%S")
     if title == "age":
-        return show_seconds(max(0.0, round((datetime.now(timezone.utc) - saved).total_seconds())))
+        return show_seconds(max(1, round((datetime.now(timezone.utc) - saved).total_seconds())))
     if title == "size":
         return show_bytes(row["size"])
     if title == "metadata":
@@ -89,14 +89,21 @@ def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] 
         for line in (titles, *lines):
             click.echo("\t".join(line))
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*titles)
-    for index, line in enumerate(lines):
-        table.add_row(*map(Text, line), style="dim" if dim and index in dim else None)
-    Console().print(table)
+    every, console = list(lines), Console()
+    shown = [i for i, title in enumerate(titles) if any(line[i] for line in every)]
+    if console.width < 110 and "age" in titles:
+        shown = [i for i in shown if titles[i] != "saved"]  # the age says it in less room
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for i in shown:
+        table.add_column(titles[i], no_wrap=i != shown[-1])
+    for index, line in enumerate(every):
+        table.add_row(*(Text(line[i]) for i in shown), style="dim" if dim and index in dim else None)
+    console.print(table)
 
 
 @_checkpoint.command("verify", short_help="Compare every file with its size and digest.", epilog=_DIR)
