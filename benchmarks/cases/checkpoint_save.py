@@ -1,0 +1,111 @@
+"""Saving a model of 1.07 GB with AdamW, 3.2 GB in all, fp32, on the CPU: raw is 1.15.0's `save_state`.
+
+Two programs, one of each package, hold the same state and save it in turn on the same disk, each save into
+the same folder again. Ours waits until everything is on the disk and has its digest; 1.15.0 does not. In the
+asynchronous rows the value is how long `save_state` keeps the loop from going on: the first such save makes
+the memory for the copy, the later ones use it again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, cast
+
+from benchmarks.case import ROOT, BenchError, Case, Sample, Subject, clean_environment, compare
+from benchmarks.checkpoints import Queue, peer, room
+
+ROWS = ("save", "first", "later")
+
+
+class Program:
+    """A program of one package that holds the state and saves it when it is asked."""
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        command = [str(subject.python), "-m", __name__, str(folder)]
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.ask("ready")
+
+    def ask(self, what: str) -> float:
+        """Seconds of one ``"save"`` or ``"async"``."""
+        to, back = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        to.write(what + "\n")
+        to.flush()
+        for line in back:
+            if line.startswith('{"seconds"'):
+                return json.loads(line)["seconds"]
+        raise BenchError(f"the program ended with exit code {self._process.wait()}")
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cast(IO[str], self._process.stdin).close()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+
+
+def take(subject: Subject, quick: bool) -> dict[str, Sample | str]:
+    """One round of all rows."""
+    pairs = 1 if quick else 2
+    with room() as folder, Program(peer(), folder / "peer") as other:
+        if subject.name == "peer":
+            times = [other.ask("save") for _ in range(2 * pairs)]
+            apart = "1.15.0 has no asynchronous save"
+            return {"save": compare(times[::2], times[1::2], "ratio"), "first": apart, "later": apart}
+        with Program(subject, folder / "ours") as own:
+            base, value = [], []
+            for turn in range(pairs):
+                for times, program in ((base, other), (value, own))[:: 1 if turn % 2 == 0 else -1]:
+                    times.append(program.ask("save"))
+            blocked = [own.ask("async") for _ in range(1 + pairs)]
+    return {
+        "save": compare(base, value, "ratio"),
+        "first": compare(base[:1], blocked[:1], "ratio"),
+        "later": compare(base, blocked[1:], "ratio"),
+    }
+
+
+QUEUE = Queue(take, ROWS)
+CASES = (
+    Case("`save_state` of 3.2 GB, against 1.15.0", "s", "ratio", 1, QUEUE.measure("save"), 2, 1),
+    Case("first asynchronous save blocks, against 1.15.0", "s", "ratio", 0.15, QUEUE.measure("first"), 2, 1),
+    Case("later asynchronous saves block, against 1.15.0", "s", "ratio", 0.15, QUEUE.measure("later"), 2, 1),
+)
+
+
+def main(folder: Path) -> None:
+    from benchmarks.checkpoints import BYTES, training
+
+    accelerator, *_ = training(full=True)
+    options: dict[str, dict[str, Any]] = {"save": {}, "async": {"async_save": True}}
+    for line in sys.stdin:
+        start = time.perf_counter()
+        if line.strip() != "ready":
+            accelerator.save_state(str(folder), **options[line.strip()])
+        seconds = time.perf_counter() - start
+        if line.strip() == "async":
+            accelerator.wait_for_checkpoint()
+        if line.strip() != "ready":
+            size = sum(path.stat().st_size for path in folder.rglob("*"))
+            assert size > BYTES, f"{size} bytes were saved instead of {BYTES}"
+        print(json.dumps({"seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
