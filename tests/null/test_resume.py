@@ -140,6 +140,35 @@ def test_an_epoch_that_was_broken_off_before_saving(kind: str) -> None:
     assert rest[1:] == whole[1:]
 
 
+@pytest.mark.parametrize("kind", ["default", "generator", "stream"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_at_the_boundary_nothing_is_skipped_but_what_was_given(kind: str, inside: bool) -> None:
+    """A5: saved after the last batch, None leaves nothing of that loop; saved after it, the next epoch."""
+
+    def script(state: Any = None) -> tuple[list[list[Any]], Any]:
+        loader = prepared(kind, 0, 1, 0)
+        log: list[list[Any]] = []
+        saved, first = None, 0
+        if state is not None:
+            loader.load_state_dict(json.loads(state[0]))
+            state[1].restore()
+            first = 0 if inside else 1
+        for epoch in range(first, 3):
+            batches = skip_first_batches(loader, None) if state is not None and epoch == first else loader
+            log.append([])
+            for batch in batches:
+                log[-1].append((batch, noise()))
+                if inside and saved is None and loader.end_of_dataloader:
+                    saved = json.dumps(loader.state_dict()), Hosts.capture()
+            if not inside and saved is None:
+                saved = json.dumps(loader.state_dict()), Hosts.capture()
+        return log, saved
+
+    whole, saved = seeded(script)
+    rest, _ = seeded(lambda: script(saved), seed=2)
+    assert rest == ([[], *whole[1:]] if inside else whole[1:])
+
+
 def test_a_loop_that_was_broken_off_for_good_does_not_disturb_the_rest() -> None:
     """An evaluation of two batches only, before a checkpoint: the training goes on exactly."""
 

@@ -426,7 +426,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
         dataloader: a prepared loader, or any other.
         num_batches: how many. After ``load_state``, the number that the checkpoint was saved after goes on
             at exactly the next sample of the recorded epoch, also on another number of processes; there it
-            may be given as either world counts. None: the recorded number.
+            may be given as either world counts. None: the recorded number; the whole next epoch if the
+            checkpoint was saved after the loop over an epoch.
 
     Returns:
         A twin that shares its progress with the loader: when it comes to its end, the loader's next epoch

@@ -213,13 +213,13 @@ class Position:
 
         Args:
             batches: as the world counts them that saved the checkpoint, or this one; None: those that are
-                recorded.
+                recorded, which are none if the loop over the epoch had ended.
             step: samples of a step now.
             count: batches of a whole epoch now, if known.
         """
         record = self.record
-        if record is None:
-            return Skip(batches or 0)
+        if record is None or (batches is None and record.complete and not record.active):
+            return Skip(batches or 0)  # between two epochs nothing is left of one: the next is whole
         here = record.complete and batches == count
         if batches is None:
             batches = record.samples // step if self._other_world(step) else record.batches
