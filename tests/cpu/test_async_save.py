@@ -21,7 +21,7 @@ from accelerate.checkpoint.store import LocalStore, Record
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.support.command import launch, start
-from tests.support.ranks import RankServer, same_on_all
+from tests.support.ranks import RanksError, RankServer, same_on_all
 
 WRITE = LocalStore.write
 go = threading.Event()
@@ -294,6 +294,35 @@ def late(folder: str) -> str:
         on(held, patch)
     run.accelerator.save_state(async_save=True)
     return text_of(run.accelerator.wait_for_checkpoint) if run.accelerator.is_main_process else ""
+
+
+def leaves_at_once(folder: str) -> str | None:
+    """Rank 1 is slow to read that all have committed; rank 0, which holds the store, ends right after."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    read = mailbox.Mailbox._answer
+
+    def slowly(self: mailbox.Mailbox, doing: str, key: str) -> list[Any]:
+        threading.Event().wait(0.5)
+        return read(self, doing, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if accelerator.process_index == 1:
+            patch.setattr(mailbox.Mailbox, "_answer", slowly)
+        accelerator.save_state(folder, async_save=True)
+        path = accelerator.wait_for_checkpoint()
+    if accelerator.process_index == 0:
+        os._exit(0)
+    return str(path)
+
+
+def test_a_rank_that_ends_after_the_commit_leaves_no_other_in_doubt(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksError) as caught:
+        ranks(2, leaves_at_once, f"{tmp_path}/a")
+    assert [outcome.status for outcome in caught.value.outcomes] == ["died", "returned"]
+    assert pickle.loads(caught.value.outcomes[1].value or b"") == f"{tmp_path}/a"
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(ranks: RankServer, tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ def refuses(ranks: RankServer, variables: dict[str, str]) -> None:
     """A strategy that is not built says so instead of training by another one."""
     with pytest.raises(RanksError) as caught:
         ranks(2, prepared_loop, "no", 1, env=variables)
-    # The rank that is slower may find the other gone while it still joins the group.
-    assert set(caught.value.kinds()) - {"DistNetworkError"} == {"NotBuiltError"}
+    # The rank that is slower may find the other gone while it still joins the group, in words of torch.
+    assert set(caught.value.kinds()) - {"DistNetworkError", "RuntimeError"} == {"NotBuiltError"}
 
 
 def test_a_second_run_gives_the_same_bits(ranks: RankServer) -> None:

@@ -20,6 +20,7 @@ from accelerate.world.together import Watch
 
 BEAT = 2.0  # seconds between signs of life; more in large worlds
 GONE = 60.0  # seconds without one, after which a rank is taken to be dead
+FAREWELL = 10.0  # seconds that rank 0 stays at most for the others to read its last answer
 _SLICE = 0.5  # seconds between looks at whether the others live
 
 
@@ -57,6 +58,11 @@ class Mailbox:
         self._beater.join()
         if error is not None:
             self._board.put(f"ended/{self.rank}", str(error).partition("\n")[0])
+        elif self.rank > 0:
+            self._board.put(f"left/{self.rank}", "")
+        else:
+            # The store may be this process's, which may end now: the others still read the last answer.
+            self._board.wait([f"left/{rank}" for rank in range(1, self.size)], FAREWELL)
 
     def _beat(self) -> None:
         pause, count = BEAT * max(1.0, self.size / together.LARGE), 0
