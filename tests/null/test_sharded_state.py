@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from accelerate import Accelerator
 from accelerate.checkpoint import divide, merge
 from accelerate.checkpoint.parts import Reading
 from accelerate.checkpoint.sharded import Shards, tensors_of
@@ -23,6 +26,7 @@ from accelerate.checkpoint.spread import SpreadModel, SpreadOptimizer, by_number
 from accelerate.cli.main import run
 from accelerate.cli.merge_weights import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.facade import fsdp_files
 
 dcp: Any = torch.distributed.checkpoint
 
@@ -279,6 +283,31 @@ def test_a_whole_state_by_names_becomes_one_by_numbers() -> None:
     assert same_state(optimizer, again)
     with pytest.raises(CheckpointError, match=r"does not have 1\.weight"):
         by_number(torch.optim.AdamW([model[0].weight, model[1].bias]), [model], named)
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_of_a_model_of_peft_the_adapter_alone_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With a stand-in for the package, which is not installed for these tests."""
+
+    def named(model: Any, state_dict: Any, adapter_name: str) -> dict[str, Any]:
+        return {n.replace(f".{adapter_name}", ""): v for n, v in state_dict.items() if "lora" in n}
+
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(get_peft_model_state_dict=named))
+    monkeypatch.setattr(fsdp_files, "is_peft_model", lambda model: True)
+    models: list[Any] = [nn.ModuleDict({"base": nn.Linear(2, 2), "lora": nn.ModuleDict()}) for _ in "ab"]
+    for model in models:
+        model["lora"]["default"] = nn.Linear(2, 1)
+        model.active_adapter = "default"
+    accelerator: Any = Accelerator(cpu=True)
+    plugin = SimpleNamespace(state_dict_type=kind)
+    fsdp_files.save_fsdp_model(plugin, accelerator, models[0], str(tmp_path), adapter_only=True)
+    if kind == "SHARDED_STATE_DICT":
+        assert set(tensors_of(tmp_path)) == {"lora.weight", "lora.bias"}
+    fsdp_files.load_fsdp_model(plugin, accelerator, models[1], str(tmp_path), adapter_only=True)
+    assert equal(models[0]["lora"], models[1]["lora"])
+    assert not torch.equal(models[0]["base"].weight, models[1]["base"].weight)
 
 
 # ---------------------------------------------------------------- damage
