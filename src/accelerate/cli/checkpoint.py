@@ -43,7 +43,8 @@ def _ls(folder: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    titles = ("name", "step", "metadata", "saved", "age", "size", "processes", "strategy", "format", "status")
+    own = ("name", "step", "position", "metadata", "saved", "age", "size")
+    titles = (*own, "processes", "strategy", "format", "status")
     _table(titles, ([_shown(row, title) for title in titles] for row in rows), dim=_unusable(rows))
 
 
@@ -52,6 +53,7 @@ def _row(found: Candidate, *, newest: bool) -> dict[str, Any]:
     return {
         "name": found.name,
         "step": manifest.step if manifest else None,
+        "position": _position(manifest.loaders if manifest else []),
         "metadata": manifest.metadata if manifest else {},
         "saved": found.saved.isoformat(),
         "size": sum(overview.files(found).values()),
@@ -62,6 +64,16 @@ def _row(found: Candidate, *, newest: bool) -> dict[str, Any]:
         "newest": newest,
         "status": found.problem or "complete",
     }
+
+
+def _position(loaders: list[Any]) -> str:
+    """Where the first loader was: ``epoch 2, 384 of 1000 samples``."""
+    first: dict[str, Any] = next((loader for loader in loaders if "epoch" in loader), {})
+    told = first.get("in_progress")
+    if not first or told is None or (told["complete"] and not told["active"]):
+        return f"epoch {first['epoch']}" if first else ""
+    whole = f" of {told['length']}" if told["length"] else ""
+    return f"epoch {told['epoch']}, {told['samples']}{whole} samples"
 
 
 def _shown(row: dict[str, Any], title: str) -> str:

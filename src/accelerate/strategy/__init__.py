@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from accelerate.core.errors import SettingError
@@ -25,6 +26,9 @@ def choose(request: Request) -> Strategy:
             f"two strategies are asked for at once: {claims[0].name} and {claims[1].name}",
             fix="keep the plugin, flag or variable of one of them",
         )
+    for strategy in STRATEGIES:
+        if reason := strategy.idle(request):
+            warnings.warn(f"the strategy {strategy.name} was asked for: {reason}", stacklevel=3)
     chosen = claims[0](request)
     chosen.check()
     return chosen

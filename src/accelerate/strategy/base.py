@@ -154,6 +154,11 @@ class Strategy(ABC):
         """Whether this strategy is meant by ``request``."""
 
     @classmethod
+    def idle(cls, request: Request) -> str:
+        """Why it does not claim ``request`` although it is asked for; empty if that is not so."""
+        return ""
+
+    @classmethod
     def distributed_type(cls, world: World) -> str:
         """The contract's name for this strategy on the world's device."""
         return world.hardware.distributed_type

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from accelerate.strategy.fsdp2.shard import Layout, Sharder
 
 
+def _asked(request: Request) -> bool:
+    named = any(type(plugin).__name__ == "FullyShardedDataParallelPlugin" for plugin in request.plugins)
+    return named or load(FSDPSwitch).value.use_fsdp
+
+
 class FSDP(Strategy):
     """Parameters, gradients and optimizer state cut over all processes."""
 
@@ -50,10 +55,14 @@ class FSDP(Strategy):
     @classmethod
     def claims(cls, request: Request) -> bool:
         """Several processes, and the plugin or the launcher's variable; one process has nothing to shard."""
-        if request.world.size == 1:
-            return False
-        named = any(type(plugin).__name__ == "FullyShardedDataParallelPlugin" for plugin in request.plugins)
-        return named or load(FSDPSwitch).value.use_fsdp
+        return request.world.size > 1 and _asked(request)
+
+    @classmethod
+    def idle(cls, request: Request) -> str:
+        """In a world of one."""
+        if request.world.size > 1 or not _asked(request):
+            return ""
+        return "one process has nothing to shard, so it trains as a single process does"
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
