@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
+from accelerate.checkpoint.loan import Loan
 from accelerate.checkpoint.places import Address
 from accelerate.checkpoint.ranks import BackgroundSaveError, Ranks
 from accelerate.core.errors import AccelerateError
@@ -105,8 +106,10 @@ def wait() -> Address | None:
 
     Raises:
         BackgroundSaveError: it failed, on all ranks; what was there before is as it was.
+        CheckpointError: a file was changed while an optimizer state was still taken from it.
     """
     global _flight
+    Loan.settle()
     join()
     flight, _flight = _flight, None
     if flight is None:

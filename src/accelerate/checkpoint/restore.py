@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import names, pickles, reading, tensors
+from accelerate.checkpoint import loan, names, pickles, reading, tensors
 from accelerate.checkpoint.digest import digest, digests
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
@@ -175,8 +175,12 @@ class Reader:
         if not path.is_file():
             self._absent(file, what)
             return
-        state = pickles.read(path, **{"map_location": self.map_location, **self.load_kwargs})
-        self.ready.append((f"load {what} from {path}", partial(item.load_state_dict, state)))
+        kwargs = {"map_location": self.map_location, **self.load_kwargs}
+        if sort == "optimizers" and "mmap" not in kwargs and loan.can_map(path, kwargs["map_location"]):
+            load = partial(loan.Loan(path, **kwargs).into, item.load_state_dict)
+        else:
+            load = partial(item.load_state_dict, pickles.read(path, **kwargs))
+        self.ready.append((f"load {what} from {path}", load))
 
     def count_custom(self, parts: Parts) -> None:
         """Refuses a number of registered objects that differs from what was saved.

@@ -1,0 +1,167 @@
+"""Optimizer states that are mapped from their file at first, and become memory of their own soon after.
+
+Filling fresh memory is most of the time that a load takes. A private mapping is there at once; then a thread
+lets the kernel copy its pages (``MADV_POPULATE_WRITE``, Linux 5.14), those that training has not written to
+yet: what it has written stays. When that is done the file does not matter any more. Should somebody change
+the file in place before, the next save, load or wait raises it: no training goes on unnoticed with a state
+that changed under it. The disk space of a file that is removed comes back when the state is gone.
+
+Source: madvise(2), "MADV_POPULATE_WRITE"; proc(5), "mountinfo".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from accelerate.checkpoint import pickles
+from accelerate.checkpoint.errors import file_errors
+from accelerate.core import tree
+from accelerate.core.errors import CheckpointError
+
+LARGE = 64 * 2**20  # bytes; less is read at once
+_POPULATE_WRITE = 23
+# A disk that a network keeps away would end the process when a page is read.
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs"}
+_Stamp = tuple[int, int]
+
+
+class Loan:
+    """A torch file whose tensors are mapped for a while.
+
+    Args:
+        path: the file.
+        kwargs: arguments of ``pickles.read``.
+    """
+
+    _open: ClassVar[list[Loan]] = []
+
+    def __init__(self, path: Path, **kwargs: Any) -> None:
+        self.path, self.failure = path, ""
+        with file_errors("read", path):
+            self._handle = os.open(path, os.O_RDONLY)
+        self._stamp = _stamp(self._handle)
+        self._state: Any = pickles.read(path, mmap=True, **kwargs)
+        self._thread: threading.Thread | None = None
+
+    def __del__(self) -> None:
+        os.close(self._handle)
+
+    def into(self, load: Callable[[Any], Any]) -> None:
+        """Gives the state to ``load``; what that keeps as it is becomes memory of its own, in a thread."""
+        state, self._state = self._state, None
+        weak = [StorageWeakRef(leaf.untyped_storage()) for _, leaf in tree.leaves(state) if _has_memory(leaf)]
+        load(state)
+        del state
+        # Held, so that no memory that is another's by then is touched.
+        kept = [found for ref in weak if (found := torch.UntypedStorage._new_with_weak_ptr(ref.cdata))]
+        if kept:
+            Loan._open.append(self)
+            self._thread = threading.Thread(
+                target=self._own, args=(kept,), name="accelerate-own", daemon=True
+            )
+            self._thread.start()
+
+    def _own(self, kept: list[torch.UntypedStorage]) -> None:
+        try:
+            for start, size in _stretches(kept):
+                populate(start, size)
+        except OSError as error:
+            self.failure = f"its pages cannot be copied: {error.strerror}"
+        if _stamp(self._handle) != self._stamp:
+            self.failure = "the file was changed while the state was taken from it"
+
+    @classmethod
+    def settle(cls) -> None:
+        """Waits until all states are memory of their own.
+
+        Raises:
+            CheckpointError: the file of one was changed before.
+        """
+        while cls._open:
+            loan = cls._open.pop()
+            if loan._thread is not None:
+                loan._thread.join()
+            if loan.failure:
+                raise CheckpointError(
+                    f"the optimizer state that was loaded from {loan.path} cannot be trusted",
+                    why=loan.failure,
+                    fix="load the checkpoint again, and leave its files alone for some seconds",
+                )
+
+
+def can_map(path: Path, location: Any) -> bool:
+    """Whether a torch file may be mapped: large, on a disk of this machine, to be used in its memory."""
+    on_host = str(location) == "cpu"
+    return on_host and path.stat().st_size >= LARGE and _can_populate() and _file_system(path) in _LOCAL
+
+
+@cache
+def _can_populate() -> bool:
+    if sys.platform != "linux":
+        return False
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    try:
+        populate(address, mmap.PAGESIZE)
+    except OSError:
+        return False
+    return True
+
+
+def populate(address: int, size: int) -> None:
+    """Gives this process its own copy of every page of a private mapping.
+
+    Raises:
+        OSError: the system does not know this, or memory is short.
+    """
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    while function(address, size, _POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code not in (errno.EAGAIN, errno.EINTR):
+            raise OSError(code, os.strerror(code))
+
+
+def _file_system(path: Path) -> str:
+    """Kind of the file system of a file; empty if it cannot be told."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return ""
+
+
+def _stamp(handle: int) -> _Stamp:
+    found = os.fstat(handle)
+    return found.st_mtime_ns, found.st_size
+
+
+def _has_memory(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage().nbytes() > 0
+    )
+
+
+def _stretches(storages: Iterable[torch.UntypedStorage]) -> list[tuple[int, int]]:
+    """(address, bytes) of whole pages, those that touch joined."""
+    page, found = mmap.PAGESIZE, list[tuple[int, int]]()
+    for start, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
+        first, last = start // page * page, -(-(start + size) // page) * page
+        if found and first <= sum(found[-1]):
+            first, last = found[-1][0], max(last, sum(found.pop()))
+        found.append((first, last - first))
+    return found

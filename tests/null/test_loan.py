@@ -1,0 +1,188 @@
+"""Optimizer states that are mapped at first: soon memory of their own, nothing lost, nothing hidden."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.checkpoint import loan
+from accelerate.core.errors import CheckpointError
+
+pytestmark = pytest.mark.skipif(not loan._can_populate(), reason="this system cannot copy pages ahead")
+SIZE = 2**19
+
+
+@pytest.fixture(autouse=True)
+def small_files_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loan, "LARGE", 1)
+    monkeypatch.setattr(loan, "_file_system", lambda path: "ext4")  # wherever the tests' folder lies
+    yield
+    while loan.Loan._open:  # a failure that a test has not asked for must not reach the next
+        loan.Loan._open.pop()
+
+
+def training(dtype: torch.dtype = torch.float32) -> tuple[Accelerator, torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(SIZE, 1, dtype=dtype)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def step(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, scale: float = 1.0) -> None:
+    weight = next(iter(model.parameters()))
+    accelerator.backward(model(torch.linspace(0, scale, SIZE, dtype=weight.dtype)[None]).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def moments(optimizer: Any) -> list[torch.Tensor]:
+    return [value.clone() for state in optimizer.state.values() for value in state.values()]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
+    accelerator, model, optimizer = training()
+    step(accelerator, model, optimizer)
+    return Path(accelerator.save_state(tmp_path / "a")), moments(optimizer)
+
+
+def overwrite(folder: Path) -> None:
+    """Zeros in the place of everything in the file, in place."""
+    with (folder / "optimizer.bin").open("r+b") as file:
+        file.write(bytes((folder / "optimizer.bin").stat().st_size))
+
+
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Events: the copying has come to its turn; it may go on."""
+    ready, go, whole = threading.Event(), threading.Event(), loan.populate
+
+    def slow(address: int, size: int) -> None:
+        ready.set()
+        assert go.wait(60)
+        whole(address, size)
+
+    monkeypatch.setattr(loan, "populate", slow)
+    return ready, go
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_is_loaded_does_not_depend_on_its_file(saved: tuple[Path, list[torch.Tensor]]) -> None:
+    accelerator, _, optimizer = training()
+    accelerator.load_state(saved[0])
+    assert loan.Loan._open, "nothing was mapped"
+    loan.Loan.settle()
+    overwrite(saved[0])
+    assert same(moments(optimizer), saved[1])
+
+
+def test_it_is_mapped_until_then(
+    saved: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the copying the file would shine through: so the test above can fail."""
+    _, go = held(monkeypatch)
+    accelerator, _, optimizer = training()
+    accelerator.load_state(saved[0])
+    overwrite(saved[0])
+    assert not same(moments(optimizer), saved[1])
+    go.set()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda accelerator, folder: accelerator.save_state(folder / "b"),
+        lambda accelerator, folder: accelerator.load_state(folder / "a"),
+        lambda accelerator, folder: accelerator.wait_for_checkpoint(),
+        lambda accelerator, folder: accelerator.end_training(),
+    ],
+    ids=["save_state", "load_state", "wait_for_checkpoint", "end_training"],
+)
+def test_a_file_that_is_changed_meanwhile_is_told(
+    saved: tuple[Path, list[torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Accelerator, Path], Any],
+) -> None:
+    """D2"""
+    ready, go = held(monkeypatch)
+    accelerator, _, _ = training()
+    accelerator.load_state(saved[0])
+    assert ready.wait(60)
+    overwrite(saved[0])
+    go.set()
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer.bin cannot be trusted.*was changed"):
+        call(accelerator, tmp_path)
+    assert not (tmp_path / "b").exists()
+
+
+def test_training_goes_on_while_pages_are_copied(
+    saved: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the state is written by training before the pages are copied: nothing of it is lost."""
+    ready, go = held(monkeypatch)
+    accelerator, model, optimizer = training()
+    accelerator.load_state(saved[0])
+    assert ready.wait(60)
+    step(accelerator, model, optimizer, 2.0)
+    after = moments(optimizer)
+    go.set()
+    loan.Loan.settle()
+    overwrite(saved[0])
+    assert same(moments(optimizer), after)
+
+    again, model, optimizer = training()
+    step(again, model, optimizer)
+    step(again, model, optimizer, 2.0)
+    assert same(moments(optimizer), after)
+
+
+def test_a_removed_checkpoint_does_not_matter(saved: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
+    accelerator, _, optimizer = training()
+    accelerator.load_state(saved[0])
+    (saved[0] / "optimizer.bin").unlink()
+    accelerator.wait_for_checkpoint()
+    assert same(moments(optimizer), saved[1])
+
+
+def test_what_the_optimizer_does_not_keep_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer of another format makes tensors of its own."""
+    accelerator, model, optimizer = training(torch.bfloat16)
+    step(accelerator, model, optimizer)
+    folder = Path(accelerator.save_state(tmp_path / "a"))
+    state = torch.load(folder / "optimizer.bin")
+    wide = {k: {n: v.float() for n, v in s.items()} for k, s in state["state"].items()}
+    torch.save({**state, "state": wide}, folder / "wide.bin")
+    copied: list[int] = []
+    monkeypatch.setattr(loan, "populate", lambda address, size: copied.append(size))
+    loan.Loan(folder / "wide.bin", map_location="cpu").into(optimizer.load_state_dict)
+    loan.Loan.settle()
+    assert sum(copied) < 64 * 1024, "the counters of steps at most; the moments have 4 MB"
+
+
+@pytest.mark.parametrize("what", ["system", "disk", "device"])
+def test_elsewhere_files_are_read_at_once(
+    saved: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    if what == "system":
+        monkeypatch.setattr(loan, "_can_populate", lambda: False)
+    if what == "disk":
+        monkeypatch.setattr(loan, "_file_system", lambda path: "nfs4")
+    accelerator, _, optimizer = training()
+    if what == "device":
+        assert not loan.can_map(saved[0] / "optimizer.bin", torch.device("meta"))
+        return
+    accelerator.load_state(saved[0])
+    assert not loan.Loan._open
+    overwrite(saved[0])
+    assert same(moments(optimizer), saved[1])
