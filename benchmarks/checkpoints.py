@@ -73,14 +73,14 @@ class Queue:
         return measure
 
 
-def training(full: bool) -> tuple[Any, Any, Any]:
+def training(full: bool, **options: Any) -> tuple[Any, Any, Any]:
     """(accelerator, model, optimizer): a transformer's parameters; ``full``: with the moments of AdamW."""
     import torch
     from torch import nn
 
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, **options)
     with torch.device("meta"):
         sizes = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
         layers = [

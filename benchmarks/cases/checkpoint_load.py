@@ -5,7 +5,8 @@ training goes on. Each package loads what it has saved. In the first row all fil
 before; in the second none is. Ours verifies the digests, which 1.15.0 does not have.
 
 Memory: the peak of the program (VmHWM, pages of mapped files included) beyond what it had before the model
-was made; raw is the size of the state. A note gives the peak without pages of files (RssAnon).
+was made, until the state is memory of its own; raw is the size of the state. Notes give the peak without
+pages of files (RssAnon), and when that was.
 
 Verifying: raw is as many threads, which read the same files, from the page cache, and hash them by hand.
 """
@@ -71,7 +72,10 @@ def take(subject: Subject, quick: bool) -> dict[str, Sample | str]:
         times = [[one["seconds"] for one in side] for side in found]
         taken[row] = compare(times[0], times[1], "ratio")
     last = found[1][-1]
-    facts = {"peak without pages of files": f"{last['anonymous']:.3g} GB"}
+    facts = {
+        "peak without pages of files": f"{last['anonymous']:.3g} GB",
+        "memory of its own": f"{last['settled']:.2g} s after the call",
+    }
     taken["memory"] = Sample(BYTES / 1e9, last["peak"], last["peak"] - BYTES / 1e9, 0.0, facts)
     return taken
 
@@ -119,12 +123,19 @@ def load_once(folder: Path) -> None:
     start = time.perf_counter()
     accelerator.load_state(str(folder))
     seconds = time.perf_counter() - start
+    if hasattr(accelerator, "wait_for_checkpoint"):
+        accelerator.wait_for_checkpoint()
+    settled = time.perf_counter() - start
     highest = status("VmHWM")
     ended.set()
     watcher.join()
     check(model, optimizer)
     anonymous = max(peak[0], status("RssAnon")) - before_anonymous
-    print(json.dumps({"seconds": seconds, "peak": highest - before, "anonymous": anonymous}))
+    print(
+        json.dumps(
+            {"seconds": seconds, "peak": highest - before, "anonymous": anonymous} | {"settled": settled}
+        )
+    )
 
 
 def verify_blocks(folder: Path) -> None:
