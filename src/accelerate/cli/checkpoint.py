@@ -84,6 +84,8 @@ def _shown(row: dict[str, Any], title: str) -> str:
         return show_seconds(max(1, round((datetime.now(timezone.utc) - saved).total_seconds())))
     if title == "size":
         return show_bytes(row["size"])
+    if title == "step" and row["step"] == 0:
+        return ""  # a loop without accumulate() counts no steps
     if title == "metadata":
         return " ".join(f"{key}={value}" for key, value in row["metadata"].items())
     if title == "status" and row["newest"]:
@@ -109,7 +111,8 @@ def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] 
     every, console = list(lines), Console()
     shown = [i for i, title in enumerate(titles) if any(line[i] for line in every)]
     if console.width < 110 and "age" in titles:
-        shown = [i for i in shown if titles[i] != "saved"]  # the age says it in less room
+        # The age says when in less room; the rest is in the wide table and in --json.
+        shown = [i for i in shown if titles[i] not in ("saved", "processes", "format")]
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for i in shown:
         table.add_column(titles[i], no_wrap=i != shown[-1])
