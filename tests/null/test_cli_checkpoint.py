@@ -283,9 +283,9 @@ def test_remote_checkpoints_are_listed_verified_and_pruned(cli: Run, tmp_path: P
     """By the same Store as saving; exporting needs a local copy, and says so."""
     url = f"memory://{tmp_path.name}/run"
     configuration = ProjectConfiguration(url, str(tmp_path), automatic_checkpoint_naming=True)
-    for step in range(3):
+    for step in (1, 2, 3):
         state.save(parts(step), project=configuration)
-    assert [row["step"] for row in cli("ls", url).rows] == ["0", "1", "2"]
+    assert [row["step"] for row in cli("ls", url).rows] == ["1", "2", "3"]
     assert {row["result"] for row in cli("verify", url).rows} == {"as saved"}
     assert cli("prune", url, "--keep", "1", "--yes").code == 0
     assert [row["name"] for row in cli("ls", url).rows] == ["checkpoint_2"]
