@@ -50,13 +50,10 @@ class Loan:
     def __init__(self, path: Path, **kwargs: Any) -> None:
         self.path, self.failure = path, ""
         with file_errors("read", path):
-            self._handle = os.open(path, os.O_RDONLY)
-        self._stamp = _stamp(self._handle)
+            self._file = path.open("rb")  # of this file, whatever gets its name
+        self._stamp = _stamp(self._file.fileno())
         self._state: Any = pickles.read(path, mmap=True, **kwargs)
         self._thread: threading.Thread | None = None
-
-    def __del__(self) -> None:
-        os.close(self._handle)
 
     def into(self, load: Callable[[Any], Any]) -> None:
         """Gives the state to ``load``; what that keeps as it is becomes memory of its own, in a thread."""
@@ -66,7 +63,9 @@ class Loan:
         del state
         # Held, so that no memory that is another's by then is touched.
         kept = [found for ref in weak if (found := torch.UntypedStorage._new_with_weak_ptr(ref.cdata))]
-        if kept:
+        if not kept:
+            self._file.close()
+        else:
             Loan._open.append(self)
             self._thread = threading.Thread(
                 target=self._own, args=(kept,), name="accelerate-own", daemon=True
@@ -79,8 +78,9 @@ class Loan:
                 populate(start, size)
         except OSError as error:
             self.failure = f"its pages cannot be copied: {error.strerror}"
-        if _stamp(self._handle) != self._stamp:
+        if _stamp(self._file.fileno()) != self._stamp:
             self.failure = "the file was changed while the state was taken from it"
+        self._file.close()
 
     @classmethod
     def settle(cls) -> None:
