@@ -161,7 +161,8 @@ def test_a_tracker_that_fails_leaves_no_rank_waiting(ranks: RankServer, where: s
     assert (first.status, first.kind) == ("raised", "ConnectionError")
     assert second.status in ("raised", "stopped")
     if second.status == "raised":
-        assert "rank 0 failed" in second.message
+        # Rank 0 holds the store, and may be gone before a slow rank 1 has read there why.
+        assert "rank 0 failed" in second.message or "rank 0, or the launcher, is gone" in second.message
 
 
 def test_the_others_end_while_the_main_process_still_finishes(ranks: RankServer) -> None:

@@ -8,22 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import Machine, container_limit
 
 if TYPE_CHECKING:
     import torch
-
-
-# Files of a control group below sys/fs/cgroup, version 2 and 1: limit, usage, statistics, file cache.
-CGROUPS = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
 
 
 class Cpu(Device):
@@ -147,23 +135,6 @@ class Cpu(Device):
 
     def empty_cache(self) -> None:
         """Nothing to empty: the allocator returns memory by itself."""
-
-
-def container_limit(machine: Machine | None = None) -> tuple[int, int] | None:
-    """(free, total) bytes of this process's control group, or None when it sets no limit.
-
-    File cache that the kernel would drop counts as free. Source: Linux Documentation/admin-guide,
-    cgroup-v2.rst (memory.max, memory.current, memory.stat) and cgroup-v1/memory.rst.
-    """
-    machine = machine or Machine()
-    for limit, usage, stat, cache in CGROUPS:
-        total, used = machine.read(f"sys/fs/cgroup/{limit}"), machine.read(f"sys/fs/cgroup/{usage}")
-        if not (total.isdigit() and used.isdigit()):
-            continue
-        lines = (line.split() for line in machine.read(f"sys/fs/cgroup/{stat}").splitlines())
-        reclaimable = sum(int(line[1]) for line in lines if line and line[0] == cache)
-        return max(0, int(total) - max(0, int(used) - reclaimable)), int(total)
-    return None
 
 
 PLUGIN: Device = Cpu()
