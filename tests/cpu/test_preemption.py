@@ -17,7 +17,7 @@ from accelerate.launch.ranks import SAME
 from tests.support.command import Finished, Running, start
 from tests.support.ranks import RankServer
 
-LONG = 180  # seconds that nothing takes but on a machine with other work
+LONG = 90  # seconds that nothing takes but on a machine with other work; less than a test may take
 # A run of 3 epochs of 6 steps on a process, with an evaluation after each and a save in between. Every random
 # number counts: shuffled data, and dropout. It can be held at a place until the signal has arrived.
 TRAINING = """
@@ -437,10 +437,11 @@ def test_torchruns_ranks_stop_together_too() -> None:
             from accelerate import Accelerator
             accelerator = Accelerator(cpu=True)
             accelerator.should_stop
-            print("ready", accelerator.process_index, os.getpid(), flush=True)
+            # One write for each line: torchrun starts Python unbuffered, so the parts of a print would mix.
+            print(f"ready {accelerator.process_index} {os.getpid()}\\n", end="", flush=True)
             while not accelerator.should_stop:
                 time.sleep(0.01)
-            print("stopped", accelerator.process_index, flush=True)
+            print(f"stopped {accelerator.process_index}\\n", end="", flush=True)
             accelerator.exit_to_resume()
         """,
     )

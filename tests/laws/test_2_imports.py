@@ -150,7 +150,7 @@ BREAKS = [
     ("data/loader.py", "from ..strategy import base"),
     ("data/__init__.py", "from ..strategy import base"),
     ("data/loader.py", "from .. import strategy"),
-    ("launch/local.py", "import accelerate.facade.state"),
+    ("launch/kinds/local.py", "import accelerate.facade.state"),
     ("facade/state.py", "import importlib\nimportlib.import_module('accelerate.cli.main')"),
     ("cli/main.py", "from accelerate.state import PartialState"),
 ]

@@ -386,7 +386,7 @@ def test_the_picture_of_the_floors_is_the_law() -> None:
 def test_the_registries_are_those_of_the_table() -> None:
     from accelerate.cli.main import COMMANDS
     from accelerate.device import DEVICES
-    from accelerate.launch.base import KINDS
+    from accelerate.launch.kinds import KINDS
     from accelerate.precision import PRECISIONS
     from accelerate.strategy import STRATEGIES
     from accelerate.track import TRACKERS

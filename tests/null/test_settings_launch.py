@@ -11,10 +11,11 @@ from accelerate import device as devices
 from accelerate.cli.options import HANDED
 from accelerate.core.errors import LaunchError, NotBuiltError, SettingError, UnknownNameError
 from accelerate.device.machine import Machine
-from accelerate.launch.base import KINDS, Kind, choose
+from accelerate.launch.base import Kind, choose
 from accelerate.launch.check import check, cores, place
 from accelerate.launch.job import Request, read
-from accelerate.launch.local import rank_variables, shared_variables
+from accelerate.launch.kinds import KINDS
+from accelerate.launch.kinds.local import rank_variables, shared_variables
 from accelerate.launch.logs import Logs
 
 
@@ -207,7 +208,7 @@ def test_threads_are_shared_out_unless_somebody_said_how_many(
 ) -> None:
     machine = Machine(tmp_path, {}, {})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("accelerate.launch.local.cores", lambda machine: 8)
+    monkeypatch.setattr("accelerate.launch.kinds.local.cores", lambda machine: 8)
 
     def threads(processes: int, **flags: Any) -> object:
         request = asks(num_processes=str(processes), **flags)

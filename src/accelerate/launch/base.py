@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate.core.errors import NotBuiltError
-from accelerate.core.registry import Registry
 from accelerate.launch.check import check
 from accelerate.launch.job import Request
+from accelerate.launch.kinds import KINDS
+from accelerate.launch.plan import Plan
+
+P = TypeVar("P", bound=Plan)
 
 
-class Kind(ABC):
+class Kind(ABC, Generic[P]):
     """One way to start the processes of a job.
 
     Attributes:
         name: how it is called in plans.
         priority: of those that take a request, the highest runs it.
+        settings: classes of settings that only this kind reads; they are not handed on to the script.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
+    settings: ClassVar[tuple[type[Any], ...]] = ()
 
     @abstractmethod
     def takes(self, request: Request) -> bool:
         """Whether this kind is what the request asks for."""
 
     @abstractmethod
-    def run(self, request: Request, *, replace: bool) -> None:
+    def plan(self, request: Request) -> P:
+        """What will be started for a request. Nothing is started, reserved or written yet.
+
+        Raises:
+            AccelerateError: it cannot be done here as asked.
+        """
+
+    @abstractmethod
+    def run(self, request: Request, plan: P, *, replace: bool) -> None:
         """Starts the job and returns when it has ended well.
 
         Args:
             request: what was asked.
+            plan: what ``plan`` made of it.
             replace: this process may be replaced by the script; then this call does not return.
 
         Raises:
@@ -40,18 +54,7 @@ class Kind(ABC):
         """
 
 
-KINDS: Registry[Kind] = Registry(
-    "launch kind",
-    "accelerate.launch",
-    "accelerate.launchers",
-    exclude=(
-        *("base", "check", "child", "errors", "files", "guard", "job", "later", "logs", "port"),
-        *("ranks", "report"),
-    ),
-)
-
-
-def choose(request: Request) -> Kind:
+def choose(request: Request) -> Kind[Any]:
     """The kind of launch for a request.
 
     Raises:
@@ -80,9 +83,12 @@ def launch(request: Request, *, replace: bool = False) -> None:
     """
     check(request)
     kind = choose(request)
+    plan = kind.plan(request)
     if request.file is not None and not request.file.named:
         say(request, f"settings from {request.file.path} (--config_file names another)")
-    kind.run(request, replace=replace)
+    for note in plan.notes:
+        say(request, note)
+    kind.run(request, plan, replace=replace)
 
 
 def say(request: Request, line: str) -> None:

@@ -1,6 +1,7 @@
 """What is asked of a launch: the settings of the job, and those that are handed on to the script.
 
-``Job`` says how to start processes and stays with the launcher. Handed settings are declared next to the code
+``Job`` says how to start processes and stays with the launcher, as do the settings of the kinds of launch
+(``launch/kinds``). Handed settings are declared next to the code
 that uses them; whoever calls the launcher says which they are. It reads them from flags and files, and hands
 those that were given to the script by their environment variables, which is where a script looks when its
 code says nothing.
@@ -10,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import Loaded, Origin, Setting, declared, load, setting
 from accelerate.launch import files, later
 from accelerate.launch.files import ConfigFile
+from accelerate.launch.kinds import KINDS
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,14 @@ class Job:
     )
 
 
+def kept() -> tuple[type[Any], ...]:
+    """The classes of settings that stay with the launcher."""
+    return (Job, *(cls for kind in KINDS for cls in kind.settings))
+
+
 def declarations(handed: Sequence[type[Any]]) -> tuple[Setting, ...]:
     """Every setting that a launch with these handed settings knows."""
-    return tuple(row for cls in (Job, *handed) for row in declared(cls))
+    return tuple(row for cls in (*kept(), *handed) for row in declared(cls))
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,11 @@ class Request:
     def origin(self, name: str) -> Origin:
         """Where a setting's value came from."""
         return self.origins(name)[0]
+
+    def of(self, cls: type[S]) -> S:
+        """The values of one class of settings."""
+        found: S = self.loaded[cls].value
+        return found
 
     def get(self, name: str) -> Any:
         """The value of any setting, the job's or a handed one."""
@@ -162,10 +176,11 @@ class Request:
     def handed(self) -> dict[str, str]:
         """The environment variables by which the script learns what was given."""
         told: dict[str, str] = {}
+        here = kept()
         for cls, loaded in self.loaded.items():
             for row in declared(cls):
                 value = self._typed(cls) or loaded.origin(row.name).value
-                if cls is not Job and row.variable and value != row.default:
+                if cls not in here and row.variable and value != row.default:
                     told[row.variable] = as_text(value)
         return told
 
@@ -197,7 +212,7 @@ def read(flags: Mapping[str, Any], program: Sequence[str], handed: Sequence[type
     if file is not None:
         _check_keys(file, handed)
         later.refuse_keys(file)
-    loaded = {cls: _load(cls, flags, file) for cls in (Job, *handed)}
+    loaded = {cls: _load(cls, flags, file) for cls in (*kept(), *handed)}
     request = Request(loaded[Job].value, loaded, tuple(program), file)
     later.refuse_values(_winners(request))
     request.check_switches()

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,15 +20,25 @@ from accelerate.launch.base import Kind, say
 from accelerate.launch.check import Place, cores, place
 from accelerate.launch.job import Request
 from accelerate.launch.logs import Logs
+from accelerate.launch.plan import Plan, Start, Variables
 from accelerate.launch.port import Port, PortInUseError
 from accelerate.launch.ranks import Command, Ranks
 
 HOST = "127.0.0.1"
 
-Variables = dict[str, object | None]
+
+@dataclass(frozen=True)
+class LocalPlan(Plan):
+    """Processes on this machine.
+
+    Attributes:
+        place: their devices, and how many they are.
+    """
+
+    place: Place
 
 
-class Local(Kind):
+class Local(Kind[LocalPlan]):
     """Processes on this machine, on any device, the CPU included."""
 
     name: ClassVar[str] = "this machine"
@@ -36,26 +47,38 @@ class Local(Kind):
         """Every job on one machine."""
         return request.settings.num_machines == 1
 
-    def run(self, request: Request, *, replace: bool) -> None:
-        """Starts the job; see ``Kind.run``."""
+    def plan(self, request: Request) -> LocalPlan:
+        """Chooses devices and processes; see ``Kind.plan``."""
         machine = Machine()
         where = place(request, machine)
+        device, count = where.device.type, where.processes
+        guessed = count > 1 and request.settings.num_processes is None
+        note = f"{count} processes, one for each {device} device (--num_processes says another number)"
+        program = _program(request)
+        own = [_alone(request)] if count == 1 else _own_variables(request, count, "a free port")
+        return LocalPlan(
+            kind=self.name,
+            facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
+            variables=shared_variables(request, where, machine),
+            starts=tuple(Start(f"rank {rank}", program, told) for rank, told in enumerate(own)),
+            notes=(note,) if guessed else (),
+            place=where,
+        )
+
+    def run(self, request: Request, plan: LocalPlan, *, replace: bool) -> None:
+        """Starts the job; see ``Kind.run``."""
         logs = Logs(request.settings.tee, request.settings.log_dir)
-        variables = shared_variables(request, where, machine)
-        if where.processes > 1 and request.settings.num_processes is None:
-            count = f"{where.processes} processes, one for each {where.device.type} device"
-            say(request, f"{count} (--num_processes says another number)")
-        if where.processes == 1 and replace and not logs.active:
+        if plan.place.processes == 1 and replace and not logs.active:
             # The folder of a launcher around this one is not for this process.
             own: Variables = {**_alone(request), "ACCELERATE_STOP_FOLDER": None}
-            _become(request, environ.child(variables | own))
+            _become(request, environ.child({**plan.variables, **own}))
         else:
-            _supervise(request, where.processes, variables, logs)
+            _supervise(request, plan.place.processes, plan.variables, logs)
 
 
-def shared_variables(request: Request, where: Place, machine: Machine) -> Variables:
+def shared_variables(request: Request, where: Place, machine: Machine) -> dict[str, object | None]:
     """What every process of the job is told; None removes a variable that it must not inherit."""
-    told: Variables = dict(request.handed())
+    told: dict[str, object | None] = dict(request.handed())
     if where.device.type == "cpu" and request.get("distributed_type") == "MULTI_CPU":
         told["ACCELERATE_USE_CPU"] = "true"
     if where.visible is not None and where.device.visible_variable is not None:
@@ -68,7 +91,7 @@ def shared_variables(request: Request, where: Place, machine: Machine) -> Variab
     return told
 
 
-def rank_variables(rank: int, size: int) -> Variables:
+def rank_variables(rank: int, size: int) -> dict[str, object | None]:
     """torchrun's protocol for one process of a job on one machine, address and port left out.
 
     Source: PyTorch documentation, "torchrun (Elastic Launch)", section "Environment Variables".
@@ -121,10 +144,11 @@ def _become(request: Request, env: dict[str, str]) -> None:
 
 def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
     with _folder() as folder, _port(request, size) as port:
-        told = variables | {"ACCELERATE_STOP_FOLDER": folder}
+        told = {**variables, "ACCELERATE_STOP_FOLDER": folder}
+        owns = [_alone(request)] if port is None else _own_variables(request, size, port.number)
         commands = [
-            Command(_watched(request, folder, rank), environ.child(told | own), *logs.pipes(rank))
-            for rank, own in enumerate(_own_variables(request, size, port))
+            Command(_watched(request, folder, rank), environ.child({**told, **own}), *logs.pipes(rank))
+            for rank, own in enumerate(owns)
         ]
         ranks = Ranks(
             commands,
@@ -142,13 +166,10 @@ def _supervise(request: Request, size: int, variables: Variables, logs: Logs) ->
         raise error
 
 
-def _own_variables(request: Request, size: int, port: Port | None) -> Iterator[Variables]:
-    if port is None:
-        yield _alone(request)
-        return
-    job: Variables = {
+def _own_variables(request: Request, size: int, port: object) -> Iterator[Variables]:
+    job = {
         "MASTER_ADDR": request.settings.main_process_ip or HOST,
-        "MASTER_PORT": port.number,
+        "MASTER_PORT": port,
         "ROLE_NAME": request.settings.role,
         # Libraries ask by this name whether torchrun's protocol is spoken, and name their folders by it.
         "TORCHELASTIC_RUN_ID": os.urandom(4).hex(),
@@ -159,7 +180,7 @@ def _own_variables(request: Request, size: int, port: Port | None) -> Iterator[V
         "TORCHELASTIC_ERROR_FILE": None,
     }
     for rank in range(size):
-        yield job | rank_variables(rank, size)
+        yield {**job, **rank_variables(rank, size)}
 
 
 @contextmanager
