@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from accelerate.core.setting import Setting
+from accelerate.facade.asked import EffectsSettings
 from accelerate.facade.gradient import GradientSettings
 from accelerate.facade.resume import ResumeSettings
 from accelerate.launch import later
@@ -23,6 +24,7 @@ HANDED: tuple[type[Any], ...] = (
     *(cls for classes in SETTINGS for cls in classes),
     CompileSettings,
     ResumeSettings,
+    EffectsSettings,
 )
 
 _METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
