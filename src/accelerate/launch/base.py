@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate.core.errors import NotBuiltError
+from accelerate.launch import effects, show
 from accelerate.launch.check import check
 from accelerate.launch.job import Request
 from accelerate.launch.kinds import KINDS
@@ -74,6 +75,8 @@ def choose(request: Request) -> Kind[Any]:
 def launch(request: Request, *, replace: bool = False) -> None:
     """Runs a request: checks it, chooses the kind of launch, starts it, and returns when it has ended well.
 
+    With ``--dry_run`` the plan is printed, and nothing is started.
+
     Args:
         request: what was asked.
         replace: this process may be replaced by the script.
@@ -84,9 +87,16 @@ def launch(request: Request, *, replace: bool = False) -> None:
     check(request)
     kind = choose(request)
     plan = kind.plan(request)
+    asked = effects.asked(request, kind, plan)
+    idle = effects.idle_lines(asked)
+    if request.settings.dry_run:
+        show.show(request, plan, asked)
+    effects.refuse_idle(request, idle)
+    if request.settings.dry_run:
+        return
     if request.file is not None and not request.file.named:
         say(request, f"settings from {request.file.path} (--config_file names another)")
-    for note in plan.notes:
+    for note in (*plan.notes, *idle):
         say(request, note)
     kind.run(request, plan, replace=replace)
 

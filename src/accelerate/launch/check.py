@@ -14,10 +14,11 @@ from accelerate.core.errors import LaunchError, SettingError, UnknownNameError, 
 from accelerate.core.setting import Origin
 from accelerate.device import Device
 from accelerate.device.machine import Machine
-from accelerate.launch import later
+from accelerate.launch import conflicts, later
+from accelerate.launch.conflicts import ALONE, said
 from accelerate.launch.job import Request
 
-ALONE, CPU_GROUP = "NO", "MULTI_CPU"
+CPU_GROUP = "MULTI_CPU"
 
 
 @dataclass(frozen=True)
@@ -52,59 +53,23 @@ def check(request: Request) -> None:
     _at_least(request, "stop_timeout", 0)
     if job.machine_rank >= job.num_machines:
         raise SettingError(
-            f"{_said(request.origin('machine_rank'), 'machine_rank')}, "
-            f"but {_said(request.origin('num_machines'), 'num_machines')}",
+            f"{said(request, 'machine_rank')}, but {said(request, 'num_machines')}",
             why=f"machines are counted from 0: the last of {job.num_machines} is {job.num_machines - 1}",
         )
     port = job.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise SettingError(
-            f"{_said(request.origin('main_process_port'), 'main_process_port')}, which is no port",
+            f"{said(request, 'main_process_port')}, which is no port",
             why="ports are numbers from 0 to 65535; 0 takes a free one",
         )
-    if job.module and job.no_python:
-        raise SettingError(
-            "--module and --no_python do not go together",
-            why="a module is started by Python, a program by itself",
-            fix="keep one of them",
-        )
-    _check_device_flags(request)
+    conflicts.refuse(request)
     check_program(request)
-
-
-def _check_device_flags(request: Request) -> None:
-    cpu, kind = request.origin("use_cpu"), request.origin("distributed_type")
-    if cpu.value and request.settings.multi_gpu:
-        raise SettingError(
-            f"{cpu.where} and --multi_gpu do not go together",
-            why="one asks for the CPU, the other insists on accelerators",
-            fix="keep one of them",
-        )
-    ids = request.origin("gpu_ids")
-    if cpu.source == ids.source == "flag":
-        raise SettingError(
-            f"{cpu.where} and {ids.where} do not go together", why="a CPU has no device numbers"
-        )
-    processes = request.origin("num_processes")
-    if _typed(kind, ALONE) and processes.source == "file" and processes.value not in (None, 1):
-        raise SettingError(
-            f"{processes.where} is {processes.value}, but {kind.where} is {ALONE}",
-            why=f"{ALONE} means one process",
-            fix="leave distributed_type out: it follows from the devices and the number of processes",
-        )
 
 
 def _at_least(request: Request, name: str, least: int) -> None:
     origin = request.origin(name)
     if isinstance(origin.value, int | float) and origin.value < least:
-        raise SettingError(f"{_said(origin, name)}, but it is at least {least}")
-
-
-def _said(origin: Origin, name: str) -> str:
-    """``"--num_machines is 2"``, ``"num_machines is 1 (the default)"``."""
-    if origin.source == "default":
-        return f"{name} is {origin.value} (the default)"
-    return f"{origin.where} is {origin.value}"
+        raise SettingError(f"{said(request, name)}, but it is at least {least}")
 
 
 def check_program(request: Request) -> None:
@@ -172,10 +137,18 @@ def _device(request: Request, machine: Machine) -> tuple[Device, int]:
     device, count = found or devices.probe(machine)
     if request.settings.multi_gpu and not count:
         raise SettingError(
-            "--multi_gpu insists on accelerators, but none was found on this machine",
+            f"--multi_gpu insists on accelerators, but {_none(machine)}",
             fix="leave it out, or use the CPU: accelerate launch --cpu --num_processes 2 ...",
         )
     return device, count
+
+
+def _none(machine: Machine) -> str:
+    """Why there is no accelerator: this machine has none, or a variable hides them."""
+    for device in devices.accelerators():
+        if device.present(machine) and device.visible(machine) is not None:
+            return f"{device.visible_variable}={device.visible(machine)} hides those of this machine"
+    return "none was found on this machine"
 
 
 def _typed(kind: Origin, word: str) -> bool:

@@ -93,9 +93,20 @@ class Job:
         "or by rank: 0:3,1:2",
     )
     role: str = setting("default", variable=None, topic="Output", help="a name that the processes are told")
+    dry_run: bool = setting(
+        False,
+        variable=None,
+        in_file=False,
+        topic="Output",
+        help="print what would be started, with what each option does and where it came from; start nothing",
+    )
     quiet: bool = setting(
         False, flags=("-q",), variable=None, in_file=False, topic="Output", help="say nothing but errors"
     )
+
+
+def _names(cls: type[Any]) -> set[str]:
+    return {row.name for row in declared(cls)}
 
 
 def kept() -> tuple[type[Any], ...]:
@@ -124,6 +135,10 @@ class Request:
     program: tuple[str, ...]
     file: ConfigFile | None = None
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a setting of that name."""
+        return any(name in loaded.origins for loaded in self.loaded.values())
+
     def origins(self, name: str) -> tuple[Origin, ...]:
         """Every source that gave a value for a setting, the winner first."""
         for loaded in self.loaded.values():
@@ -149,6 +164,19 @@ class Request:
         """The types of the group that ask for a strategy."""
         return tuple(found for cls in self.loaded if (found := getattr(cls, "__distributed_type__", "")))
 
+    @property
+    def engines(self) -> dict[str, Origin]:
+        """The switches of strategies that are on, each with the place that turns it on."""
+        found: dict[str, Origin] = {}
+        for cls, loaded in self.loaded.items():
+            if getattr(cls, "__distributed_type__", ""):
+                (switch,) = (row.name for row in declared(cls))
+                if loaded.origin(switch).value:
+                    found[switch] = loaded.origin(switch)
+                elif self._typed(cls):
+                    found[switch] = self.origin("distributed_type")
+        return found
+
     def _typed(self, cls: type[Any]) -> bool:
         """Whether the type of the group turns this switch on."""
         kind = getattr(cls, "__distributed_type__", "")
@@ -160,18 +188,27 @@ class Request:
         Raises:
             SettingError: there are some.
         """
-        switches = {row.name: cls for cls in self.loaded for row in declared(cls)}
         for cls, loaded in self.loaded.items():
-            switch = getattr(cls, "__switch__", "")
-            if not switch or self.get(switch) or self._typed(switches[switch]):
-                continue
-            for name in loaded.origins:
+            for name in loaded.origins if self.missing(cls) else ():
                 if loaded.origin(name).source in ("flag", "file"):
-                    kind = getattr(switches[switch], "__distributed_type__", "")
+                    switch, kind = cls.__switch__, self.origin("distributed_type")
+                    instead = f"{kind.where} is {kind.value}" if kind.value else f"--{switch} is not"
                     raise SettingError(
-                        f"{loaded.origin(name).where} is given, but nothing asks for this way of training",
-                        fix=f"add --{switch}, or distributed_type: {kind} in the configuration file",
+                        f"{loaded.origin(name).where} is given, but {instead}",
+                        why="nothing asks for the way of training that this is an option of",
+                        fix=self._way_to(switch),
                     )
+
+    def missing(self, cls: type[Any]) -> str:
+        """The switch that nobody turned on, without which the settings of a class do nothing; or ""."""
+        switch: str = getattr(cls, "__switch__", "")
+        return "" if not switch or self.get(switch) or switch in self.engines else switch
+
+    def _way_to(self, switch: str) -> str:
+        types = (getattr(cls, "__distributed_type__", "") for cls in self.loaded if switch in _names(cls))
+        kind = next(types, "")
+        in_file = f"distributed_type: {kind}" if kind else f"{switch}: true"
+        return f"add --{switch}, or {in_file} in the configuration file"
 
     def handed(self) -> dict[str, str]:
         """The environment variables by which the script learns what was given."""
@@ -209,10 +246,33 @@ def read(flags: Mapping[str, Any], program: Sequence[str], handed: Sequence[type
     # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
     file = files.find(named, use_default=not flags.get("use_cpu"))
     later.refuse_flags(flags)
+    return of(file, flags, program, handed)
+
+
+def of(
+    file: ConfigFile | None,
+    flags: Mapping[str, Any],
+    program: Sequence[str],
+    handed: Sequence[type[Any]],
+    env: Mapping[str, str] | None = None,
+) -> Request:
+    """What ``read`` makes of a file that was read already.
+
+    Args:
+        file: the file; None for none.
+        flags: as for ``read``.
+        program: as for ``read``.
+        handed: as for ``read``.
+        env: the environment to read; the process's own when None.
+
+    Raises:
+        SettingError: as for ``read``.
+        NotBuiltError: as for ``read``.
+    """
     if file is not None:
         _check_keys(file, handed)
         later.refuse_keys(file)
-    loaded = {cls: _load(cls, flags, file) for cls in (*kept(), *handed)}
+    loaded = {cls: _load(cls, flags, file, env) for cls in (*kept(), *handed)}
     request = Request(loaded[Job].value, loaded, tuple(program), file)
     later.refuse_values(_winners(request))
     request.check_switches()
@@ -225,13 +285,16 @@ def _winners(request: Request) -> Iterator[tuple[str, str, Any]]:
             yield name, found[0].where, found[0].value
 
 
-def _load(cls: type[Any], flags: Mapping[str, Any], file: ConfigFile | None) -> Loaded[Any]:
+def _load(
+    cls: type[Any], flags: Mapping[str, Any], file: ConfigFile | None, env: Mapping[str, str] | None
+) -> Loaded[Any]:
     if file is None:
-        return load(cls, flags=flags)
+        return load(cls, flags=flags, env=env)
     section: str = getattr(cls, "__section__", "")
     names = {row.name for row in declared(cls) if row.in_file}
     part = file.section(section) if section else {k: v for k, v in file.values.items() if k in names}
-    return load(cls, flags=flags, file=part, file_name=str(file.path), lines=file.section_lines(section))
+    lines = file.section_lines(section)
+    return load(cls, flags=flags, env=env, file=part, file_name=str(file.path), lines=lines)
 
 
 def _check_keys(file: ConfigFile, handed: Sequence[type[Any]]) -> None:

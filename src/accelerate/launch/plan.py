@@ -33,6 +33,8 @@ class Plan:
         variables: what every command is told by its environment; None takes a variable away.
         starts: the commands, in order.
         notes: what is said on stderr when the launch begins, a line each.
+        unused: (setting, why) of what this kind reads and has no use for in this job, asked for or not.
+        effects: (setting, what it does in this job) where that is more than its help says.
     """
 
     kind: str
@@ -40,3 +42,5 @@ class Plan:
     variables: Variables
     starts: tuple[Start, ...]
     notes: tuple[str, ...]
+    unused: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    effects: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)

@@ -55,7 +55,8 @@ class Local(Kind[LocalPlan]):
         guessed = count > 1 and request.settings.num_processes is None
         note = f"{count} processes, one for each {device} device (--num_processes says another number)"
         program = _program(request)
-        own = [_alone(request)] if count == 1 else _own_variables(request, count, "a free port")
+        port = request.settings.main_process_port or "a free port"
+        own = [_alone(request)] if count == 1 else _own_variables(request, count, port, "a new name")
         return LocalPlan(
             kind=self.name,
             facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
@@ -63,6 +64,8 @@ class Local(Kind[LocalPlan]):
             starts=tuple(Start(f"rank {rank}", program, told) for rank, told in enumerate(own)),
             notes=(note,) if guessed else (),
             place=where,
+            unused=tuple(_unused(request, where)),
+            effects=tuple(_effects(request, where)),
         )
 
     def run(self, request: Request, plan: LocalPlan, *, replace: bool) -> None:
@@ -74,6 +77,31 @@ class Local(Kind[LocalPlan]):
             _become(request, environ.child({**plan.variables, **own}))
         else:
             _supervise(request, plan.place.processes, plan.variables, logs)
+
+
+def _unused(request: Request, where: Place) -> Iterator[tuple[str, str]]:
+    """What says nothing about processes on one machine; see ``Plan.unused``."""
+    yield "machine_rank", "there is one machine"
+    if not where.count:
+        yield "gpu_ids", f"the processes run on the {where.device.type.upper()}"
+    if where.processes == 1:
+        yield "role", "one process is in no group"
+        if not request.settings.main_process_port:
+            yield "main_process_port", "one process listens nowhere"
+    if request.settings.tee == "0":
+        yield "log_dir", f"{request.origin('tee').where} is 0: nothing is logged"
+
+
+def _effects(request: Request, where: Place) -> Iterator[tuple[str, str]]:
+    """What some options do here; see ``Plan.effects``."""
+    alone = where.processes == 1
+    yield "num_processes", "one process" if alone else f"{where.processes} processes"
+    if where.visible is not None:
+        yield "gpu_ids", f"{where.device.visible_variable}={where.visible}: the processes see only these"
+    if alone:
+        told = "the script is told; one process opens no group unless its code does"
+        yield "main_process_port", f"MASTER_PORT: {told}"
+        yield "main_process_ip", f"MASTER_ADDR: {told}"
 
 
 def shared_variables(request: Request, where: Place, machine: Machine) -> dict[str, object | None]:
@@ -145,7 +173,8 @@ def _become(request: Request, env: dict[str, str]) -> None:
 def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
     with _folder() as folder, _port(request, size) as port:
         told = {**variables, "ACCELERATE_STOP_FOLDER": folder}
-        owns = [_alone(request)] if port is None else _own_variables(request, size, port.number)
+        run_id = os.urandom(4).hex()
+        owns = [_alone(request)] if port is None else _own_variables(request, size, port.number, run_id)
         commands = [
             Command(_watched(request, folder, rank), environ.child({**told, **own}), *logs.pipes(rank))
             for rank, own in enumerate(owns)
@@ -166,13 +195,13 @@ def _supervise(request: Request, size: int, variables: Variables, logs: Logs) ->
         raise error
 
 
-def _own_variables(request: Request, size: int, port: object) -> Iterator[Variables]:
+def _own_variables(request: Request, size: int, port: object, run_id: str) -> Iterator[Variables]:
     job = {
         "MASTER_ADDR": request.settings.main_process_ip or HOST,
         "MASTER_PORT": port,
         "ROLE_NAME": request.settings.role,
         # Libraries ask by this name whether torchrun's protocol is spoken, and name their folders by it.
-        "TORCHELASTIC_RUN_ID": os.urandom(4).hex(),
+        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         # Of a surrounding torchrun: its store and its error file are not this job's.

@@ -1,0 +1,169 @@
+"""A plan for people: what would be started, and what each option does. ``--dry_run`` prints it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.setting import declared
+from accelerate.launch.effects import Asked, shown
+from accelerate.launch.job import Request
+from accelerate.launch.plan import Plan, Start
+from accelerate.strategy.settings import SETTINGS
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of what is shown.
+
+    Attributes:
+        title: its heading.
+        rows: its lines, cell by cell; all of one length.
+        titles: the headings of the cells, if they need any.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    titles: Row = ()
+
+
+def show(request: Request, plan: Plan, asked: Sequence[Asked]) -> None:
+    """Prints a plan on stdout: tables on a terminal, else plain aligned text."""
+    parts = [part for part in sections(request, plan, asked) if part.rows]
+    if sys.stdout.isatty():
+        _tables(parts)
+        return
+    print("\n\n".join("\n".join(_plain(part)) for part in parts), flush=True)
+
+
+def sections(request: Request, plan: Plan, asked: Sequence[Asked]) -> Iterator[Section]:
+    """What there is to say about a plan, in order; some of it may be empty."""
+    yield Section("A dry run: nothing is started", tuple(_facts(request, plan)))
+    yield Section("Commands", tuple(_commands(plan.starts)))
+    common, own = split([start.variables for start in plan.starts])
+    shared = {**plan.variables, **common}
+    yield Section("Environment of all: what is added and what is taken away", tuple(_variables(shared)))
+    yield Section(
+        f"Environment of each ({_listed([start.name for start in plan.starts])})",
+        tuple((name, _listed([_text(name, value) for value in values])) for name, values in own.items()),
+    )
+    yield Section(
+        "What was asked",
+        tuple(_row(one) for one in asked if not one.idle and one.row.name != "dry_run"),
+        ("option", "value", "from", "what it does", "instead of"),
+    )
+    yield Section("Without effect", tuple((one.origin.where, one.idle) for one in asked if one.idle))
+    yield Section("Notes", tuple((note,) for note in plan.notes))
+
+
+def _facts(request: Request, plan: Plan) -> Iterator[Row]:
+    facts = dict(plan.facts)
+    yield "launch", plan.kind
+    yield "machines", facts.pop("machines", str(request.settings.num_machines))
+    yield from facts.items()
+    yield "strategy", _strategy(request, alone=facts.get("processes") == "1")
+    precision = request.origin("mixed_precision")
+    yield "precision", f"{precision.value} ({precision.where})" if precision.value else "as the weights are"
+    yield "settings", _file(request)
+    yield "script", shlex.join(request.program)
+
+
+def _strategy(request: Request, *, alone: bool) -> str:
+    for switch, place in request.engines.items():
+        for name in SETTINGS.names():
+            if any(row.name == switch for cls in SETTINGS.get(name) for row in declared(cls)):
+                return f"{name} ({place.where})"
+    return "none: one process" if alone else "data parallel"
+
+
+def _file(request: Request) -> str:
+    if request.file is None:
+        return "from no file"
+    return f"from {request.file.path}" + ("" if request.file.named else " (--config_file names another)")
+
+
+def _commands(starts: Sequence[Start]) -> Iterator[Row]:
+    programs: dict[tuple[str, ...], list[str]] = {}
+    for start in starts:
+        programs.setdefault(start.program, []).append(start.name)
+    for program, names in programs.items():
+        yield _listed(names), shlex.join(program)
+
+
+def split(
+    environments: Sequence[Mapping[str, object | None]],
+) -> tuple[dict[str, object | None], dict[str, list[object | None]]]:
+    """(what all are told alike, the others by name with the value of each)."""
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    values = {name: [environment.get(name) for environment in environments] for name in names}
+    common = {name: each[0] for name, each in values.items() if all(value == each[0] for value in each)}
+    return common, {name: each for name, each in values.items() if name not in common}
+
+
+def _variables(told: Mapping[str, object | None]) -> Iterator[Row]:
+    here = environ.snapshot()
+    for name, value in sorted(told.items()):
+        if value is not None:
+            yield name, _text(name, value)
+        elif name in here:
+            yield name, "taken away"
+
+
+def _text(name: str, value: object | None) -> str:
+    return "taken away" if value is None else shown(name, value)
+
+
+def _listed(words: Sequence[str]) -> str:
+    """``rank 0, rank 1``; numbers that only count up are ``rank 0 to rank 7``."""
+    if len(words) > 3:
+        heads = [word.rstrip("0123456789") for word in words]
+        tails = [word[len(head) :] for word, head in zip(words, heads, strict=True)]
+        if len(set(heads)) == 1 and all(tails):
+            numbers = [int(tail) for tail in tails]
+            if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+                return f"{words[0]} to {words[-1]}"
+    return ", ".join(words)
+
+
+def _row(one: Asked) -> Row:
+    others = "; ".join(f"{shown(one.row.name, other.value)} ({other.where})" for other in one.others)
+    return one.row.name, shown(one.row.name, one.origin.value), one.origin.where, one.effect, others
+
+
+def _plain(part: Section) -> Iterable[str]:
+    """Lines of a section; the cells stand under one another, the last one is as long as it is."""
+    rows = [part.titles, *part.rows] if part.titles else list(part.rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield f"{part.title}:"
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield f"  {'  '.join(cells).rstrip()}"
+
+
+def _tables(parts: Iterable[Section]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for part in parts:
+        plain: dict[str, Any] = {} if part.titles else {"show_header": False}
+        table = Table(
+            *(part.titles or [""] * len(part.rows[0])),
+            title=Text(part.title, style="bold"),
+            title_justify="left",
+            box=box.SIMPLE_HEAD if part.titles else None,
+            **plain,
+        )
+        for row in part.rows:
+            # As text: brackets of a value are no markup.
+            table.add_row(*map(Text, row))
+        console.print(table)
+        console.print()
