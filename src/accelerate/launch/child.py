@@ -1,150 +1,16 @@
-"""Runs a script exactly as ``python script.py`` or ``python -m module`` would, and keeps its traceback.
+"""The first file of a rank: ``child.py FAULT_FILE ERROR_FILE script|module TARGET ARGUMENTS...``.
 
-Started by path, once per rank, as ``child.py FAULT_FILE ERROR_FILE script|module TARGET ARGUMENTS...``. It
-imports nothing that Python has not loaded already, so that starting it costs no more than starting Python.
-
-An exception that nobody catches goes to ERROR_FILE: a line of when, exit code and what, then the traceback
-as Python prints it, without the frames of this file. A crash of the interpreter goes to FAULT_FILE. The
-launcher prints those of the first failing rank last. When it is gone, everything goes to stderr as usual.
+Python compiles the file it is started with each time, so all there is to do stands in ``accelerate_rank.py``,
+whose compiled form is kept.
 """
 
-from __future__ import annotations
-
-import faulthandler
 import os
 import sys
-import time
-
-TYPE_CHECKING = False  # `typing` would be more to load than all the rest
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import TextIO
-
-HERE = __file__
-
-
-def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: str) -> None:
-    """Becomes the script."""
-    report = Report(error_file)
-    _keep_crash(fault_file)
-    sys.excepthook = report.exception
-    for stream in (sys.stdout, sys.stderr):
-        # Whole lines: ranks share a terminal or a file, and a pipe must not hold back what was printed.
-        if stream is not None:
-            stream.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
-    sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), target, *arguments]
-    sys.argv = [target, *arguments]
-    module = type(sys)("__main__")
-    vars(module).update(__builtins__=__builtins__, __annotations__={})
-    # A fresh one, so that nothing of this file is in it, and classes of the script pickle as __main__.X.
-    sys.modules["__main__"] = module
-    try:
-        (_run_module if kind == "module" else _run_script)(target)
-    except SystemExit as stop:
-        report.exit(stop)
-        raise
-
-
-def _run_script(path: str) -> None:
-    if os.path.isdir(path) or not (path.endswith(".py") or _is_text(path)):
-        _run_archive(path)
-        return
-    _first_on_path(os.path.dirname(os.path.realpath(path)))
-    path = os.path.abspath(path)
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    module = sys.modules["__main__"]
-    loader = type(__loader__)("__main__", path)
-    vars(module).update(__file__=path, __cached__=None, __loader__=loader)
-    exec(code, vars(module))
-
-
-def _run_archive(path: str) -> None:
-    """A folder or a zip archive, which Python runs by the ``__main__.py`` in it."""
-    _first_on_path(os.path.abspath(path))
-    import runpy
-
-    runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-
-
-def _run_module(name: str) -> None:
-    _first_on_path(os.getcwd())
-    import runpy
-
-    # What `python -m` itself calls: the module's own __spec__, and its path as argv[0].
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
-
-
-def _is_text(path: str) -> bool:
-    """Whether it is no zip archive, which Python runs by its ``__main__.py``."""
-    import zipfile
-
-    return not zipfile.is_zipfile(path)
-
-
-def _first_on_path(folder: str) -> None:
-    """Puts ``folder`` where Python put the folder of this file; in safe-path mode it put nothing there."""
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder
-
-
-def _keep_crash(fault_file: str) -> None:
-    if faulthandler.is_enabled():  # somebody wants to see crashes as they happen
-        return
-    try:
-        # Left open for the life of the process: a crash cannot open it.
-        faulthandler.enable(open(fault_file, "w"))  # noqa: SIM115
-    except OSError:
-        faulthandler.enable()
-
-
-class Report:
-    """What this rank leaves for the launcher when it fails."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.launcher, self.rank = path, os.getppid(), os.getpid()
-
-    def open(self, code: int, summary: str) -> TextIO | None:
-        """The file to write to, its first line written; None when nobody would read it."""
-        # A process forked from this one inherits the hook; its errors are not the rank's.
-        if os.getppid() != self.launcher or os.getpid() != self.rank:
-            return None
-        try:
-            file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        except OSError:
-            return None
-        file.write(f"{time.monotonic_ns()} {code} {summary}\n")
-        return file
-
-    def exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Writes an exception as Python would print it; this is ``sys.excepthook``."""
-        runpy = sys.modules.get("runpy")
-        inner = (HERE, "<frozen runpy>", getattr(runpy, "__file__", HERE))
-        while trace is not None and trace.tb_frame.f_code.co_filename in inner:
-            trace = trace.tb_next
-        error = error.with_traceback(trace)
-        file = self.open(1, f"{kind.__name__}: {error}".split("\n")[0])
-        stderr = sys.stderr
-        sys.stderr = file or stderr
-        try:
-            sys.__excepthook__(kind, error, trace)
-        finally:
-            sys.stderr = stderr
-            if file is not None:
-                file.close()
-
-    def exit(self, stop: SystemExit) -> None:
-        """Keeps the message of ``sys.exit("message")``, and of ``sys.exit(3)`` that it was called."""
-        if stop.code in (None, 0):
-            return
-        text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
-        code = stop.code if isinstance(stop.code, int) else 1
-        file = self.open(code, text.split("\n")[0] or f"sys.exit({code})")
-        if file is not None:
-            with file:
-                file.write(text)
-            stop.code = code
-
 
 if __name__ == "__main__":
+    # Python has put this folder first already, but not in safe-path mode.
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from accelerate_rank import main
+
+    del sys.path[0]
     main(*sys.argv[1:])

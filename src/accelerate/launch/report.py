@@ -12,8 +12,9 @@ from accelerate.launch.ranks import Armed, End, Outcome
 
 # A process that dies without a word is noticed a moment later, when its peers may have complained already.
 UNNOTICED = 100_000_000  # ns
-# What starts the script in each rank; its frames are no part of the script's stack.
+# What starts the script in each rank; the frames of these two files are no part of the script's stack.
 CHILD = str(Path(__file__).with_name("child.py"))
+RUNNER = str(Path(__file__).with_name("accelerate_rank.py"))
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "nothing in the job sends it; the system does when memory runs out",
@@ -87,16 +88,17 @@ def failure_of(end: End, folder: Path) -> Failure:
     # Giving up is what a communication library does when a peer is gone: a consequence, not a cause.
     at = end.at if end.code == -signal.SIGABRT else end.at - UNNOTICED
     crash = fault.read_text(encoding="utf-8", errors="replace") if fault.is_file() else ""
-    stack = "\n".join(line for line in crash.splitlines() if CHILD not in line)
+    stack = "\n".join(line for line in crash.splitlines() if CHILD not in line and RUNNER not in line)
     return Failure(end.rank, end.code, at, _code(end.code), stack, known=bool(stack))
 
 
-def failure(outcome: Outcome, folder: Path) -> RankError | None:
+def failure(outcome: Outcome, folder: Path, size: int | None = None) -> RankError | None:
     """The error that says how a job failed, or that it is to be started again; None when it ended well.
 
     Args:
         outcome: how it ended.
         folder: where the ranks left their tracebacks.
+        size: of the world, where some of its ranks are on other machines.
     """
     if not outcome.failed:
         return None
@@ -111,7 +113,7 @@ def failure(outcome: Outcome, folder: Path) -> RankError | None:
     first = causes[0]
     same = [each for each in causes if each is first or (each.text and each.summary == first.summary)]
     stopped = len(outcome.ends) > len(causes)
-    error = RankError(_sentence(first, same, len(outcome.ends), stopped), why=_hint(first))
+    error = RankError(_sentence(first, same, size or len(outcome.ends), stopped), why=_hint(first))
     error.code = _shell(first.code)
     error.others = _lines(each for each in causes if each not in same)
     error.traceback = first.text
