@@ -15,6 +15,9 @@ from accelerate.cli import env, main, options
 from accelerate.cli.launch import launch_command, launch_command_parser
 from accelerate.cli.main import COMMANDS, PLANNED, run
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
+from accelerate.core.setting import declared
+from accelerate.launch import later
+from accelerate.launch.job import Job
 
 Run = Callable[..., SimpleNamespace]
 
@@ -48,7 +51,8 @@ def test_help_of_launch_tells_every_flag_with_its_variable_and_key(
     cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    text = " ".join(cli("launch", "--help").out.split())
+    switches = [row.flags[0] for row in options.rows() if row.flags and row.switch]
+    text = " ".join(cli("launch", *switches, "--help").out.split())
     for row in options.rows():
         if row.flags:
             assert row.flags[0] in text
@@ -59,9 +63,30 @@ def test_help_of_launch_tells_every_flag_with_its_variable_and_key(
 
 def test_help_of_launch_is_grouped_by_topic_and_hides_what_is_not_built(cli: Run) -> None:
     text = cli("launch", "--help").out
-    topics = re.findall(r"^(\w+):$", text, re.MULTILINE)
+    topics = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert topics == [*dict.fromkeys(row.topic for row in options.rows() if row.flags), "Other"]
-    assert "zero_stage" not in text
+    unbuilt = {*later.flags(), *later.switches()}
+    assert not unbuilt & set(re.findall(r"^ +--(\w+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("typed", ["--use_fsdp", "--use-fsdp", "--fsdp_version=2"])
+def test_flags_of_one_way_of_training_are_folded_until_one_is_typed(cli: Run, typed: str) -> None:
+    flags = [row.flags[0] for row in options.rows() if row.flags and row.flags[0].startswith("--fsdp_")]
+    folded = cli("launch", "--help").out
+    assert "--use_fsdp " in folded
+    assert not [flag for flag in flags if flag in folded]
+    line = rf"^  \.\.\. {len(flags)} more +accelerate launch --use_fsdp --help shows them$"
+    assert re.search(line, folded, re.MULTILINE)
+    unfolded = cli("launch", typed, "--help").out
+    assert not [flag for flag in flags if flag not in unfolded]
+    assert "... " not in unfolded.partition("\nSharding:\n")[2].partition("\n\n")[0]
+    assert "--fsdp_version" in cli("env", typed, "--help").out
+
+
+def test_only_topics_of_one_way_are_folded(cli: Run) -> None:
+    folded = options.folded_topics()
+    assert "Sharding" in folded
+    assert not folded & {row.topic for row in declared(Job)}
 
 
 def test_the_version(cli: Run) -> None:

@@ -19,6 +19,7 @@ _HELP = """Start a script with one process per device, or as many as you say.
 accelerate launch train.py --epochs 3             one process per device
 accelerate launch -n 4 --cpu train.py             four processes on the CPU
 accelerate launch -m package.train                a module
+accelerate launch --dry-run -n 2 train.py         what this would start, and what each option does
 Everything after the script is its own, untouched. Every --a_b is also --a-b.
 Brackets name the environment variable and the key of a configuration file; what is given wins in the order:
 the script's own code, flag, environment, file.

@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
-from accelerate.core.setting import Setting
+from accelerate.core.setting import Setting, declared
 from accelerate.facade.asked import EffectsSettings
 from accelerate.facade.gradient import GradientSettings
 from accelerate.facade.resume import ResumeSettings
 from accelerate.launch import later
-from accelerate.launch.job import declarations
+from accelerate.launch.job import Job, declarations
+from accelerate.launch.kinds import KINDS
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
 from accelerate.strategy.settings import SETTINGS
 from accelerate.world.world import WorldSettings
@@ -27,6 +28,8 @@ HANDED: tuple[type[Any], ...] = (
     EffectsSettings,
 )
 
+_TYPED = "accelerate.cli.options.typed"
+_FEW = 4  # as many flags are shown without being asked for
 _METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
 
 
@@ -82,17 +85,40 @@ def _refused() -> list[click.Parameter]:
 
 
 class TopicCommand(click.Command):
-    """A command whose options stand under the topics of their settings."""
+    """A command whose options stand under the topics of their settings.
+
+    A topic of one way of training or of launching is folded: its switch is shown, and how many more flags
+    there are. It is unfolded when one of its flags is typed: ``accelerate launch --use_fsdp --help``.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keeps what was typed, for the help, which comes before everything else is parsed."""
+        ctx.meta[_TYPED] = {word.partition("=")[0] for word in args}
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes one section per topic, in order of first appearance, the command's own flags last."""
-        topics: dict[str, list[tuple[str, str]]] = {}
+        topics: dict[str, list[click.Option]] = {}
         for param in self.get_params(ctx):
-            entry = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if entry is not None:
+            if isinstance(param, click.Option) and not param.hidden:
                 topic = param.row.topic if isinstance(param, SettingOption) else ""
-                topics.setdefault(topic, []).append(entry)
+                topics.setdefault(topic, []).append(param)
         own = topics.pop("", [])
-        for topic, entries in (*topics.items(), ("Other", own)):
+        foldable = folded_topics()
+        for topic, params in (*topics.items(), ("Other", own)):
+            entries = [entry for param in params if (entry := param.get_help_record(ctx))]
+            typed = ctx.meta.get(_TYPED, set()) & {name for param in params for name in param.opts}
+            if topic in foldable and params[0].is_flag and not typed:
+                shows = f"{ctx.command_path} {params[0].opts[0]} --help shows them"
+                entries = [entries[0], (f"... {len(entries) - 1} more", shows)]
             with formatter.section(topic):
                 formatter.write_dl(entries, col_max=30)
+
+
+def folded_topics() -> set[str]:
+    """The topics that belong to one way of training or of launching alone."""
+    classes = [cls for cls in HANDED if hasattr(cls, "__switch__") or hasattr(cls, "__distributed_type__")]
+    classes += [cls for kind in KINDS for cls in kind.settings]
+    common = {row.topic for cls in (Job, *HANDED) if cls not in classes for row in declared(cls)}
+    topics = [row.topic for cls in classes for row in declared(cls) if row.flags]
+    return {topic for topic in topics if topic not in common and topics.count(topic) > _FEW}
