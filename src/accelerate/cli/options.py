@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import click
+from click.shell_completion import CompletionItem
 
 from accelerate.core.setting import Setting, declared
 from accelerate.facade.asked import EffectsSettings
@@ -15,7 +16,7 @@ from accelerate.launch.job import Job, declarations
 from accelerate.launch.kinds import KINDS
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
 from accelerate.strategy.settings import SETTINGS
-from accelerate.world.world import WorldSettings
+from accelerate.world.settings import WorldSettings
 
 # What a launch hands on to the script, in the order of its help.
 HANDED: tuple[type[Any], ...] = (
@@ -46,6 +47,15 @@ class SettingOption(click.Option):
             metavar=None if row.switch else _metavar(row),
             help=row.help,
         )
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The values that it can have, or file names."""
+        if self.row.name.endswith(("_file", "_path", "_dir", "hostfile")):
+            return [CompletionItem(incomplete, type="dir" if self.row.name.endswith("_dir") else "file")]
+        values = [str(choice).lower() for choice in self.row.choices]
+        if not values and bool in get_args(self.row.type):
+            values = ["true", "false"]
+        return [CompletionItem(value) for value in values if value.startswith(incomplete.lower())]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         """(flags, text): the long spelling and a short one; the text tells variable and key."""
@@ -84,6 +94,11 @@ def _refused() -> list[click.Parameter]:
     return found
 
 
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """File names, which the shell knows best."""
+    return [CompletionItem(incomplete, type="file")]
+
+
 class TopicCommand(click.Command):
     """A command whose options stand under the topics of their settings.
 
@@ -95,6 +110,14 @@ class TopicCommand(click.Command):
         """Keeps what was typed, for the help, which comes before everything else is parsed."""
         ctx.meta[_TYPED] = {word.partition("=")[0] for word in args}
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Its flags, each in one spelling; what follows the script is the script's."""
+        if ctx.params.get("program"):
+            return []
+        found = super().shell_complete(ctx, incomplete)
+        dashed = "-" in incomplete.lstrip("-")
+        return [item for item in found if dashed or "-" not in str(item.value).lstrip("-")]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes one section per topic, in order of first appearance, the command's own flags last."""

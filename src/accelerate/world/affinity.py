@@ -18,6 +18,7 @@ from accelerate.core.errors import WorldError
 from accelerate.core.setting import load
 from accelerate.device.machine import Machine
 from accelerate.world import world as worlds
+from accelerate.world.settings import WorldSettings
 
 if TYPE_CHECKING:
     from accelerate.device.base import Device
@@ -105,5 +106,5 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 def bind_if_asked(local_rank: int) -> None:
     """Binds this process when ``ACCELERATE_CPU_AFFINITY`` says so; once, however often it is called."""
-    if load(worlds.WorldSettings).value.enable_cpu_affinity:
+    if load(WorldSettings).value.enable_cpu_affinity:
         set_numa_affinity(local_rank)

@@ -18,37 +18,14 @@ from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import WorldError
 from accelerate.core.handler import KwargsHandler
-from accelerate.core.setting import load, setting
+from accelerate.core.setting import load
 from accelerate.world import clusters, together
+from accelerate.world.settings import WorldSettings
 
 if TYPE_CHECKING:
     import torch
 
     from accelerate.device.base import Device
-
-
-@dataclass(frozen=True)
-class WorldSettings:
-    """Where the processes run."""
-
-    __topic__ = "Hardware"
-
-    use_cpu: bool = setting(
-        False,
-        flag="--cpu",
-        help="use the CPU even if there is an accelerator",
-        question="Train on the CPU only?",
-    )
-    debug: bool = setting(
-        False,
-        variable="ACCELERATE_DEBUG_MODE",
-        help="check the shapes of every collective on all ranks before it runs",
-    )
-    enable_cpu_affinity: bool = setting(
-        False,
-        variable="ACCELERATE_CPU_AFFINITY",
-        help="bind each process to the cores next to its device (Linux only)",
-    )
 
 
 @dataclass

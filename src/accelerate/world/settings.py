@@ -1,0 +1,34 @@
+"""What one says about the world: the launcher's flags, their variables and file keys.
+
+In a file of their own, so that a help text need not import what opens groups of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.core.setting import setting
+
+
+@dataclass(frozen=True)
+class WorldSettings:
+    """Where the processes run."""
+
+    __topic__ = "Hardware"
+
+    use_cpu: bool = setting(
+        False,
+        flag="--cpu",
+        help="use the CPU even if there is an accelerator",
+        question="Train on the CPU only?",
+    )
+    debug: bool = setting(
+        False,
+        variable="ACCELERATE_DEBUG_MODE",
+        help="check the shapes of every collective on all ranks before it runs",
+    )
+    enable_cpu_affinity: bool = setting(
+        False,
+        variable="ACCELERATE_CPU_AFFINITY",
+        help="bind each process to the cores next to its device (Linux only)",
+    )
