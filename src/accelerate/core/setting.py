@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
@@ -42,6 +42,7 @@ class Setting:
         choices: allowed values, empty for any.
         topic: heading of the help.
         question: what the wizard asks; empty when it does not.
+        when: the wizard asks only if these settings have one of these values, by name.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Setting:
     choices: tuple[Any, ...]
     topic: str
     question: str
+    when: Mapping[str, Container[Any]]
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -82,6 +84,7 @@ def setting(
     choices: Sequence[Any] = (),
     topic: str = "",
     question: str = "",
+    when: Mapping[str, Container[Any]] | None = None,
     factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declares a setting as a dataclass field.
@@ -97,6 +100,7 @@ def setting(
         choices: allowed values.
         topic: heading of the help; empty takes the class's ``__topic__``.
         question: what the wizard asks; empty means it does not ask.
+        when: the wizard asks only if these settings have one of these values, by name.
         factory: makes the default, for mutable values.
     """
     metadata = {
@@ -110,6 +114,7 @@ def setting(
         "choices": tuple(choices),
         "topic": topic,
         "question": question,
+        "when": when or {},
     }
     if factory is not dataclasses.MISSING:
         return field(default_factory=factory, metadata=metadata)
@@ -150,6 +155,7 @@ def declared(cls: type) -> tuple[Setting, ...]:
                 choices=meta["choices"] or _literal_choices(kind),
                 topic=meta["topic"] or getattr(cls, "__topic__", ""),
                 question=meta["question"],
+                when=meta["when"],
             )
         )
     return tuple(rows)

@@ -96,6 +96,16 @@ def read(path: Path, *, named: bool = True) -> ConfigFile:
     Raises:
         SettingError: it is missing, unreadable, not valid, or not a table of keys.
     """
+    values, lines = raw(path)
+    return ConfigFile(path, modern(values), lines, named)
+
+
+def raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:
+    """(what a file says, as it stands there; the line of each key of its upper two levels).
+
+    Raises:
+        SettingError: as for ``read``.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -107,7 +117,7 @@ def read(path: Path, *, named: bool = True) -> ConfigFile:
         raise SettingError(
             f"{path} is not a table of keys", why="a configuration file holds lines like 'num_processes: 2'"
         )
-    return ConfigFile(path, modern(values), lines, named)
+    return values, lines
 
 
 class MissingFileError(SettingError, FileNotFoundError):
@@ -155,6 +165,12 @@ def _lines(path: Path, node: Any, above: tuple[str, ...] = ()) -> Iterator[tuple
                 f"{path}, line {line}: the key {name!r} stands twice",
                 why=f"it stands on line {seen[name]} too",
                 fix="keep one of them",
+            )
+        if value.id == "scalar" and value.tag.endswith(":int") and ":" in value.value:
+            raise SettingError(
+                f"{path}, line {line}: {name}: {value.value} is a number of seconds in YAML",
+                why="numbers with colons are times of a day",
+                fix=f"write {name}: '{value.value}'",
             )
         seen[name] = line
         yield (*above, name), line
