@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.options import HANDED, TopicCommand, options
+from accelerate.cli.options import HANDED, TopicCommand, complete_files, options
 from accelerate.launch.job import read
 
 if TYPE_CHECKING:
@@ -38,7 +38,11 @@ PLUGIN = TopicCommand(
     callback=_run,
     params=[
         click.Argument(
-            ["program"], nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS OF SCRIPT]..."
+            ["program"],
+            nargs=-1,
+            type=click.UNPROCESSED,
+            metavar="SCRIPT [ARGUMENTS OF SCRIPT]...",
+            shell_complete=complete_files,
         ),
         *options(),
     ],

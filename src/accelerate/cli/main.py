@@ -46,6 +46,8 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the command, or says which one was probably meant."""
+        if ctx.resilient_parsing:  # a shell asks what a half-typed line may become
+            return super().resolve_command(ctx, args)
         name = args[0].replace("_", "-")
         if name in PLANNED and self.get_command(ctx, name) is None:
             raise NotBuiltError(f"accelerate {name} is not built yet", why=PLANNED[name])
