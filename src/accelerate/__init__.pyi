@@ -33,8 +33,8 @@ from accelerate.facade.accelerator import Accelerator as Accelerator
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.state import PartialState as PartialState
 from accelerate.inference import prepare_pippy as prepare_pippy
-from accelerate.launchers import debug_launcher as debug_launcher
-from accelerate.launchers import notebook_launcher as notebook_launcher
+from accelerate.launch.notebook.start import debug_launcher as debug_launcher
+from accelerate.launch.notebook.start import notebook_launcher as notebook_launcher
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs

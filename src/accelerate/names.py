@@ -60,7 +60,6 @@ MEGATRON = "training through Megatron-Core"
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
 PIPELINE = "pipeline-parallel inference over several devices"
-NOTEBOOK = "starting functions of a notebook or test on several processes"
 WIZARD = "the configuration wizard"
 TPU = "training on TPU"
 LAUNCHER = "it is an inner part of the launcher of 1.x", "call accelerate.commands.launch.launch_command"
@@ -96,7 +95,7 @@ HOMES: dict[str, dict[str, Home]] = {
         PIPELINE,
         "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     ),
-    "accelerate.launchers": later(NOTEBOOK, "debug_launcher notebook_launcher test_launch"),
+    "accelerate.launchers": at("launch.notebook.start", "debug_launcher notebook_launcher test_launch"),
     "accelerate.local_sgd": at("outer.local_sgd", "LocalSGD") | at("outer.diloco", "DiLoCo"),
     "accelerate.logging": at("watch.logging", "MultiProcessAdapter get_logger"),
     "accelerate.memory_utils": {},
@@ -168,7 +167,7 @@ HOMES: dict[str, dict[str, Home]] = {
     "accelerate.commands.merge": at(
         "cli.merge_weights", "description main merge_command merge_command_parser"
     ),
-    "accelerate.commands.test": later("this command", "main test_command test_command_parser"),
+    "accelerate.commands.test": at("cli.test", "main test_command test_command_parser"),
     "accelerate.commands.to_fsdp2": later(
         "this command",
         "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config "
@@ -321,9 +320,10 @@ HOMES: dict[str, dict[str, Home]] = {
             "facade.available:asking", "transformer_engine.pytorch.fp8:check_mxfp8_support"
         ),
     },
-    "accelerate.utils.launch": never(
+    "accelerate.utils.launch": at("launch.notebook.prepare", "PrepareForLaunch")
+    | never(
         *LAUNCHER,
-        "PrepareForLaunch env_var_path_add prepare_deepspeed_cmd_env "
+        "env_var_path_add prepare_deepspeed_cmd_env "
         "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
     ),

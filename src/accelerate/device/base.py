@@ -8,6 +8,8 @@ this folder imports torch when it is imported.
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ class Device:
         rng_key: its key in a saved ``random_states_*.pkl``.
         out_of_memory: fragments of the messages of its out-of-memory errors.
         pins: its copies to pinned host memory go on while the program does.
+        starts_ranks: its runtime starts the processes of a function itself (``start_ranks``).
 
     ``index`` is the number of a device among the visible ones everywhere; None means the current one.
     """
@@ -52,6 +55,7 @@ class Device:
     rng_key: str = ""
     out_of_memory: tuple[str, ...] = ("out of memory",)
     pins: bool = False
+    starts_ranks: bool = False
 
     def __init__(self, type: str | None = None) -> None:
         self.type = type or self.type
@@ -128,6 +132,15 @@ class Device:
     def count(self) -> int:
         """How many devices this process sees."""
         return int(self.module.device_count()) if self.available() else 0
+
+    def used(self) -> bool:
+        """Whether this process has used the device; its forks cannot, then. Asking starts nothing."""
+        ask = getattr(getattr(sys.modules.get("torch"), self.type, None), "is_initialized", None)
+        return ask is not None and bool(ask())
+
+    def start_ranks(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Calls ``function(index, *args)`` on every device, each in a process of its own."""
+        raise NotImplementedError(f"processes on {self.type} devices are started by the launcher")
 
     def probe(self, machine: Machine | None = None) -> int:
         """How many devices a new process would see, found without torch; 0 where that cannot be told."""

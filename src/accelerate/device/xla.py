@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
@@ -34,6 +35,7 @@ class Xla(Device):
     group_extension = "torch_xla.distributed.xla_backend"
     rng_key = "xm_seed"
     out_of_memory = ("RESOURCE_EXHAUSTED",)
+    starts_ranks = True
 
     @property
     def module(self) -> Any:
@@ -72,6 +74,10 @@ class Xla(Device):
     def torch_device(self, index: int | None = None) -> torch.device:
         self.load()
         return importlib.import_module("torch_xla").device(index)
+
+    def start_ranks(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """By copies of this process, which must not have touched the runtime: it serves one process."""
+        importlib.import_module("torch_xla").launch(function, args=args, start_method="fork")
 
     def bind(self, index: int) -> torch.device:
         """Nothing to bind: the runtime has given this process its device."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -21,13 +22,17 @@ class Logs:
         tee: torchrun's notation: 0 none, 1 stdout, 2 stderr, 3 both; or by rank, ``"0:3,1:2"``. None means
             both if there is a folder, else none.
         folder: where the logs go, ``rank_0.log``...; None marks without logging.
+        mark: what stands before each line of a rank.
 
     Raises:
         SettingError: ``tee`` is not written so.
         LaunchError: the folder cannot be made.
     """
 
-    def __init__(self, tee: str | None, folder: str | None) -> None:
+    def __init__(
+        self, tee: str | None, folder: str | None, mark: Callable[[int], str] = "[rank {}] ".format
+    ) -> None:
+        self.mark = mark
         self.everywhere, self.by_rank = _parse(tee if tee is not None else "3" if folder else "0")
         self.folder = None if folder is None else Path(folder).expanduser()
         if self.folder is not None:
@@ -40,6 +45,7 @@ class Logs:
             if not os.access(self.folder, os.W_OK):
                 raise LaunchError(f"the folder {folder} (--log_dir) cannot be written to")
         self.pumps: list[threading.Thread] = []
+        self.opened: set[int] = set()  # by rank; a rank that is started again adds to its log
 
     @property
     def active(self) -> bool:
@@ -58,10 +64,13 @@ class Logs:
         """Begins to read a process's output."""
         if process.stdout is None and process.stderr is None:
             return
-        log = None if self.folder is None else (self.folder / f"rank_{rank}.log").open("wb", buffering=0)
+        mode = "ab" if rank in self.opened else "wb"
+        self.opened.add(rank)
+        log = None if self.folder is None else (self.folder / f"rank_{rank}.log").open(mode, buffering=0)
+        mark = self.mark(rank).encode()
         for pipe, console in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if pipe is not None:
-                pump = threading.Thread(target=_pump, args=(pipe, console, log, rank), daemon=True)
+                pump = threading.Thread(target=_pump, args=(pipe, console, log, mark), daemon=True)
                 pump.start()
                 self.pumps.append(pump)
 
@@ -90,9 +99,9 @@ def _streams(which: str) -> int:
     return int(which)
 
 
-def _pump(pipe: IO[bytes], console: TextIO, log: IO[bytes] | None, rank: int) -> None:
+def _pump(pipe: IO[bytes], console: TextIO, log: IO[bytes] | None, mark: bytes) -> None:
     """Passes whole lines on; a carriage return ends a line too, for progress bars."""
-    mark, rest = f"[rank {rank}] ".encode(), b""
+    rest = b""
     while chunk := pipe.read1(65536):  # type: ignore[attr-defined]
         lines = (rest + chunk).replace(b"\r\n", b"\n").splitlines(keepends=True)
         rest = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
@@ -104,5 +113,9 @@ def _pump(pipe: IO[bytes], console: TextIO, log: IO[bytes] | None, rank: int) ->
 def _write(console: TextIO, mark: bytes, lines: list[bytes], log: IO[bytes] | None) -> None:
     if log is not None:
         log.write(b"".join(lines))
-    console.buffer.write(b"".join(mark + line for line in lines))
+    marked = b"".join(mark + line for line in lines)
+    if hasattr(console, "buffer"):
+        console.buffer.write(marked)
+    else:  # a notebook's, which takes text alone
+        console.write(marked.decode("utf-8", "replace"))
     console.flush()

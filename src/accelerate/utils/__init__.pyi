@@ -95,6 +95,7 @@ from accelerate.facade.precision import get_grad_scaler as get_grad_scaler
 from accelerate.facade.precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accelerate.launch.notebook.prepare import PrepareForLaunch as PrepareForLaunch
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
@@ -282,7 +283,6 @@ from accelerate.utils.imports import is_weights_only_available as is_weights_onl
 from accelerate.utils.imports import is_xccl_available as is_xccl_available
 from accelerate.utils.imports import is_xpu_available as is_xpu_available
 from accelerate.utils.imports import torchao_required as torchao_required
-from accelerate.utils.launch import PrepareForLaunch as PrepareForLaunch
 from accelerate.utils.launch import env_var_path_add as env_var_path_add
 from accelerate.utils.launch import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from accelerate.utils.launch import (

@@ -1,0 +1,118 @@
+"""A function on several machines: each starts ``accelerate launch``, whose script calls the function."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.device import Device
+from accelerate.launch import report
+from accelerate.launch.errors import RankError
+from accelerate.launch.logs import Logs
+from accelerate.launch.notebook import crew, parcel
+from accelerate.launch.plan import Variables
+from accelerate.launch.ranks import Command, Ranks
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the machines of a job find each other.
+
+    Attributes:
+        machines: how many they are.
+        machine: which one this is.
+        address: of rank 0.
+        port: of rank 0.
+        backend: the name of torch's rendezvous.
+        endpoint: where it is; "" for the address and port.
+        conf: its options.
+        id: the name of the job.
+        restarts: how often the processes of all machines are started again.
+        interval: seconds between two looks at them.
+    """
+
+    machines: int
+    machine: int
+    address: str
+    port: int
+    backend: str
+    endpoint: str
+    conf: Mapping[str, Any]
+    id: str
+    restarts: int
+    interval: float
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        processes: int,
+        device: Device,
+        variables: Variables,
+    ) -> list[Any]:
+        """What ``function(*args)`` returned on the processes of this machine.
+
+        Args:
+            function: what to call.
+            args: with what.
+            processes: on how many processes of each machine.
+            device: on which type of device.
+            variables: what each process is told by its environment.
+
+        Raises:
+            LaunchError: the function cannot be sent.
+            FunctionError: it failed, or the machines did not meet; what the launcher said is printed.
+            KeyboardInterrupt: the cell was interrupted.
+        """
+        with tempfile.TemporaryDirectory(prefix="accelerate-") as name:
+            folder = Path(name)
+            parcel.write(folder / "parcel", function, args)
+            # No file of the user's says more than this call does.
+            (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
+            script = (crew.STARTER, str(folder / "parcel"), name)
+            program = (sys.executable, "-m", "accelerate", "launch")
+            flags = tuple(self._flags(folder / "settings.yaml", processes, device))
+            logs = Logs("3", None, mark=lambda rank: "")
+            launcher = Command((*program, *flags, *script), environ.child(variables), *logs.pipes(0))
+            # It ends its ranks itself, and needs longer for that than they do.
+            outcome = Ranks([launcher], stop_timeout=4 * crew.STOP_TIMEOUT, started=logs.read).run()
+            logs.finish()
+            error = crew.raised(
+                outcome, folder, self._error(folder, processes, report.failure(outcome, folder))
+            )
+            if error is not None:
+                raise error
+            return list(crew.results(folder, processes))
+
+    def _flags(self, settings: Path, processes: int, device: Device) -> Iterator[str]:
+        yield from ("--config_file", str(settings), "--tee", "3")
+        yield from ("--num_processes", str(processes * self.machines), "--num_machines", str(self.machines))
+        yield from ("--machine_rank", str(self.machine), "--rdzv_backend", self.backend)
+        yield from ("--main_process_ip", self.address, "--main_process_port", str(self.port))
+        yield from ("--max_restarts", str(self.restarts), "--monitor_interval", str(self.interval))
+        if self.endpoint:
+            yield from ("--rdzv_endpoint", self.endpoint)
+        if self.id != "none":
+            yield from ("--rdzv_id", self.id)
+        if self.conf:
+            yield from ("--rdzv_conf", ",".join(f"{key}={value}" for key, value in self.conf.items()))
+        if device.type == "cpu":
+            yield "--cpu"
+
+    def _error(self, folder: Path, processes: int, error: RankError | None) -> RankError | None:
+        """The launcher's own end, with the traceback of the rank of this machine that failed first."""
+        files = [report.error_file(folder, rank) for rank in range(processes)]
+        left = {file: file.read_text(encoding="utf-8") for file in files if file.is_file()}
+        if error is None or not left:
+            return error
+        first = min(left.values(), key=lambda text: int(text.split(" ", 1)[0]))
+        head, _, error.traceback = first.partition("\n")
+        error.what = f"the function failed on this machine: {head.split(' ', 2)[2]}"
+        error.why = ""
+        return error

@@ -1,0 +1,15 @@
+"""The first file of a rank that runs a function: ``starter.py PARCEL FOLDER [RANK]``.
+
+It imports nothing of this package before the modules of the notebook's own process can be found.
+"""
+
+import pickle
+import sys
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "rb") as file:
+        start, (folder, *rank) = pickle.load(file), sys.argv[2:]
+        sys.path[:] = start["path"]
+        from accelerate.launch.notebook.rank import run_parcel
+
+        run_parcel(file, start, folder, *rank)
