@@ -1,4 +1,4 @@
-"""Settings: one declaration, five sources, and an error for everything that does not fit."""
+"""Settings: one declaration, six sources, and an error for everything that does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.setting import SOURCES, declared, load, setting
+from accelerate.core.setting import SOURCES, Told, declared, load, setting
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ GIVEN: dict[str, dict[str, Any]] = {
     "code": {"code": {"{name}": 40}},
     "flag": {"flags": {"{name}": "30"}},
     "environment": {"env": {"ACCELERATE_{NAME}": "20"}},
+    "scheduler": {"told": {"{name}": Told("15", "JOB_SPEED")}},
     "file": {"file": {"{name}": 10}},
 }
-WINS = {"code": 40, "flag": 30, "environment": 20, "file": 10}
+WINS = {"code": 40, "flag": 30, "environment": 20, "scheduler": 15, "file": 10}
 
 
 def given(sources: tuple[str, ...], name: str) -> dict[str, Any]:
@@ -66,15 +67,15 @@ def given(sources: tuple[str, ...], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("cls", "name"), [(Top, "speed"), (Nested, "engine_version")])
 @pytest.mark.parametrize("order", list(permutations(GIVEN)))
 def test_the_documented_source_wins_in_any_order(cls: type, name: str, order: tuple[str, ...]) -> None:
-    """F4: all 24 orders of four sources, of a top-level and of a nested key; every source is remembered."""
+    """F4: all 120 orders of five sources, of a top-level and of a nested key; every source is remembered."""
     loaded = load(cls, **given(order, name))
     assert getattr(loaded.value, name) == 40
     assert [(o.source, o.value) for o in loaded.origins[name]] == [*WINS.items(), ("default", 1)]
 
 
-@pytest.mark.parametrize("missing", range(1, 5))
+@pytest.mark.parametrize("missing", range(1, 6))
 def test_the_next_source_wins_where_one_says_nothing(missing: int) -> None:
-    """F4: code > flag > environment > file > default."""
+    """F4: code > flag > environment > scheduler > file > default."""
     left = SOURCES[missing:-1]
     loaded = load(Top, **given(left, "speed"))
     assert loaded.value.speed == WINS.get(left[0], 1) if left else loaded.value.speed == 1

@@ -6,7 +6,8 @@
 
 declares ``--num_processes`` (and ``--num-processes``), ``ACCELERATE_NUM_PROCESSES`` and the key
 ``num_processes``. ``load`` fills the class from all sources and keeps, for each value, where it came from.
-Precedence: code > flag > environment > file > default. A wrong value is an error whether it wins or not.
+Precedence: code > flag > environment > scheduler > file > default. A wrong value is an error whether it
+wins or not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
 
 T = TypeVar("T")
-SOURCES = ("code", "flag", "environment", "file", "default")
+SOURCES = ("code", "flag", "environment", "scheduler", "file", "default")
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,19 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Told:
+    """A value that whoever started this process tells, in words of its own.
+
+    Attributes:
+        value: the value.
+        where: what said so, for example a scheduler's variable.
+    """
+
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
 class Loaded(Generic[T]):
     """A filled settings class and, per field, every source that gave a value, the winner first."""
 
@@ -216,6 +230,7 @@ def load(
     code: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
+    told: Mapping[str, Told] | None = None,
     file: Mapping[str, Any] | None = None,
     file_name: str = "the configuration file",
     lines: Mapping[str, int] | None = None,
@@ -227,6 +242,7 @@ def load(
         code: values given in Python, by field name.
         flags: values typed on the command line, by field name (text or typed).
         env: the environment to read; the process's own when None.
+        told: what a scheduler says, by field name.
         file: the part of the configuration file that belongs to ``cls`` (its section).
         file_name: how to call that file in errors.
         lines: the line of that file each of these keys stands on, where known.
@@ -242,6 +258,7 @@ def load(
         "code": code or {},
         "flag": flags or {},
         "environment": {row.name: environment.get(row.variable) or None for row in rows if row.variable},
+        "scheduler": {name: each.value for name, each in (told or {}).items()},
         "file": book.values(),
     }
     values: dict[str, Any] = {}
@@ -251,8 +268,8 @@ def load(
         for source, given in sources.items():
             value = given.get(row.name)
             if value is not None:
-                where = book.where(row) if source == "file" else _where(row, source)
-                text = source in ("flag", "environment")
+                where = book.where(row) if source == "file" else _where(row, source, told or {})
+                text = source in ("flag", "environment", "scheduler")
                 found.append(Origin(source, where, checked(row, value, where, text=text)))
         if row.default is not dataclasses.MISSING:
             found.append(Origin("default", "", row.default))
@@ -263,9 +280,11 @@ def load(
     return Loaded(cls(**values), origins)
 
 
-def _where(row: Setting, source: str) -> str:
+def _where(row: Setting, source: str, told: Mapping[str, Told]) -> str:
     if source == "code":
         return f"the argument {row.name}"
+    if source == "scheduler":
+        return told[row.name].where
     return row.flags[0] if source == "flag" else f"the environment variable {row.variable}"
 
 

@@ -63,10 +63,16 @@ class Scheduler:
 
     name = ""
     narrows = True
+    # Each process that it starts is a rank for sure, also where there is one on each machine.
+    counts_ranks = False
     rank_names: tuple[str, ...] = ()
     size_names: tuple[str, ...] = ()
     local_rank_names: tuple[str, ...] = ()
     local_size_names: tuple[str, ...] = ()
+    node_names: tuple[str, ...] = ()
+    nodes_names: tuple[str, ...] = ()
+    hosts_names: tuple[str, ...] = ()
+    job_names: tuple[str, ...] = ()
 
     def __init__(self, env: Env) -> None:
         self.env = env
@@ -89,10 +95,10 @@ class Scheduler:
         return _int(self.env, *self.local_size_names)
 
     def node(self) -> int | None:
-        return _int(self.env, *NODE)
+        return _int(self.env, *self.node_names, *NODE)
 
     def nodes(self) -> int | None:
-        return _int(self.env, *NODES)
+        return _int(self.env, *self.nodes_names, *NODES)
 
     def address(self) -> str | None:
         return self.env.get("MASTER_ADDR") or None
@@ -106,10 +112,7 @@ class Scheduler:
         Raises:
             WorldError: a value is missing and cannot be derived, or two contradict each other.
         """
-        rank = self._need("rank", self.rank(), self.rank_names)
-        size = self._need("size", self.size(), self.size_names)
-        local_rank, local_size = self._local(rank, size)
-        node, nodes = self._place(rank, size, local_rank, local_size)
+        rank, size, local_rank, local_size, node, nodes = self.place()
         address = self.address() or ("127.0.0.1" if nodes == 1 else None)
         if address is None:
             raise WorldError(
@@ -123,6 +126,21 @@ class Scheduler:
         return _checked(
             Cluster(self.name, rank, size, local_rank, local_size, node, nodes, address, port, self.narrows)
         )
+
+    def place(self) -> tuple[int, int, int, int, int, int]:
+        """(rank, size, local rank, local size, node, nodes), completed.
+
+        Raises:
+            WorldError: one of them is missing and cannot be derived.
+        """
+        rank = self._need("rank", self.rank(), self.rank_names)
+        size = self._need("size", self.size(), self.size_names)
+        local_rank, local_size = self._local(rank, size)
+        return rank, size, local_rank, local_size, *self._place(rank, size, local_rank, local_size)
+
+    def source(self, names: tuple[str, ...]) -> str:
+        """The first of ``names`` that is set; the launcher's own name when the value was derived."""
+        return next((name for name in names if self.env.get(name)), self.name)
 
     def _local(self, rank: int, size: int) -> tuple[int, int]:
         local_rank, local_size = self.local_rank(), self.local_size()
@@ -174,6 +192,7 @@ class Torchrun(Scheduler):
 
     name = "torchrun"
     narrows = False
+    counts_ranks = True
     rank_names = ("RANK",)
     size_names = ("WORLD_SIZE",)
     local_rank_names = ("LOCAL_RANK",)
@@ -192,6 +211,8 @@ class Lsf(Scheduler):
     size_names = ("JSM_NAMESPACE_SIZE",)
     local_rank_names = ("JSM_NAMESPACE_LOCAL_RANK",)
     local_size_names = ("JSM_NAMESPACE_LOCAL_SIZE",)
+    hosts_names = ("LSB_MCPU_HOSTS", "LSB_HOSTS")
+    job_names = ("LSB_JOBID",)
 
     @classmethod
     def detect(cls, env: Env) -> bool:
@@ -217,14 +238,14 @@ class OpenMpi(Scheduler):
     """Open MPI's ``mpirun``. Source: Open MPI FAQ, "environment variables set at run time"."""
 
     name = "Open MPI"
+    nodes_names = ("OMPI_MCA_orte_num_nodes",)
     rank_names = ("OMPI_COMM_WORLD_RANK",)
     size_names = ("OMPI_COMM_WORLD_SIZE",)
     local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
     local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
 
     def nodes(self) -> int | None:
-        told = super().nodes()
-        return _int(self.env, "OMPI_MCA_orte_num_nodes") if told is None else told
+        return _int(self.env, *NODES, *self.nodes_names)
 
 
 class Mvapich(Scheduler):
@@ -271,6 +292,10 @@ class Slurm(Scheduler):
     size_names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     local_rank_names = ("SLURM_LOCALID",)
     local_size_names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    node_names = ("SLURM_NODEID",)
+    nodes_names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    hosts_names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    job_names = ("SLURM_JOB_ID",)
     step = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID")
 
     @classmethod
@@ -288,7 +313,7 @@ class Slurm(Scheduler):
 
     def hosts(self) -> list[str]:
         """Machines of the step, in order."""
-        for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        for name in self.hosts_names:
             if self.env.get(name):
                 return expand_nodes(self.env[name], where=name)
         return []
@@ -306,10 +331,10 @@ class Slurm(Scheduler):
         return counts[node] if node is not None and node < len(counts) else None
 
     def node(self) -> int | None:
-        return _int(self.env, "SLURM_NODEID")
+        return _int(self.env, *self.node_names)
 
     def nodes(self) -> int | None:
-        return _int(self.env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+        return _int(self.env, *self.nodes_names)
 
     def address(self) -> str | None:
         hosts = self.hosts() if self.nodes() != 1 else []
@@ -361,6 +386,17 @@ class Kubeflow(Scheduler):
         return self.size()
 
 
+class Machines(Kubeflow):
+    """A launcher that is told the number of its machine by torchrun's names, as in pods of any cluster."""
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self.name = Kubeflow.name if Kubeflow.detect(env) else Torchrun.name
+
+    def local_rank(self) -> int:
+        return 0
+
+
 SCHEDULERS: tuple[type[Scheduler], ...] = (Lsf, OpenMpi, Mvapich, Hydra, Slurm)
 
 
@@ -373,16 +409,16 @@ def detect(env: Env) -> Cluster | None:
     Raises:
         WorldError: the variables are incomplete or contradict each other.
     """
-    found = next((scheduler for scheduler in SCHEDULERS if scheduler.detect(env)), None)
+    found = scheduler(env)
     rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
     if rank is not None and size is not None:
         if Kubeflow.detect(env) and found is None:
             return Kubeflow(env).cluster()
-        return Torchrun({**_below(found, env, rank, size), **env}).cluster()
+        return protocol(env).cluster()
     if found is None:
         _refuse_partial(env, rank, size)
         return None
-    cluster = found(env).cluster()
+    cluster = found.cluster()
     if size not in (None, cluster.size):
         raise WorldError(
             f"WORLD_SIZE={size}, but {cluster.name} started {cluster.size} processes",
@@ -391,12 +427,43 @@ def detect(env: Env) -> Cluster | None:
     return cluster if cluster.size > 1 else None
 
 
-def _below(found: type[Scheduler] | None, env: Env, rank: int, size: int) -> dict[str, str]:
-    """What the scheduler under torchrun's protocol adds to it, if it describes the same processes."""
-    complete = all(env.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"))
-    if found is None or complete or (found(env).rank(), found(env).size()) != (rank, size):
-        return {}
-    cluster = found(env).cluster()
+def scheduler(env: Env) -> Scheduler | None:
+    """The scheduler or MPI that started this process; None when none did. Torchrun is no scheduler."""
+    return next((found(env) for found in SCHEDULERS if found.detect(env)), None)
+
+
+def around(env: Env) -> Scheduler | None:
+    """Who started a launcher; None when it was started alone.
+
+    Torchrun's protocol without a local rank counts machines for a launcher, whoever wrote it: a process that
+    could be a rank would have been told which of its machine it is.
+    """
+    found, spoken = scheduler(env), Torchrun(env)
+    rank, size = spoken.rank(), spoken.size()
+    if rank is None or size is None:
+        return found
+    exported = "TORCHELASTIC_RUN_ID" not in env
+    if found is not None and exported and (found.rank(), found.size()) == (rank, size):
+        return found
+    return spoken if env.get("LOCAL_RANK") else Machines(env)
+
+
+def protocol(env: Env) -> Scheduler:
+    """Torchrun's protocol; a scheduler below that tells the same rank and size fills in what it leaves out.
+
+    Such a scheduler may also have narrowed the devices that this process sees.
+    """
+    found = scheduler(env)
+    spoken = Torchrun(env)
+    if found is None or (found.rank(), found.size()) != (spoken.rank(), spoken.size()):
+        return spoken
+    if not all(env.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")):
+        spoken = Torchrun({**_as_protocol(found.cluster()), **env})
+    spoken.narrows = found.narrows
+    return spoken
+
+
+def _as_protocol(cluster: Cluster) -> dict[str, str]:
     return {
         "LOCAL_RANK": str(cluster.local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.local_size),
