@@ -22,7 +22,7 @@ FLOORS = (
     ("world",),
     ("data", "precision", "strategy", "checkpoint", "offload", "outer", "track", "watch"),
     ("facade", "launch"),
-    ("cli",),
+    ("check", "cli"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FACE = len(FLOORS)  # names.py and the public modules, which only look names up

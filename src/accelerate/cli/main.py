@@ -24,7 +24,6 @@ PLANNED = {
     "config": "a wizard that writes the configuration file; until then write the file by hand: "
     "`accelerate launch --help` names every key",
     "estimate-memory": "a table of how much memory a model takes, from its configuration",
-    "test": "a quick check of the configured set-up: ranks, collectives, loaders, precision, checkpoints",
     "to-fsdp2": "turning a configuration of the first sharded engine into one of the second",
     "tpu-config": "running a command on every machine of a TPU pod",
 }

@@ -1,0 +1,101 @@
+"""``accelerate test``: a quick real check of the set-up that a launch would use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accelerate.cli.options import HANDED, TopicCommand, options
+from accelerate.core.errors import SettingError
+from accelerate.launch.errors import RankError
+from accelerate.launch.job import read
+
+if TYPE_CHECKING:
+    import argparse
+
+SCRIPT = Path(__file__).resolve().parents[1] / "test_utils" / "scripts" / "test_script.py"
+SUCCESS = "Test is a success! You are ready for your distributed training!"
+
+_HELP = """Launch a quick check of the configured set-up, and print a table of what works.
+
+\b
+accelerate test                                   what `accelerate launch` would use here
+accelerate test -n 2 --cpu                        any flags of a launch
+The processes are started as for any script. They look at ranks and devices, collectives, data, precision,
+training and checkpoints. The exit code is 0 if nothing failed.
+"""
+
+
+def _test(given: dict[str, Any]) -> None:
+    """Launches the checks.
+
+    Raises:
+        RankError: a check failed, after the table was printed; or a process did.
+    """
+    from accelerate.launch.base import launch
+
+    wrong = next((name for name in ("module", "no_python") if given.get(name)), None)
+    if wrong:
+        raise SettingError(f"--{wrong} says what kind of script is launched, but the script is a fixed one")
+    launch(read(given, (str(SCRIPT),), HANDED))
+    click.echo(f"\n{SUCCESS}")
+
+
+def _run(**given: Any) -> None:
+    try:
+        _test(given)
+    except RankError as error:
+        if error.traceback:
+            raise
+        # The table has said what failed; that its process left with code 1 is no news.
+        click.echo("\nTest failed: the table says which checks, and on which ranks.", file=sys.stderr)
+        sys.exit(error.code)
+
+
+PLUGIN = TopicCommand(
+    "test",
+    callback=_run,
+    params=[*options()],
+    context_settings={"max_content_width": 110},
+    help=_HELP,
+    short_help="Check ranks, collectives, data, precision and checkpoints of a set-up.",
+)
+
+
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028
+    """An argparse parser with the flag ``--config_file``.
+
+    Args:
+        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``test`` to it.
+    """
+    import argparse
+
+    parser = (
+        argparse.ArgumentParser("accelerate test") if subparsers is None else subparsers.add_parser("test")
+    )
+    parser.add_argument(
+        "--config_file", "--config-file", default=None, help="the configuration file of the set-up to check"
+    )
+    if subparsers is not None:
+        parser.set_defaults(func=test_command)
+    return parser
+
+
+def test_command(args: argparse.Namespace) -> None:
+    """Launches the checks and prints what they saw.
+
+    Args:
+        args: what ``test_command_parser().parse_args()`` returned.
+
+    Raises:
+        RankError: a check failed.
+    """
+    _test({"config_file": args.config_file})
+
+
+def main() -> None:
+    """``python -m accelerate.commands.test``."""
+    test_command(test_command_parser().parse_args())

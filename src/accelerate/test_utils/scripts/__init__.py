@@ -1,0 +1,1 @@
+"""Scripts that are launched to see whether a set-up works."""

@@ -1,0 +1,12 @@
+"""What ``accelerate test`` launches: the checks of ``accelerate.check``, on every process."""
+
+
+def main() -> None:
+    """Runs the checks, and ends this process with code 1 if one failed."""
+    from accelerate.check import run
+
+    run.main()
+
+
+if __name__ == "__main__":
+    main()

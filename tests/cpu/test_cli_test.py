@@ -1,0 +1,235 @@
+"""``accelerate test``: what it says of a set-up that works, and that every check can fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.check import loaders
+from accelerate.check.base import Outcome, tried
+from accelerate.check.rows import ROWS
+from accelerate.cli.test import SUCCESS
+from accelerate.world import collective
+from tests.support.command import Running, accelerate, launch
+
+NAMES = [name for name, _ in ROWS]
+CHECKS = dict(ROWS)
+
+
+def table(stdout: str) -> dict[str, tuple[str, str]]:
+    """name of a check -> (its result, what was seen)."""
+    lines = stdout.split("what was seen\n")[1].split("\n\n")[0].splitlines()
+    return {line[:16].rstrip(): (line[18:26].rstrip(), line[28:]) for line in lines}
+
+
+# ---------------------------------------------------------------- set-ups that work
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_set_up_that_works(processes: int) -> None:
+    """F1: the world is as large as was asked; every sample comes once; the table comes from a real launch."""
+    result = accelerate("test", "--cpu", "-n", str(processes), "--mixed_precision", "bf16")
+    assert result.returncode == 0, result.output
+    assert result.stdout.splitlines()[-1] == SUCCESS
+    assert result.stdout.startswith("1 process on cpu" if processes == 1 else "2 processes on cpu")
+    found = table(result.stdout)
+    assert list(found) == NAMES
+    results = {name: result for name, (result, _) in found.items()}
+    assert results == dict.fromkeys(NAMES, "ok") | ({"speed": "skipped"} if processes == 1 else {})
+    assert found["ranks"][1] == f"{processes} on 1 machine: {', '.join(['cpu'] * processes)}"
+    assert found["precision"][1] == "bf16: a layer gives bfloat16"
+    assert not result.survivors()
+
+
+def test_the_file_says_which_set_up_and_a_user_may_launch_the_script(tmp_path: Path) -> None:
+    """The import path of the script is a promise; programs run it under launchers of their own."""
+    file = tmp_path / "two.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n")
+    result = accelerate("test", "--config_file", str(file))
+    assert result.returncode == 0, result.output
+    assert table(result.stdout)["ranks"] == ("ok", "2 on 1 machine: cpu, cpu")
+    alone = Running([sys.executable, "-m", "accelerate.test_utils.scripts.test_script"]).wait()
+    assert alone.returncode == 0, alone.output
+    assert list(table(alone.stdout)) == NAMES
+
+
+def test_flags_that_name_another_script_are_refused() -> None:
+    for flag in ("--module", "--no_python"):
+        result = accelerate("test", flag)
+        assert result.returncode == 2
+        assert flag in result.stderr
+        assert not result.stdout
+
+
+# ---------------------------------------------------------------- every check can fail
+
+
+def fails(name: str, accelerator: Accelerator | None = None) -> str:
+    """What the check says of what is broken."""
+    outcome = tried(CHECKS[name], accelerator or Accelerator(cpu=True))
+    assert outcome.result == "failed", outcome
+    assert "Traceback" in outcome.trace
+    return outcome.text
+
+
+def test_a_world_that_is_not_the_one_that_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1, F2: a rank that is alone although the launcher told it of two."""
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert fails("ranks", accelerator) == "WORLD_SIZE is 2, but the world has 1"
+
+
+def test_collectives_that_give_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Accelerator.gather
+    monkeypatch.setattr(
+        Accelerator, "gather", lambda self, tree: right(self, {k: v + 1 for k, v in tree.items()})
+    )
+    assert fails("gather") == "what was gathered is [1, 2, 3], not [0, 1, 2]"
+    monkeypatch.setattr(Accelerator, "reduce", lambda self, own, **options: 2 * own)
+    assert fails("reduce") == "the sum is [2.0, 0.0], not [1.0, 0.0]"
+    monkeypatch.setattr(collective, "broadcast", lambda own, from_process: own + 1)
+    assert "what rank 0 sent" in fails("broadcast")
+    monkeypatch.setattr(collective, "broadcast_object_list", lambda own: [None, *own])
+    assert "what rank 0 sent" in fails("objects")
+
+
+def test_samples_that_are_missing_or_seen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C1, A14: in each of the four ways to read."""
+    right = Accelerator.gather_for_metrics
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "gather_for_metrics", lambda self, rows: right(self, rows)[1:])
+        for name in NAMES:
+            if name.startswith("data"):
+                assert "leaves out" in fails(name)
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "gather_for_metrics", lambda self, rows: right(self, rows).repeat(2))
+        assert fails("data, even") == "epoch 0 counts 12 of 12 samples twice"
+
+
+def test_an_order_that_is_not_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(data: Any, batch_size: int, shuffle: bool) -> DataLoader[Any]:
+        return DataLoader(data, batch_size)
+
+    monkeypatch.setattr(loaders, "DataLoader", plain)
+    assert fails("data, shuffled") == "the order is not shuffled"
+
+
+def test_a_precision_that_is_not_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F15: it was asked for, and the forward does not know."""
+    assert fails("precision", Accelerator(cpu=True, mixed_precision="bf16")) == (
+        "the precision in use is bf16, not no"
+    )
+    Accelerator().state._reset_state(True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(Accelerator, "prepare", lambda self, model: model)
+    assert "torch.float32" in fails("precision")
+
+
+def test_training_that_is_not_that_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Accelerator.backward
+    monkeypatch.setattr(Accelerator, "backward", lambda self, loss: right(self, 2 * loss))
+    assert "weights differ by" in fails("training")
+
+
+def test_checkpoints_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Accelerator.load_state
+    monkeypatch.setattr(Accelerator, "load_state", lambda self, folder: None)
+    assert "tensors are not what was saved" in fails("checkpoint")
+
+    def draws(self: Accelerator, folder: str) -> None:
+        right(self, folder)
+        torch.rand(1)
+
+    monkeypatch.setattr(Accelerator, "load_state", draws)
+    assert fails("checkpoint") == "random numbers do not go on where they were"
+
+
+def test_one_process_has_no_speed_to_measure() -> None:
+    assert tried(CHECKS["speed"], Accelerator(cpu=True)) == Outcome(
+        "skipped", "one process exchanges nothing"
+    )
+
+
+# ---------------------------------------------------------------- a check fails on one rank
+
+BROKEN = """
+from accelerate.check.base import expect
+from accelerate.check.rows import ROWS
+from accelerate.check.run import main
+
+def value(accelerator):
+    expect(accelerator.process_index != 1, "a wrong value")
+    return "right"
+
+def early(accelerator):
+    if accelerator.process_index == RANK:
+        raise KeyError("broken on purpose")
+    accelerator.wait_for_everyone()
+    return "all came"
+
+main(CHECKS, grace=1)
+"""
+
+
+def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checked() -> None:
+    script = BROKEN.replace("CHECKS", "[('value', value), *ROWS[:2]]")
+    result = launch("--cpu", "-n", "2", script_text=script)
+    assert result.returncode == 1, result.output
+    found = table(result.stdout)
+    assert found["value"] == ("failed", "rank 1: a wrong value")
+    assert [found[name][0] for name in NAMES[:2]] == ["ok", "ok"]
+    assert "value, rank 1:\nTraceback" in result.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_does_not_leave_the_others_waiting(rank: int) -> None:
+    """C4: it fails in the middle of a check and goes on; the other waits for it in a collective."""
+    script = BROKEN.replace("CHECKS", "[ROWS[0], ('early', early), *ROWS[1:]]").replace("RANK", str(rank))
+    result = launch("--cpu", "-n", "2", script_text=script)
+    assert result.returncode == 1, result.output
+    found = table(result.stdout)
+    assert found["ranks"][0] == "ok"
+    assert found["early"][0] == "failed"
+    assert f"rank {rank}: KeyError: 'broken on purpose'" in found["early"][1]
+    assert {found[name][0] for name in NAMES[1:]} == {"skipped"}
+    assert f"early, rank {rank}:\nTraceback" in result.stderr
+    assert not result.survivors()
+
+
+# Breaks the checks in the processes that the command launches.
+SABOTAGE = """
+import importlib.util, sys
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name != "accelerate.check.rows":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        right = spec.loader.exec_module
+        def exec_module(module):
+            right(module)
+            from accelerate.check.base import expect
+            def broken(accelerator):
+                expect(accelerator.process_index != 1, "broken on purpose")
+            module.ROWS = (*module.ROWS[:1], ("sabotaged", broken))
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Broken())
+"""
+
+
+def test_the_command_names_the_check_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
+    result = accelerate("test", "--cpu", "-n", "2", env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1, result.output
+    assert table(result.stdout)["sabotaged"] == ("failed", "rank 1: broken on purpose")
+    assert SUCCESS not in result.stdout
+    assert result.stderr.splitlines()[-1] == ("Test failed: the table says which checks, and on which ranks.")
