@@ -93,7 +93,7 @@ def _keep_crash(fault_file: str) -> None:
         return
     try:
         # Left open for the life of the process: a crash cannot open it.
-        faulthandler.enable(open(fault_file, "w"))  # noqa: SIM115
+        faulthandler.enable(os.open(fault_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError:
         faulthandler.enable()
 
