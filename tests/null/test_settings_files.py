@@ -219,7 +219,6 @@ def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
         "downcast_bf16: 'yes'",
         "tpu_use_cluster: true",
         "compute_environment: AMAZON_SAGEMAKER\niam_role_name: x",
-        "rdzv_backend: etcd",
     ],
 )
 def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: str) -> None:
@@ -231,14 +230,11 @@ def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: s
 def test_a_switch_that_is_not_built_yet_is_refused_however_it_is_called() -> None:
     with pytest.raises(NotBuiltError, match="--zero_stage is not built yet"):
         read({"zero_stage": "2"}, ("x.py",), HANDED)
-    read({"same_network": True, "rdzv_backend": "static", "max_restarts": "0"}, ("x.py",), HANDED)
-    with pytest.raises(NotBuiltError, match="--max_restarts"):
-        read({"max_restarts": "3"}, ("x.py",), HANDED)
 
 
 def test_the_table_of_what_will_come_names_only_promised_flags() -> None:
     promised = {flag.lstrip("-").replace("-", "_") for flag in contract()["flags"]["launch"]}
-    torchruns = {"rdzv_id", "rdzv_endpoint", "standalone", "fp8_format", "tpu_use_cluster"}
+    torchruns = {"fp8_format", "tpu_use_cluster"}
     assert {*later.flags(), *later.switches()} - torchruns <= promised
 
 

@@ -194,10 +194,10 @@ def test_devices_whose_launch_is_not_built_yet(
         place(asks(), Machine(tmp_path, {}, {}))
 
 
-def test_several_machines_are_not_built_yet(asks: Any) -> None:
-    with pytest.raises(NotBuiltError, match=r"2 machines \(--num_machines\)") as error:
-        choose(asks(num_machines="2"))
-    assert "torchrun" in error.value.fix
+def test_every_job_has_a_kind_of_launch(asks: Any) -> None:
+    assert choose(asks()).name == "this machine"
+    for flags in ({"num_machines": "2"}, {"num_machines": "1:4"}, {"max_restarts": "1"}):
+        assert choose(asks(**flags)).name == "several machines, restarts"
 
 
 # ---------------------------------------------------------------- what the processes are told

@@ -6,7 +6,6 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
-from accelerate.core.errors import NotBuiltError
 from accelerate.launch import effects, show
 from accelerate.launch.check import check
 from accelerate.launch.job import Request
@@ -56,20 +55,8 @@ class Kind(ABC, Generic[P]):
 
 
 def choose(request: Request) -> Kind[Any]:
-    """The kind of launch for a request.
-
-    Raises:
-        NotBuiltError: none takes it.
-    """
-    takers = sorted((kind for kind in KINDS if kind.takes(request)), key=lambda kind: -kind.priority)
-    if not takers:
-        where = request.origin("num_machines").where
-        raise NotBuiltError(
-            f"a job on {request.settings.num_machines} machines ({where}) is not built yet",
-            why="launching on several machines comes with the elastic launcher",
-            fix="until then start one torchrun per machine; the script needs no change",
-        )
-    return takers[0]
+    """The kind of launch for a request; between them, the kinds of this package take every one."""
+    return max((kind for kind in KINDS if kind.takes(request)), key=lambda kind: kind.priority)
 
 
 def launch(request: Request, *, replace: bool = False) -> None:

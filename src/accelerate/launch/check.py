@@ -47,14 +47,15 @@ def check(request: Request) -> None:
     """
     job = request.settings
     _at_least(request, "num_processes", 1)
-    _at_least(request, "num_machines", 1)
+    _at_least(request, "nproc_per_node", 1)
     _at_least(request, "machine_rank", 0)
     _at_least(request, "num_cpu_threads_per_process", 1)
     _at_least(request, "stop_timeout", 0)
-    if job.machine_rank >= job.num_machines:
+    _, machines = request.machines
+    if job.machine_rank >= machines:
         raise SettingError(
             f"{said(request, 'machine_rank')}, but {said(request, 'num_machines')}",
-            why=f"machines are counted from 0: the last of {job.num_machines} is {job.num_machines - 1}",
+            why=f"machines are counted from 0: the last of {machines} is {machines - 1}",
         )
     port = job.main_process_port
     if port is not None and not 0 <= port <= 65535:
@@ -116,7 +117,7 @@ def place(request: Request, machine: Machine) -> Place:
     processes = _processes(request, machine, count)
     if count and processes > count:
         raise SettingError(
-            f"{processes} processes are asked for ({request.origin('num_processes').where}), "
+            f"{processes} processes are asked for ({request.local_processes.where}), "
             f"but there are {count} {device.type} devices ({_limit(request, device, machine, ids)})",
             why="each process needs a device of its own",
             fix=f"start {count}, or use the CPU: accelerate launch --cpu ...",
@@ -203,7 +204,7 @@ def _ids(request: Request, device: Device, present: int) -> list[int] | None:
 
 
 def _processes(request: Request, machine: Machine, count: int) -> int:
-    wanted = request.settings.num_processes
+    wanted = request.local_processes.value
     if isinstance(wanted, int):
         return wanted
     alone = _typed(request.origin("distributed_type"), ALONE) and not request.settings.multi_gpu

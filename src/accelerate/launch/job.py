@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.setting import Loaded, Origin, Setting, declared, load, setting
+from accelerate.core.setting import SOURCES, Loaded, Origin, Setting, declared, load, setting
 from accelerate.launch import files, later
 from accelerate.launch.files import ConfigFile
 from accelerate.launch.kinds import KINDS
@@ -31,11 +31,16 @@ class Job:
 
     num_processes: int | Literal["auto", "gpu", "cpu"] | None = setting(
         None,
-        flags=("-n", "--nproc_per_node"),
-        help="how many processes to start; by default one per device, one on a CPU",
+        flags=("-n",),
+        help="how many processes to start, on all machines together; by default one per device, one on a CPU",
         question="How many processes in all?",
     )
-    num_machines: int = setting(1, flags=("--nnodes",), help="how many machines take part")
+    nproc_per_node: int | Literal["auto", "gpu", "cpu"] | None = setting(
+        None, variable=None, in_file=False, help="how many processes to start on each machine"
+    )
+    num_machines: int | str = setting(
+        1, flags=("--nnodes",), help="how many machines take part: a number, or from 1 to 4 as 1:4"
+    )
     machine_rank: int = setting(0, flags=("--node_rank",), help="the number of this machine, from 0")
     main_process_ip: str | None = setting(None, flags=("--master_addr",), help="the address of rank 0")
     main_process_port: int | None = setting(
@@ -158,6 +163,57 @@ class Request:
     def get(self, name: str) -> Any:
         """The value of any setting, the job's or a handed one."""
         return self.origin(name).value
+
+    @property
+    def machines(self) -> tuple[int, int]:
+        """The fewest and the most machines that take part: 2 is ``(2, 2)``, ``"1:4"`` is ``(1, 4)``.
+
+        Raises:
+            SettingError: it is neither a number nor a range.
+        """
+        origin = self.origin("num_machines")
+        ends = str(origin.value).split(":")
+        if not 1 <= len(ends) <= 2 or not all(end.strip().lstrip("-").isdecimal() for end in ends):
+            raise SettingError(
+                f"{origin.where} is {origin.value!r}, which says nothing about machines",
+                fix="write a number, 2, or the fewest and the most, 1:4",
+            )
+        least, most = int(ends[0]), int(ends[-1])
+        if not 1 <= least <= most:
+            where = origin.where or "num_machines"
+            raise SettingError(f"{where} is {origin.value}, but it is at least 1, and the fewest come first")
+        return least, most
+
+    @property
+    def local_processes(self) -> Origin:
+        """How many processes each machine starts, and who says so: a number, a word, or None.
+
+        ``num_processes`` counts those of all machines, ``nproc_per_node`` those of each. Of two sources the
+        stronger one wins, as for any setting.
+
+        Raises:
+            SettingError: the two disagree, or the processes cannot be shared out evenly.
+        """
+        total, each = self.origin("num_processes"), self.origin("nproc_per_node")
+        least, most = self.machines
+        if each.value is not None and SOURCES.index(each.source) < SOURCES.index(total.source):
+            return each
+        if each.value is not None and (least != most or total.value != each.value * most):
+            raise SettingError(
+                f"{total.where} is {total.value}, but {each.where} is {each.value}",
+                why=f"the first counts the processes of all machines together, and there are {most}",
+                fix="keep one of them",
+            )
+        if most == 1 or not isinstance(total.value, int):
+            return total
+        if least != most or total.value % most:
+            raise SettingError(
+                f"{total.where} is {total.value} on {self.settings.num_machines} machines "
+                f"({self.origin('num_machines').where})",
+                why="it counts the processes of all machines together, and each starts as many as the others",
+                fix="say how many each of them starts: --nproc_per_node",
+            )
+        return Origin(total.source, f"{total.where} {total.value} on {most} machines", total.value // most)
 
     @property
     def types(self) -> tuple[str, ...]:

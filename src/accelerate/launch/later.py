@@ -50,20 +50,6 @@ _WITH_STRATEGY = "the strategy that reads it will bring it; until then training 
 
 PARTS = (
     Part(
-        "launching on several machines comes with the elastic launcher",
-        switches="same_network standalone",
-        flags="rdzv_backend rdzv_conf rdzv_id rdzv_endpoint max_restarts monitor_interval",
-        top_keys="same_network rdzv_backend",
-        # On one machine nobody has to meet: these ask for what is so anyway.
-        neutral={
-            "same_network": ANY,
-            "standalone": ANY,
-            "rdzv_backend": "static c10d",
-            "max_restarts": "0",
-            "monitor_interval": ANY,
-        },
-    ),
-    Part(
         "starting the ranks with mpirun comes with its own kind of launch",
         section="mpirun_config",
         keys="mpirun_hostfile",

@@ -2,7 +2,7 @@
 
 The first that fails ends the job: the others get a moment to fail by themselves (what they say helps), are
 asked to stop, and killed after ``stop_timeout``. A signal to the launcher goes on to them. Nothing outlives
-``run``, and when the launcher itself is killed, its guard (guard.py) and, on Linux, the kernel end them.
+``run``, and when the launcher itself is killed, its guard (guard.py) ends them.
 
 A rank may say that it stops in good order when it is asked (``Armed``). If all do, they get the time that
 they need; a second signal ends them at once. A failing job does not ask them, for it would end too late.
@@ -112,6 +112,8 @@ class Ranks:
         armed: what the process of this id has said of stopping by itself.
         grace: seconds that ranks which stop by themselves have; None for as long as they need.
         started: called with each process once it runs, to read its output.
+        first: the rank of the first process; those before it are on other machines.
+        listen: descriptors to wake up for.
     """
 
     def __init__(
@@ -123,9 +125,12 @@ class Ranks:
         armed: Callable[[int], Armed | None] = lambda pid: None,
         grace: float | None = None,
         started: Callable[[int, subprocess.Popen[bytes]], None] = lambda rank, process: None,
+        first: int = 0,
+        listen: Sequence[int] = (),
     ) -> None:
         self.commands, self.stop_timeout = commands, stop_timeout
         self.raised, self.armed, self.grace, self.started = raised, armed, grace, started
+        self.first, self.listen = first, listen
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self.outcome = Outcome()
@@ -139,22 +144,25 @@ class Ranks:
         Raises:
             OSError: a program cannot be started.
         """
-        with _Guard(self.stop_timeout) as guard, _Signals() as signals:
-            try:
-                self._start(guard)
-                while self.alive:
-                    for number in signals.wait(self._seconds_to_next()):
-                        self._signalled(number)
-                    self._reap(guard)
-                    self._advance()
-            finally:
-                if self.alive or self.outcome.failed:
-                    self._sweep()
+        with Guard(self.stop_timeout) as guard, Signals() as signals:
+            return self.run_under(guard, signals)
+
+    def run_under(self, guard: Guard, signals: Signals) -> Outcome:
+        """Likewise, for a launcher that has more to watch than one set of processes."""
+        try:
+            self._start(guard)
+            while self.alive:
+                for number in signals.wait(self._seconds_to_next(), *self.listen):
+                    self._signalled(number)
+                self._reap(guard)
+                self._advance()
+        finally:
+            if self.alive or self.outcome.failed:
+                self._sweep()
         return self.outcome
 
-    def _start(self, guard: _Guard) -> None:
-        before_exec = _die_with_this_process()
-        for rank, command in enumerate(self.commands):
+    def _start(self, guard: Guard) -> None:
+        for rank, command in enumerate(self.commands, self.first):
             process = subprocess.Popen(
                 command.program,
                 env=command.env,
@@ -163,13 +171,12 @@ class Ranks:
                 stdout=command.stdout,
                 stderr=command.stderr,
                 start_new_session=True,
-                preexec_fn=before_exec,
             )
             self.processes[rank] = self.alive[rank] = process
             guard.tell(f"+{process.pid}")
             self.started(rank, process)
 
-    def _reap(self, guard: _Guard) -> None:
+    def _reap(self, guard: Guard) -> None:
         for rank, process in list(self.alive.items()):
             code = process.poll()
             if code is None:
@@ -250,26 +257,7 @@ def _send(
             send(process.pid, number)
 
 
-def _die_with_this_process() -> Callable[[], None] | None:
-    """What a new process does first, so that the kernel ends it with this one (Linux, prctl(2)).
-
-    None where that does not exist, or where other threads make running Python after a fork unsafe.
-    """
-    if sys.platform != "linux" or threading.active_count() > 1:
-        return None
-    import ctypes
-
-    set_parent_death_signal, prctl, here = 1, ctypes.CDLL(None).prctl, os.getpid()
-
-    def arrange() -> None:
-        prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != here:  # it died before the call
-            os._exit(1)
-
-    return arrange
-
-
-class _Guard:
+class Guard:
     """The process that ends the ranks when this one dies."""
 
     def __init__(self, seconds: float) -> None:
@@ -289,7 +277,7 @@ class _Guard:
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
-    def __enter__(self) -> _Guard:
+    def __enter__(self) -> Guard:
         return self
 
     def __exit__(
@@ -301,13 +289,13 @@ class _Guard:
         self.process.wait()
 
 
-class _Signals:
+class Signals:
     """Signals to this process, and ends of its children, as something to wait for.
 
     Only the main thread may handle signals; in another one this waits in small steps.
     """
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         self.before: dict[int, Any] = {}
         self.main = threading.current_thread() is threading.main_thread()
         if self.main:
@@ -325,13 +313,13 @@ class _Signals:
                     signal.signal(number, _note)
         return self
 
-    def wait(self, seconds: float) -> bytes:
-        """The numbers of the signals that came; empty after ``seconds``."""
+    def wait(self, seconds: float, *also: int) -> bytes:
+        """The numbers of the signals that came; empty after ``seconds``, or when ``also`` can be read."""
         if not self.main:
             time.sleep(min(seconds, 0.05))
             return b""
-        ready, _, _ = select.select([self.reader], [], [], seconds)
-        return os.read(self.reader, 4096) if ready else b""
+        ready, _, _ = select.select([self.reader, *also], [], [], seconds)
+        return os.read(self.reader, 4096) if self.reader in ready else b""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -45,18 +45,18 @@ class Local(Kind[LocalPlan]):
 
     def takes(self, request: Request) -> bool:
         """Every job on one machine."""
-        return request.settings.num_machines == 1
+        return request.machines == (1, 1)
 
     def plan(self, request: Request) -> LocalPlan:
         """Chooses devices and processes; see ``Kind.plan``."""
         machine = Machine()
         where = place(request, machine)
         device, count = where.device.type, where.processes
-        guessed = count > 1 and request.settings.num_processes is None
+        guessed = count > 1 and request.local_processes.value is None
         note = f"{count} processes, one for each {device} device (--num_processes says another number)"
-        program = _program(request)
+        program = program_of(request)
         port = request.settings.main_process_port or "a free port"
-        own = [_alone(request)] if count == 1 else _own_variables(request, count, port, "a new name")
+        own = [alone(request)] if count == 1 else own_variables(request, count, port, "a new name")
         return LocalPlan(
             kind=self.name,
             facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
@@ -73,7 +73,7 @@ class Local(Kind[LocalPlan]):
         logs = Logs(request.settings.tee, request.settings.log_dir)
         if plan.place.processes == 1 and replace and not logs.active:
             # The folder of a launcher around this one is not for this process.
-            own: Variables = {**_alone(request), "ACCELERATE_STOP_FOLDER": None}
+            own: Variables = {**alone(request), "ACCELERATE_STOP_FOLDER": None}
             _become(request, environ.child({**plan.variables, **own}))
         else:
             _supervise(request, plan.place.processes, plan.variables, logs)
@@ -136,7 +136,7 @@ def rank_variables(rank: int, size: int) -> dict[str, object | None]:
     }
 
 
-def _alone(request: Request) -> Variables:
+def alone(request: Request) -> Variables:
     """A lone process opens no group; where it would, if it did, is told only if somebody said so."""
     port = request.settings.main_process_port
     return {
@@ -146,14 +146,14 @@ def _alone(request: Request) -> Variables:
     }
 
 
-def _program(request: Request) -> tuple[str, ...]:
+def program_of(request: Request) -> tuple[str, ...]:
     """The command of a process that nobody watches."""
     if request.settings.no_python:
         return request.program
     return (sys.executable, *(("-m",) if request.settings.module else ()), *request.program)
 
 
-def _watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
+def watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
     """The command of a process that leaves its traceback in ``folder``."""
     if request.settings.no_python:
         return request.program
@@ -163,20 +163,20 @@ def _watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
 
 
 def _become(request: Request, env: dict[str, str]) -> None:
-    program = _program(request)
+    program = program_of(request)
     sys.stdout.flush()
     sys.stderr.flush()
-    with _startable(program[0]):
+    with startable(program[0]):
         os.execvpe(program[0], program, env)
 
 
 def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
-    with _folder() as folder, _port(request, size) as port:
+    with own_folder() as folder, own_port(request, size) as port:
         told = {**variables, "ACCELERATE_STOP_FOLDER": folder}
         run_id = os.urandom(4).hex()
-        owns = [_alone(request)] if port is None else _own_variables(request, size, port.number, run_id)
+        owns = [alone(request)] if port is None else own_variables(request, size, port.number, run_id)
         commands = [
-            Command(_watched(request, folder, rank), environ.child({**told, **own}), *logs.pipes(rank))
+            Command(watched(request, folder, rank), environ.child({**told, **own}), *logs.pipes(rank))
             for rank, own in enumerate(owns)
         ]
         ranks = Ranks(
@@ -187,7 +187,7 @@ def _supervise(request: Request, size: int, variables: Variables, logs: Logs) ->
             grace=request.settings.preemption_grace,
             started=logs.read,
         )
-        with _startable(commands[0].program[0]):
+        with startable(commands[0].program[0]):
             outcome = ranks.run()
         logs.finish()
         error = report.failure(outcome, folder)
@@ -195,7 +195,7 @@ def _supervise(request: Request, size: int, variables: Variables, logs: Logs) ->
         raise error
 
 
-def _own_variables(request: Request, size: int, port: object, run_id: str) -> Iterator[Variables]:
+def own_variables(request: Request, size: int, port: object, run_id: str) -> Iterator[Variables]:
     job = {
         "MASTER_ADDR": request.settings.main_process_ip or HOST,
         "MASTER_PORT": port,
@@ -213,7 +213,7 @@ def _own_variables(request: Request, size: int, port: object, run_id: str) -> It
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def own_folder() -> Iterator[Path]:
     """Where the ranks leave their tracebacks while the job runs."""
     try:
         made = tempfile.TemporaryDirectory(prefix="accelerate-")
@@ -226,7 +226,7 @@ def _folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _port(request: Request, size: int) -> Iterator[Port | None]:
+def own_port(request: Request, size: int) -> Iterator[Port | None]:
     """The port of rank 0 while the job runs; none is needed for a lone process."""
     wanted = request.settings.main_process_port or 0
     if size == 1:
@@ -242,7 +242,7 @@ def _port(request: Request, size: int) -> Iterator[Port | None]:
 
 
 @contextmanager
-def _startable(program: str) -> Iterator[None]:
+def startable(program: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,0 +1,7 @@
+"""Jobs that start again, and jobs on several machines.
+
+``settings.py`` says what was asked. On one machine ``restarts.py`` starts the processes again when they fail.
+On several, ``machines.py`` runs in the launcher: it starts the processes, watches them, and never waits for
+the network. What does wait is ``agent.py``, a process of its own, which meets the other machines
+(``meeting.py``, over ``torch.distributed.elastic``) and tells the launcher by ``link.py`` what to do.
+"""

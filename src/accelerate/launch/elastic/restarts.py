@@ -1,0 +1,46 @@
+"""Restarts on one machine: nobody has to meet, so nothing but the processes is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from accelerate.launch.elastic.attempt import Attempts
+from accelerate.launch.errors import RankError
+from accelerate.launch.plan import Variables
+
+
+def run(
+    attempts: Attempts,
+    size: int,
+    max_restarts: int,
+    owns: Callable[[int], Sequence[Variables]],
+    say: Callable[[str], None],
+) -> None:
+    """Runs the processes, again when they fail, until they end well.
+
+    A signal that stops the job is no failure, and neither are ranks that stop to be resumed.
+
+    Args:
+        attempts: of this job.
+        size: how many processes.
+        max_restarts: how often they may be started again.
+        owns: the environment of each process, by how often they were started again.
+        say: prints a line.
+
+    Raises:
+        RankError: a rank failed, and there is no restart left.
+    """
+    for restart in range(max_restarts + 1):
+        attempt, error = attempts.run(owns(restart), size=size)
+        if error is None:
+            return
+        outcome = attempt.outcome
+        if restart == max_restarts or outcome.stopped_by is not None or outcome.resumable:
+            raise error
+        say(f"{told(error)}; restart {restart + 1} of {max_restarts}")
+
+
+def told(error: RankError) -> str:
+    """How an attempt failed, in one line: with the last line of the traceback, if there is one."""
+    lines = error.traceback.strip().splitlines()
+    return f"{error.what}: {lines[-1]}" if lines else error.what
