@@ -60,7 +60,6 @@ MEGATRON = "training through Megatron-Core"
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
 PIPELINE = "pipeline-parallel inference over several devices"
-WIZARD = "the configuration wizard"
 TPU = "training on TPU"
 LAUNCHER = "it is an inner part of the launcher of 1.x", "call accelerate.commands.launch.launch_command"
 
@@ -125,10 +124,11 @@ HOMES: dict[str, dict[str, Home]] = {
     # --- accelerate.commands
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": at("cli.main", "main"),
-    "accelerate.commands.config": later(WIZARD, "get_config_parser main"),
-    "accelerate.commands.config.cluster": later(WIZARD, "get_cluster_input"),
-    "accelerate.commands.config.config": later(
-        WIZARD, "config_command config_command_parser description get_user_input main"
+    "accelerate.commands.config": at("cli.wizard.parsers", "get_config_parser main"),
+    "accelerate.commands.config.cluster": at("cli.wizard.parsers", "get_cluster_input"),
+    "accelerate.commands.config.config": at(
+        "cli.wizard.parsers",
+        "config_command config_command_parser description=CONFIG get_user_input main",
     ),
     "accelerate.commands.config.config_args": {
         **dict.fromkeys(
@@ -139,7 +139,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "hf_cache_home": Made("launch.files:cache_folder", then=lambda folder: str(folder.parent)),
         **at("cli.config_classes", "BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
     },
-    "accelerate.commands.config.config_utils": later(WIZARD, "SubcommandHelpFormatter")
+    "accelerate.commands.config.config_utils": at("cli.wizard.parsers", "SubcommandHelpFormatter")
     | constants(
         DYNAMO_BACKENDS=words(
             "EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
@@ -147,10 +147,11 @@ HOMES: dict[str, dict[str, Home]] = {
         )
     ),
     "accelerate.commands.config.default": at("cli.config_classes", "write_basic_config")
-    | later(WIZARD, "default_command_parser default_config_command description"),
-    "accelerate.commands.config.sagemaker": later("jobs on Amazon SageMaker", "get_sagemaker_input"),
-    "accelerate.commands.config.update": later(
-        WIZARD, "description update_command_parser update_config update_config_command"
+    | at("cli.wizard.parsers", "default_command_parser default_config_command description=DEFAULT"),
+    "accelerate.commands.config.sagemaker": at("cli.wizard.parsers", "get_sagemaker_input"),
+    "accelerate.commands.config.update": at(
+        "cli.wizard.parsers",
+        "description=UPDATE update_command_parser update_config update_config_command",
     ),
     "accelerate.commands.env": at("cli.env", "env_command env_command_parser main"),
     "accelerate.commands.estimate": later(
@@ -168,8 +169,8 @@ HOMES: dict[str, dict[str, Home]] = {
         "cli.merge_weights", "description main merge_command merge_command_parser"
     ),
     "accelerate.commands.test": at("cli.test", "main test_command test_command_parser"),
-    "accelerate.commands.to_fsdp2": later(
-        "this command",
+    "accelerate.commands.to_fsdp2": at(
+        "cli.to_fsdp2",
         "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config "
         "to_fsdp2_command to_fsdp2_command_parser",
     ),

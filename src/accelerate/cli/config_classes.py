@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import device as devices
+from accelerate.cli.options import rows
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.facade.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from accelerate.launch import files
+from accelerate.launch import files, writing
 from accelerate.precision import PRECISIONS
 
 C = TypeVar("C", bound="BaseConfig")
@@ -87,26 +88,33 @@ class BaseConfig:
             SettingError: ``distributed_type`` or another key without a default is missing.
             UnknownNameError: a key is unknown.
         """
-        values = cls.process_config(file.values)
         fields = {item.name: item for item in dataclasses.fields(cls)}
-        for key in values:
-            if key not in fields:
+        # A launch knows more settings than programs of 1.x; those are left out here.
+        known = {*fields, *(row.section or row.name for row in rows() if row.in_file)}
+        for key in file.values:
+            if key not in known:
                 raise UnknownNameError("key", key, fields, where=f"in {file.at(key)}")
         for name, item in fields.items():
-            if name not in values and item.default is dataclasses.MISSING:
+            if name not in cls.process_config(file.values) and item.default is dataclasses.MISSING:
                 raise SettingError(f"{file.path} has no key {name}", fix=f"add a line like '{name}: NO'")
-        return cls(**values)
+        return cls.of_values(file.values)
+
+    @classmethod
+    def of_values(cls: type[C], values: Mapping[str, Any]) -> C:
+        """A configuration with these values, those of them that programs of 1.x know."""
+        names = {item.name for item in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in cls.process_config(values).items() if key in names})
 
     def to_json_file(self, json_file: str | Path) -> None:
         """Writes a JSON file."""
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
-        Path(json_file).write_text(f"{text}\n", encoding="utf-8")
+        writing.write(Path(json_file), f"{text}\n")
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
         """Writes a YAML file."""
         import yaml
 
-        Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+        writing.write(Path(yaml_file), yaml.safe_dump(self.to_dict()))
 
 
 def _member(kind: type[Enum], name: str, value: Any) -> Any:
@@ -224,6 +232,5 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path = 
         debug=False,
         num_processes=max(1, count),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     config.to_json_file(path)
     return path

@@ -21,10 +21,7 @@ COMMANDS: Registry[click.Command] = Registry(
 
 # Commands that are promised and not built yet, with what will come. Whoever adds the file removes the line.
 PLANNED = {
-    "config": "a wizard that writes the configuration file; until then write the file by hand: "
-    "`accelerate launch --help` names every key",
     "estimate-memory": "a table of how much memory a model takes, from its configuration",
-    "to-fsdp2": "turning a configuration of the first sharded engine into one of the second",
     "tpu-config": "running a command on every machine of a TPU pod",
 }
 

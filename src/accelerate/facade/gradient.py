@@ -17,9 +17,7 @@ class GradientSettings:
 
     __topic__ = "Training"
 
-    gradient_accumulation_steps: int = setting(
-        1, help="micro-batches per optimizer step", question="Gradient accumulation steps?"
-    )
+    gradient_accumulation_steps: int = setting(1, help="micro-batches per optimizer step")
 
 
 @dataclass

@@ -45,6 +45,9 @@ class DynamoBackend(BaseEnum):
     NEURON = "NEURON"
 
 
+_COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
+
+
 @dataclass(frozen=True)
 class CompileSettings:
     """What ``torch.compile`` is asked to do with a prepared model."""
@@ -54,13 +57,26 @@ class CompileSettings:
     __prefix__ = "dynamo_"
 
     dynamo_backend: str | None = setting(
-        None, choices=DynamoBackend.list(), help="compile models with this backend of torch.compile"
+        None,
+        choices=DynamoBackend.list(),
+        help="compile models with this backend of torch.compile",
+        question="Compile models? With which backend?",
     )
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = setting(
-        None, help="what the compiler optimises for"
+        None, help="what the compiler optimises for", question="What for?", when=_COMPILED
     )
-    dynamo_use_fullgraph: bool = setting(False, help="fail rather than split a model into several graphs")
-    dynamo_use_dynamic: bool | None = setting(None, help="compile for shapes that vary")
+    dynamo_use_fullgraph: bool = setting(
+        False,
+        help="fail rather than split a model into several graphs",
+        question="One graph, or an error?",
+        when=_COMPILED,
+    )
+    dynamo_use_dynamic: bool | None = setting(
+        None, help="compile for shapes that vary", question="Do shapes vary?", when=_COMPILED
+    )
     dynamo_use_regional_compilation: bool = setting(
-        False, help="compile a model's repeated blocks once instead of the whole model"
+        False,
+        help="compile a model's repeated blocks once instead of the whole model",
+        question="Compile repeated blocks only?",
+        when=_COMPILED,
     )

@@ -1,12 +1,9 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.cli.wizard.parsers import SubcommandHelpFormatter as SubcommandHelpFormatter
 from typing import Any
 
 DYNAMO_BACKENDS: list[str]
-
-class SubcommandHelpFormatter:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
 
 def __getattr__(name: str) -> Any: ...

@@ -31,7 +31,11 @@ class FSDPSettings:
     __switch__ = "use_fsdp"
 
     fsdp_version: int | None = setting(
-        None, variable="FSDP_VERSION", choices=(1, 2), help="2, the default, is torch's fully_shard"
+        None,
+        variable="FSDP_VERSION",
+        choices=(1, 2),
+        help="2, the default, is torch's fully_shard",
+        question="Which version?",
     )
     fsdp_reshard_after_forward: bool | str | None = setting(
         None,
@@ -39,43 +43,55 @@ class FSDPSettings:
         variable="FSDP_RESHARD_AFTER_FORWARD",
         help="free whole parameters after the forward and gather them again in the backward (true); "
         "false takes more memory and less traffic",
+        question="Free whole parameters after the forward? true or false",
     )
     fsdp_auto_wrap_policy: str | None = setting(
         None,
         variable="FSDP_AUTO_WRAP_POLICY",
         choices=POLICIES,
         help="which parts of a model are gathered by themselves: layers by class, parts by size, or none",
+        question="How is the model cut into parts?",
     )
     fsdp_transformer_layer_cls_to_wrap: str | tuple[str, ...] | None = setting(
         None,
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         help="class names of the layers, with commas; by default those that the model names itself",
+        question="Class names of the layers?",
+        when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
     )
     fsdp_min_num_params: int | None = setting(
-        None, variable="FSDP_MIN_NUM_PARAMS", help="parameters of a part, if parts are cut by size"
+        None,
+        variable="FSDP_MIN_NUM_PARAMS",
+        help="parameters of a part, if parts are cut by size",
+        question="How many parameters has a part at least?",
+        when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
     )
     fsdp_offload_params: bool | None = setting(
         None,
         switch=False,
         variable="FSDP_OFFLOAD_PARAMS",
         help="keep parameters, gradients and optimizer state in the memory of the host",
+        question="Keep parameters in the memory of the host?",
     )
     fsdp_state_dict_type: str | int | None = setting(
         None,
         variable="FSDP_STATE_DICT_TYPE",
         help="checkpoints hold SHARDED_STATE_DICT, a part per process, or FULL_STATE_DICT",
+        question="What do checkpoints hold?",
     )
     fsdp_cpu_ram_efficient_loading: bool | None = setting(
         None,
         switch=False,
         variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
         help="only rank 0 reads the weights of a pretrained model; the others get their parts from it",
+        question="Read pretrained weights on rank 0 only?",
     )
     fsdp_activation_checkpointing: bool | None = setting(
         None,
         switch=False,
         variable="FSDP_ACTIVATION_CHECKPOINTING",
         help="compute the activations of each wrapped part again in the backward",
+        question="Compute activations again in the backward?",
     )
     fsdp_activation_checkpointing_offload: bool | None = setting(
         None,

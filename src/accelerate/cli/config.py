@@ -1,0 +1,130 @@
+"""``accelerate config``: the file with the settings of launches, by questions or key by key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accelerate.core.errors import SettingError
+from accelerate.launch import files
+
+_HELP = """Write the file that `accelerate launch` reads its settings from.
+
+\b
+accelerate config                                 asks, with arrow keys
+accelerate config --set num_processes=4           changes one key and leaves the others; repeatable
+accelerate config --set fsdp_config.fsdp_version=2
+accelerate config default                         a file for all devices of this machine
+accelerate config update                          brings an old file up to date
+`accelerate launch --help` names every key. KEY= and KEY=none take a key out.
+"""
+PRECISIONS = ("no", "fp16", "bf16")
+_WHERE = "the file to write; by default the one that a launch uses when none is named"
+
+
+def _file_option(help: str = _WHERE) -> Any:
+    return click.option("--config_file", "--config-file", "config_file", metavar="FILE", help=help)
+
+
+@click.group("config", invoke_without_command=True, help=_HELP)
+@_file_option()
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="change one key; repeatable")
+@click.pass_context
+def _config(ctx: click.Context, config_file: str | None, pairs: tuple[str, ...]) -> None:
+    if ctx.invoked_subcommand is not None:
+        if pairs:
+            raise click.UsageError(f"--set and {ctx.invoked_subcommand} do not go together")
+        ctx.obj = config_file
+    elif pairs:
+        change(config_file, pairs)
+    else:
+        ask(config_file)
+
+
+def change(config_file: str | None, pairs: tuple[str, ...]) -> None:
+    """Sets keys of a file and says which, and where."""
+    from accelerate.cli.wizard import keys
+
+    path = keys.place(config_file)
+    changes = keys.set_in(path, pairs)
+    click.echo(f"{path}:" if changes else f"{path} says so already")
+    for each in changes:
+        click.echo(f"  {each}")
+    _tell(path)
+
+
+def ask(config_file: str | None) -> Path | None:
+    """Asks for all settings and writes the file; None if it was thrown away.
+
+    Raises:
+        SettingError: nobody is there to answer.
+    """
+    if not sys.stdin.isatty():
+        raise SettingError(
+            "accelerate config asks questions, and nobody can answer: this is no terminal",
+            fix="accelerate config --set num_processes=2 --set mixed_precision=bf16, or "
+            "accelerate config default",
+        )
+    from accelerate.cli.wizard import keys, terminal
+
+    path = keys.place(config_file)
+    before = files.raw(path)[0] if path.exists() else {}
+    values = terminal.run(path, files.modern(before))
+    if values is None:
+        click.echo("nothing was written")
+        return None
+    copy = keys.save(path, before, values)
+    click.echo(f"written to {path}" + (f"; the old file is {copy}" if copy else ""))
+    _tell(path)
+    return path
+
+
+def _tell(path: Path) -> None:
+    """Says what stands in the way of a launch with a file that was just written."""
+    from accelerate.cli.wizard import keys
+
+    problem = keys.refusal(files.raw(path)[0], path)
+    if problem is not None:
+        click.echo(f"note: accelerate launch will refuse this file: {problem}", err=True)
+    here = Path(files.WORKING_NAME)
+    if path == files.default_file() and here.is_file():
+        click.echo(f"note: in this folder {here} is used instead", err=True)
+
+
+@_config.command("default", short_help="Write a file for all devices of this machine.")
+@_file_option()
+@click.option(
+    "--mixed_precision", "--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), default="no"
+)
+@click.pass_obj
+def _default(named: str | None, config_file: str | None, mixed_precision: str) -> None:
+    """Write a file for all devices of this machine. One that exists stays as it is."""
+    from accelerate.cli.config_classes import write_basic_config
+    from accelerate.cli.wizard import keys
+
+    path = write_basic_config(mixed_precision, keys.place(config_file or named))
+    if path:
+        click.echo(f"written to {path}")
+
+
+@_config.command("update", short_help="Bring an old file up to date.")
+@_file_option("the file; by default the one that a launch uses when none is named")
+@click.pass_obj
+def _update(named: str | None, config_file: str | None) -> None:
+    """Bring an old file up to date: its keys as they are called today, its values as they are typed today."""
+    from accelerate.cli.wizard import keys, update
+
+    path = keys.place(config_file or named)
+    changes, copy = update.update(path)
+    if not changes:
+        click.echo(f"{path} is up to date")
+        return
+    click.echo(f"{path} is up to date now; the old file is {copy}")
+    for each in changes:
+        click.echo(f"  {each}")
+
+
+PLUGIN = _config

@@ -1,0 +1,225 @@
+"""``accelerate to-fsdp2``: a configuration of the first sharded engine as one of the second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.launch import files, writing
+
+if TYPE_CHECKING:
+    import argparse
+
+SECTION, PREFIX, VERSION = "fsdp_config", "fsdp_", "fsdp_version"
+
+
+class ConversionStatus(Enum):
+    """Why a key has no counterpart."""
+
+    NOT_YET_IMPLEMENTED = 0
+    REMOVED = -1
+
+
+ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
+    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "fsdp_backward_prefetch": ConversionStatus.REMOVED,
+    "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
+    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "fsdp_offload_params": "fsdp_offload_params",
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
+    "fsdp_state_dict_type": "fsdp_state_dict_type",
+    "fsdp_sync_module_states": ConversionStatus.REMOVED,
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "fsdp_min_num_params",
+    "fsdp_use_orig_params": ConversionStatus.REMOVED,
+    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
+}
+_RESHARD = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
+    "fsdp_sharding_strategy": dict(_RESHARD),
+    "fsdp_reshard_after_forward": dict(_RESHARD),
+}
+# The numbers that torch's enumeration gives the strategies. Source: torch.distributed.fsdp.ShardingStrategy.
+_NUMBERS = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
+
+
+class FileInTheWayError(SettingError, FileExistsError):
+    """The file to write exists."""
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """The values of a configuration file, as they stand there.
+
+    Raises:
+        SettingError: it is missing or cannot be read.
+    """
+    return {str(key): value for key, value in files.raw(Path(config_file).expanduser())[0].items()}
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as version 2 reads it; ``config`` itself stays as it is.
+
+    One that does not shard, or is of version 2, is returned unchanged. Keys that have no counterpart are
+    left out, unknown ones kept.
+
+    Raises:
+        UnknownNameError: a sharding strategy that does not exist.
+        SettingError: ``fsdp_config`` is no table.
+    """
+    table = _table(config)
+    if not table or table.get(VERSION) == 2:
+        return dict(config)
+    new: dict[str, Any] = {VERSION: 2}
+    for key, value in table.items():
+        target = ARGUMENT_KEY_MAPPING.get(key, key)
+        if key != VERSION and not isinstance(target, ConversionStatus) and value is not None:
+            new[target] = _converted(key, value)
+    return {**config, SECTION: dict(sorted(new.items()))}
+
+
+def _table(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of sharding, with their prefix."""
+    table = config.get(SECTION) or {}
+    if not isinstance(table, dict):
+        raise SettingError(f"{SECTION} is {table!r}, but it is a table of keys")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = str(key) if str(key).startswith(PREFIX) else f"{PREFIX}{key}"
+        if name in found:
+            raise SettingError(f"{SECTION} gives {name} twice", fix="keep one of them")
+        found[name] = value
+    return found
+
+
+def _converted(key: str, value: Any) -> Any:
+    words = ARGUMENT_VALUE_MAPPING.get(key)
+    if words is None or isinstance(value, bool):
+        return value
+    word = str(_NUMBERS.get(value, value) if isinstance(value, int) else value).upper()
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if word not in words:
+        raise UnknownNameError("value", str(value), words, where=f"of {key}")
+    return words[word]
+
+
+def _dropped(config: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key that is left out."""
+    for key in _table(config):
+        if isinstance(ARGUMENT_KEY_MAPPING.get(key), ConversionStatus):
+            yield f"{key} is left out: version 2 has no such option"
+    if "HYBRID" in str(_table(config).get("fsdp_sharding_strategy")).upper():
+        yield "sharding within groups is a matter of the layout in version 2: see parallelism_config"
+
+
+def _check(config: Mapping[str, Any], path: Path) -> None:
+    """Refuses a file that is none of version 1."""
+    kind = config.get("distributed_type")
+    if not _table(config):
+        raise SettingError(
+            f"{path} has no {SECTION}: there is nothing to convert",
+            why=f"distributed_type is {kind}" if kind else "it says nothing about sharding",
+            fix="name the file of a sharded training with --config_file",
+        )
+    if kind is not None and str(kind).upper() != "FSDP":
+        raise SettingError(
+            f"{path} has a {SECTION}, but its distributed_type is {kind}", fix="write distributed_type: FSDP"
+        )
+    if _table(config).get(VERSION) == 2:
+        raise SettingError(
+            f"{path} is of version 2 already",
+            fix=f"if its keys are those of version 1, write {VERSION}: 1 there and run this again",
+        )
+
+
+def _target(path: Path, output: str | None, overwrite: bool) -> Path:
+    """Where the new file goes."""
+    if output is None and not overwrite:
+        raise SettingError(
+            "there is no place for the new file",
+            fix=f"add --output_file new.yaml, or --overwrite to replace {path}",
+        )
+    target = path if output is None else Path(output).expanduser()
+    if target.exists() and not overwrite:
+        raise FileInTheWayError(f"{target} exists already", fix="add --overwrite, or name another file")
+    return target
+
+
+def convert_file(config_file: str, output_file: str | None = None, overwrite: bool = False) -> list[str]:
+    """Converts a file and returns what there is to say about it.
+
+    Args:
+        config_file: a file of version 1.
+        output_file: the new file; the old one is replaced when None.
+        overwrite: whether a file that exists may be replaced.
+
+    Raises:
+        SettingError: the file is none of version 1, or there is no place for the new one.
+    """
+    path = Path(config_file).expanduser()
+    target = _target(path, output_file, overwrite)
+    config = load_config(config_file)
+    try:
+        _check(config, path)
+        new = convert_config_to_fsdp2(config)
+    except UnknownNameError as error:
+        raise SettingError(f"{path}: {error.what}", why=error.why, fix=error.fix) from error
+    writing.write(target, writing.text_of(new, target))
+    return [*_dropped(config), f"written to {target}"]
+
+
+@click.command("to-fsdp2", short_help="Turn a configuration of the first sharded engine into the second's.")
+@click.option("--config_file", "--config-file", required=True, metavar="FILE", help="a file of version 1")
+@click.option("--output_file", "--output-file", metavar="FILE", help="the new file")
+@click.option(
+    "--overwrite", is_flag=True, help="replace a file that exists; without --output_file, the old one"
+)
+def _to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
+    """Turn a configuration of the first sharded engine (fsdp_version 1) into one of the second."""
+    for line in convert_file(config_file, output_file, overwrite):
+        click.echo(line)
+
+
+PLUGIN = _to_fsdp2
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """An argparse parser with the flags of the command.
+
+    Args:
+        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
+    """
+    import argparse
+
+    name = "to-fsdp2"
+    parser = (
+        argparse.ArgumentParser(f"accelerate {name}") if subparsers is None else subparsers.add_parser(name)
+    )
+    parser.add_argument("--config_file", "--config-file", required=True, help="a file of version 1")
+    parser.add_argument("--output_file", "--output-file", default=None, help="the new file")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that exists")
+    if subparsers is not None:
+        parser.set_defaults(func=to_fsdp2_command)
+    return parser
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Converts what ``to_fsdp2_command_parser().parse_args(...)`` names.
+
+    Raises:
+        SettingError: as ``convert_file``.
+    """
+    print("\n".join(convert_file(args.config_file, args.output_file, args.overwrite)))

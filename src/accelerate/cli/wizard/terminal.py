@@ -1,0 +1,172 @@
+"""Asking: one question after another on a terminal, with arrow keys, until a file was agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate.cli.wizard.flow import Answers, Flow, Question, asked, classes, flow, keys
+from accelerate.cli.wizard.keys import refusal
+from accelerate.core.errors import AccelerateError, NotBuiltError, SettingError
+from accelerate.launch import writing
+from accelerate.launch.writing import Keys
+
+QUIET = "fg:ansibrightblack"
+
+
+def run(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Asks everything, shows the file, and asks whether it is right.
+
+    Args:
+        path: the file that will be written.
+        before: what it says now; offered as answers, and kept where nothing is asked.
+
+    Returns:
+        The values to write; None to leave everything as it is.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; nothing was written.
+    """
+    given: dict[str, int | str] = {}
+    while True:
+        questions, answers = walk(flow, path, before, given)
+        values = complete(before, answers)
+        print_plain(f"\n{path}:\n\n{writing.text_of(values, Path('x.yaml'))}")
+        problem = refusal(values, path)
+        if problem is not None:
+            print_plain(f"accelerate launch would refuse this file: {problem}\n")
+        decision = _select("Write this file?", ["yes", "change an answer", "throw it away"])
+        if decision == 0:
+            return values
+        if decision == 2:
+            return None
+        texts = [f"{question.text}  {_shown(question, given[question.name])}" for question in questions]
+        changed = questions[_select("Which one?", texts)]
+        given[f"was {changed.name}"] = given.pop(changed.name)
+
+
+def walk(
+    way: Callable[[Answers], Flow],
+    path: Path,
+    before: Mapping[str, Any],
+    given: dict[str, int | str],
+    known: Mapping[Keys, Any] | None = None,
+) -> tuple[list[Question], Answers]:
+    """Goes through questions; those that were answered before are not asked again.
+
+    Args:
+        way: the questions.
+        path: the file, for errors.
+        before: what the file says now.
+        given: the answers by name of the question; new ones are added.
+        known: what is so without being asked.
+
+    Returns:
+        The questions on the way, and what their answers write.
+    """
+    answers = Answers(before)
+    answers.written |= known or {}
+    questions: list[Question] = []
+    steps = way(answers)
+    question = next(steps, None)
+    while question is not None:
+        if question.name not in given:
+            offered = given.pop(f"was {question.name}", question.default)
+            given[question.name] = ask(question, offered, answers, path)
+        questions.append(question)
+        answers.written |= question.writes(given[question.name])
+        try:
+            question = steps.send(given[question.name])
+        except StopIteration:
+            question = None
+    return questions, answers
+
+
+def complete(before: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
+    """The values to write: the answers, and of the old file what nobody is asked about."""
+    tables = {getattr(cls, "__section__", "") for cls in classes()}
+    questions = {keys(row) for cls in classes() for row in asked(cls)}
+    mine = {"distributed_type", "use_cpu", *tables, *(path[0] for path in questions)}
+    new = {key: value for key, value in before.items() if key not in mine}
+    for section, table in answers.table().items():
+        old = before.get(section)
+        if isinstance(table, dict) and isinstance(old, dict):
+            rest = {key: value for key, value in old.items() if (section, key) not in questions}
+            table = rest | table
+        new[section] = table
+    return dict(sorted(new.items()))
+
+
+def ask(question: Question, offered: Any, answers: Answers, path: Path) -> int | str:
+    """One question on the terminal: the number of the chosen option, or the text that was typed."""
+    if question.help:
+        print_plain(question.help, QUIET)
+
+    def wrong(answer: int | str) -> AccelerateError | None:
+        try:
+            writes = question.writes(answer)
+        except SettingError as error:
+            return error
+        after = Answers(answers.before)
+        after.written = answers.written | dict(writes)
+        error = refusal(after.table(), path)
+        # Others are about what was not asked yet.
+        return error if error is not None and _is_about(error, question) else None
+
+    if not question.options:
+        return _type(question.text, str(offered), wrong)
+    labels = [option.label for option in question.options]
+    closed = {
+        number: "not built yet" for number in range(len(labels)) if isinstance(wrong(number), NotBuiltError)
+    }
+    while True:
+        chosen = _select(question.text, labels, offered, closed)
+        error = wrong(chosen)
+        if error is None:
+            return chosen
+        print_plain(str(error), "fg:ansired")
+
+
+def _is_about(error: AccelerateError, question: Question) -> bool:
+    if isinstance(error, NotBuiltError):
+        return True
+    name = question.row.name if question.row else question.name
+    return name in error.what
+
+
+def _shown(question: Question, answer: Any) -> str:
+    return question.options[answer].label if question.options else str(answer) or "-"
+
+
+def _select(text: str, labels: list[str], offered: int = 0, closed: Mapping[int, str] | None = None) -> int:
+    """The number of the label that was chosen with the arrow keys."""
+    import questionary
+
+    closed = closed or {}
+    choices = [
+        questionary.Choice(label, value=number, disabled=closed.get(number))
+        for number, label in enumerate(labels)
+    ]
+    first = offered if offered not in closed else next(n for n in range(len(labels)) if n not in closed)
+    number: int = questionary.select(text, choices, default=choices[first]).unsafe_ask()
+    return number
+
+
+def _type(text: str, offered: str, wrong: Callable[[str], AccelerateError | None]) -> str:
+    """A line that was typed and that nothing is wrong with."""
+    import questionary
+
+    def check(typed: str) -> bool | str:
+        error = wrong(typed)
+        return error is None or " - ".join(part for part in (error.what, error.fix) if part)
+
+    answer: str = questionary.text(text, default=offered, validate=check).unsafe_ask()
+    return answer
+
+
+def print_plain(text: str, style: str = "") -> None:
+    """A line between two questions."""
+    import questionary
+
+    questionary.print(text, style=style)
