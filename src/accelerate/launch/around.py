@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from accelerate.core.setting import Told
+from accelerate.core.setting import Origin, Told
 from accelerate.world import clusters
 from accelerate.world.clusters import Scheduler
 
@@ -36,6 +36,7 @@ class Around:
         local_rank, local_size: this process among those of its machine.
         node, nodes: this machine among all.
         is_rank: the process is one rank; otherwise it may start those of its machine.
+        mark: the variable that tells it its place.
         told: the settings that follow, each with the variable that said so.
         derived: those of them that nobody said; a configuration file wins over them.
     """
@@ -48,6 +49,7 @@ class Around:
     node: int
     nodes: int
     is_rank: bool
+    mark: str
     told: Mapping[str, Told] = field(default_factory=dict)
     derived: tuple[str, ...] = ()
 
@@ -89,7 +91,7 @@ def _machines(env: Mapping[str, str]) -> Around | None:
     told = {name: Told(env[variable], variable) for name, variable in names.items() if env.get(variable)}
     most = nodes.rpartition(":")[2]
     size, rank = (int(text) if text.isdecimal() else 0 for text in (most, node))
-    return Around("torchrun", rank, size, 0, 1, rank, size, is_rank=False, told=told)
+    return Around("torchrun", rank, size, 0, 1, rank, size, False, "PET_NNODES", told)
 
 
 def _started(env: Mapping[str, str]) -> Around | None:
@@ -102,7 +104,8 @@ def _started(env: Mapping[str, str]) -> Around | None:
     told, derived = _told(found, node, nodes)
     if is_rank:
         told["num_processes"] = Told(size, found.source(found.size_names))
-    return Around(found.name, rank, size, local_rank, local_size, node, nodes, is_rank, told, derived)
+    mark = found.source(found.rank_names)
+    return Around(found.name, rank, size, local_rank, local_size, node, nodes, is_rank, mark, told, derived)
 
 
 def _told(found: Scheduler, node: int, nodes: int) -> tuple[dict[str, Told], tuple[str, ...]]:
@@ -119,3 +122,23 @@ def _told(found: Scheduler, node: int, nodes: int) -> tuple[dict[str, Told], tup
         return told, ()
     told["main_process_port"] = Told(port, found.source(("MASTER_PORT", *found.job_names)))
     return told, () if found.env.get("MASTER_PORT") else ("main_process_port",)
+
+
+def overruled(around: Around, origins: Mapping[str, tuple[Origin, ...]]) -> tuple[str, ...]:
+    """One line for each value of a configuration file that a scheduler knows better.
+
+    Args:
+        around: what the scheduler says.
+        origins: by setting, every source that gave a value, the winner first.
+    """
+    lines: list[str] = []
+    for name in around.told:
+        first, *others = origins[name]
+        file = next((origin for origin in others if origin.source == "file"), None)
+        if first.source != "scheduler" or file is None or file.value == first.value:
+            continue
+        what = f"{name} is {first.value}"
+        if name == "machine_rank":
+            what = f"machine {around.node} of {around.nodes}"
+        lines.append(f"{what}, from {first.where} ({file.where.rpartition(':')[0]} says {file.value})")
+    return tuple(lines) if not (around.is_rank and around.rank) else ()

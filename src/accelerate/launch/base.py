@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate.launch import effects, show
+from accelerate.launch.around import overruled
 from accelerate.launch.check import check
-from accelerate.launch.job import Request
+from accelerate.launch.job import Job, Request
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.plan import Plan
 
@@ -74,6 +76,9 @@ def launch(request: Request, *, replace: bool = False) -> None:
     check(request)
     kind = choose(request)
     plan = kind.plan(request)
+    if request.around is not None:
+        lines = overruled(request.around, request.loaded[Job].origins)
+        plan = dataclasses.replace(plan, notes=(*lines, *plan.notes))
     asked = effects.asked(request, kind, plan)
     idle = effects.idle_lines(asked)
     if request.settings.dry_run:

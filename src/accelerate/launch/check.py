@@ -110,10 +110,7 @@ def place(request: Request, machine: Machine) -> Place:
         SettingError: what was asked does not fit the machine; the error names both.
         NotBuiltError: processes on these devices are started in a way that is not built yet.
     """
-    device, count = _device(request, machine)
-    ids = _ids(request, device, device.present(machine)) if count else None
-    if ids is not None:
-        count = len(ids)
+    device, count, ids = chosen(request, machine)
     processes = _processes(request, machine, count)
     if count and processes > count:
         raise SettingError(
@@ -127,6 +124,19 @@ def place(request: Request, machine: Machine) -> Place:
             [("distributed_type", f"the {device.type} devices here", device.distributed_type)]
         )
     return Place(device, count, ",".join(map(str, ids)) if ids is not None else None, processes)
+
+
+def chosen(request: Request, machine: Machine) -> tuple[Device, int, list[int] | None]:
+    """The device that was asked for, how many of them are to be used, and their numbers if not all.
+
+    Raises:
+        SettingError: it is not there, or a number names none.
+    """
+    device, count = _device(request, machine)
+    ids = _ids(request, device, device.present(machine)) if count else None
+    if ids is not None:
+        count = len(ids)
+    return device, count, ids
 
 
 def _device(request: Request, machine: Machine) -> tuple[Device, int]:

@@ -74,7 +74,7 @@ class Local(Kind[LocalPlan]):
         if plan.place.processes == 1 and replace and not logs.active:
             # The folder of a launcher around this one is not for this process.
             own: Variables = {**alone(request), "ACCELERATE_STOP_FOLDER": None}
-            _become(request, environ.child({**plan.variables, **own}))
+            become(request, environ.child({**plan.variables, **own}))
         else:
             _supervise(request, plan.place.processes, plan.variables, logs)
 
@@ -162,7 +162,12 @@ def watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
     return (sys.executable, report.CHILD, *files, kind, *request.program)
 
 
-def _become(request: Request, env: dict[str, str]) -> None:
+def become(request: Request, env: dict[str, str]) -> None:
+    """Replaces this process by the script.
+
+    Raises:
+        LaunchError: the program cannot be started.
+    """
     program = program_of(request)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -243,6 +248,7 @@ def own_port(request: Request, size: int) -> Iterator[Port | None]:
 
 @contextmanager
 def startable(program: str) -> Iterator[None]:
+    """Says in words that a program is none."""
     try:
         yield
     except OSError as error:
