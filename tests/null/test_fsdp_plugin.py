@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.cli.options import HANDED
 from accelerate.core.errors import NotBuiltError, SettingError, UnknownNameError
 from accelerate.launch.job import read
-from accelerate.strategy import choose
+from accelerate.strategy import choose, idle
 from accelerate.strategy.base import Request
 from accelerate.strategy.fsdp2 import functions
 from accelerate.strategy.fsdp2.blocks import blocks_of
+from accelerate.strategy.fsdp2.effects import effects
 from accelerate.world.world import World
 from tests.support.sharded_models import Block, tiny
 
@@ -110,13 +110,17 @@ def test_what_it_refuses(options: dict[str, Any], error: type[Exception], words:
 
 
 def test_options_of_version_1_that_mean_nothing_are_said() -> None:
-    with pytest.warns(UserWarning, match="ignored: backward_prefetch, use_orig_params"):
-        FullyShardedDataParallelPlugin(backward_prefetch="NO_PREFETCH", use_orig_params=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        FullyShardedDataParallelPlugin(
-            backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
-        )
+    plugin = FullyShardedDataParallelPlugin(
+        backward_prefetch="NO_PREFETCH", use_orig_params=False, limit_all_gathers=False
+    )
+    said = [effect for effect in effects((), plugin, []) if effect.wrong]
+    names = ["fsdp_backward_prefetch", "fsdp_use_orig_params", "limit_all_gathers"]
+    assert sorted(effect.option for effect in said) == names
+    assert all("version 1" in effect.why for effect in said)
+    plugin = FullyShardedDataParallelPlugin(
+        backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
+    )
+    assert not [effect for effect in effects((), plugin, []) if effect.failed]
 
 
 def test_its_methods() -> None:
@@ -200,8 +204,11 @@ def test_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = FullyShardedDataParallelPlugin()
     assert choose(request(2, plugin)).name == "fsdp"
     assert choose(request(2)).name == "ddp"
-    with pytest.warns(UserWarning, match="fsdp was asked for: one process has nothing to shard"):
-        assert choose(request(1, plugin)).name == "single"
+    alone = choose(request(1, plugin))
+    assert alone.name == "single"
+    said = [effect for effect in idle(alone.request, alone) if effect.matters]
+    assert [(effect.option, effect.failed) for effect in said] == [("fsdp_plugin", True)]
+    assert said[0].why.startswith("one process has nothing to shard")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert choose(request(2)).name == "fsdp"
     monkeypatch.setenv("FSDP_VERSION", "1")

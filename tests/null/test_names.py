@@ -130,6 +130,7 @@ def signed() -> list[tuple[str, str]]:
 
 # Options of this package behind the promised ones. Each has a default, so no call changes.
 OPTIONS = {
+    "accelerate.accelerator.Accelerator": ["strict"],
     "accelerate.accelerator.Accelerator.backward": ["num_items"],
     "accelerate.accelerator.Accelerator.prepare_data_loader": ["shard"],
     "accelerate.accelerator.Accelerator.save_state": ["sharded", "async_save", "metadata"],

@@ -15,7 +15,7 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field with its value; values are copies, so changing them changes nothing here."""
-        return copy.deepcopy(self.__dict__)
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name[0] != "_"})
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their default, as arguments for the component.

@@ -22,6 +22,7 @@ from accelerate.data.loader import skip_first_batches as skip
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade import options
 from accelerate.facade import plan as plans
+from accelerate.facade.effects import Effects
 from accelerate.facade.given import Given
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
 from accelerate.facade.join import joined
@@ -46,7 +47,7 @@ from accelerate.world.world import InitProcessGroupKwargs, World
 _UNSET: Any = object()
 
 
-class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
+class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -65,6 +66,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
         kwargs_handlers: options of single components.
         dynamo_backend, dynamo_plugin: compile prepared models in place.
+        strict: an option that cannot be applied is an error, not a warning; None takes ``--strict``.
 
     Raises:
         SettingError: a value is wrong, or two contradict each other.
@@ -95,6 +97,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
         dynamo_plugin: Any = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
+        strict: bool | None = None,
     ) -> None:
         plugins = tuple(
             given
@@ -147,6 +150,14 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
         self._start_tracking(log_with)
         self._forget()
         self._start_stopping()
+        self._start_effects(
+            strict,
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            split_batches=split_batches is not _UNSET,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+        )
         roll_back(self, remember)
 
     def _forget(self) -> None:
@@ -310,6 +321,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
             data_loader, place, slice_fn_for_dispatch=slice_fn_for_dispatch, shard=shard
         )
         self._dataloaders += _unknown([prepared], self._dataloaders)
+        self._report_effects()
         return prepared
 
     def _prepare(self, bundle: Bundle) -> None:
@@ -324,6 +336,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
         for item in bundle.objects:
             if item is not None:
                 item._is_accelerate_prepared = True
+        self._report_effects()
 
     def _prepared_before(self, model: nn.Module) -> nn.Module:
         """The prepared object of a user's model that is prepared again, else the model itself."""
@@ -340,13 +353,17 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
         wrapped = next((known for known in self._optimizers if known.optimizer is optimizer), None)
         if wrapped is None:
             wrapped = AcceleratedOptimizer(optimizer).bind(
-                self.gradient_state, self.precision, self.strategy, self._check_first_step
+                self.gradient_state, self.precision, self.strategy, self._before_first_step
             )
             # Registered at once: a scheduler of the same bundle looks for it.
             self._optimizers.append(wrapped)
             for scheduler in self._schedulers:
                 scheduler.follow(wrapped)
         return wrapped
+
+    def _before_first_step(self, optimizer: AcceleratedOptimizer) -> None:
+        self._check_first_step(optimizer)
+        self._effects_of_first_step()
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         if isinstance(scheduler, AcceleratedScheduler):
@@ -473,6 +490,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Later):
     def end_training(self) -> None:
         """Ends the runs of trackers, and closes the world. The last call of a script."""
         try:
+            self._hear_ranks()
             self._end_tracking()
             self.wait_for_checkpoint()
         finally:

@@ -1,10 +1,13 @@
-"""How strict a run is about options, and where the launcher heard of each. No torch: the launcher reads this."""
+"""How strict a run is about options, and what the launcher was asked. No torch: the launcher reads this."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
+from accelerate.core import environ
+from accelerate.core.effects import Option
 from accelerate.core.setting import setting
 
 
@@ -20,3 +23,10 @@ class EffectsSettings:
     effects: Literal["line", "table", "none"] | None = setting(
         None, help="how to report on stderr what was applied of all that was asked; a launch prints a line"
     )
+
+
+def launched() -> dict[str, Option]:
+    """What the launcher of this process was asked for, by name; empty without a launcher of ours."""
+    text = environ.get("ACCELERATE_ASKED")
+    rows: dict[str, list[object]] = json.loads(text) if text else {}
+    return {name: Option(name, value, str(where)) for name, (where, value) in rows.items()}

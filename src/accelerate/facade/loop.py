@@ -292,14 +292,14 @@ class Loop(Processes):
                 f"the first optimizer.step() has no gradient for any of its {len(parameters)} parameters, on "
                 f"{places}, and changes nothing. Either no backward has run, or the optimizer was made for "
                 "other parameters than those of the prepared model: make it from that model's parameters()",
-                stacklevel=4,
+                stacklevel=5,
             )
         elif self.num_processes > 1 and prepared.isdisjoint(parameters):
             warnings.warn(
                 f"optimizer.step() of {len(parameters)} parameters that belong to no prepared model: unless "
                 f"their gradients are reduced in another way, each of {self.num_processes} processes trains "
                 "them apart. Prepare the model too: model, optimizer = accelerator.prepare(model, optimizer)",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     @property

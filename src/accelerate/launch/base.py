@@ -13,6 +13,7 @@ from accelerate.launch.check import check
 from accelerate.launch.job import Job, Request
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.plan import Plan
+from accelerate.launch.told import told
 
 P = TypeVar("P", bound=Plan)
 
@@ -90,7 +91,9 @@ def launch(request: Request, *, replace: bool = False) -> None:
         say(request, f"settings from {request.file.path} (--config_file names another)")
     for note in (*plan.notes, *idle):
         say(request, note)
-    kind.run(request, plan, replace=replace)
+    kind.run(
+        request, dataclasses.replace(plan, variables={**plan.variables, **told(request)}), replace=replace
+    )
 
 
 def say(request: Request, line: str) -> None:

@@ -146,6 +146,7 @@ def attach_outside(module: nn.Module) -> None:
         with autocast(around.device, around.dtype, around.options):
             return compiled(*args, **kwargs)
 
+    call.__wrapped__ = compiled  # type: ignore[attr-defined]  # what is asked whether it is compiled
     module._compiled_call_impl = call
 
 
@@ -201,6 +202,15 @@ class HalfPrecision(Precision):
     def takes_over(self, model: nn.Module) -> bool:
         """Whether the model computes in another format, or with other options, so far."""
         return attached(model) not in (None, (self.dtype, self.options, self._upcasts))
+
+    def missing(self, model: nn.Module) -> str:
+        """Autocast of this format must be attached, and on."""
+        found = attached(model)
+        if found is None:
+            return f"no autocast is attached to the {type(model).__name__}"
+        if found[1] is not None and not found[1].enabled:
+            return "AutocastKwargs(enabled=False) turns it off"
+        return "" if found[0] == self.dtype else f"the {type(model).__name__} computes in {found[0]}"
 
     @property
     def _upcasts(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from accelerate.core.effects import Effect, Option
 from accelerate.core.errors import NotBuiltError
 from accelerate.core.handler import KwargsHandler
 from accelerate.device.base import Device
@@ -66,6 +67,14 @@ class Precision(ABC):
     def takes_over(self, model: nn.Module) -> bool:
         """Whether ``attach`` would end what another precision has attached."""
         return False
+
+    def effect(self, option: Option, models: Sequence[nn.Module]) -> Effect:
+        """What became of the choice of this format, seen on prepared models."""
+        return option.seen(next(filter(None, map(self.missing, models)), ""))
+
+    def missing(self, model: nn.Module) -> str:
+        """Why a prepared model does not compute in this format, as can be seen on it; empty if it does."""
+        return ""
 
     def converts(self) -> str:
         """What ``attach`` does, as a clause for the plan; empty when it does nothing."""

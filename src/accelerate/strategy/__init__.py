@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from accelerate.core.effects import Effect
 from accelerate.core.errors import SettingError
 from accelerate.core.registry import Registry
 
@@ -26,9 +27,19 @@ def choose(request: Request) -> Strategy:
             f"two strategies are asked for at once: {claims[0].name} and {claims[1].name}",
             fix="keep the plugin, flag or variable of one of them",
         )
-    for strategy in STRATEGIES:
-        if reason := strategy.idle(request):
-            warnings.warn(f"the strategy {strategy.name} was asked for: {reason}", stacklevel=3)
     chosen = claims[0](request)
     chosen.check()
     return chosen
+
+
+def idle(request: Request, chosen: Strategy) -> Iterator[Effect]:
+    """What was asked of strategies other than the one that was chosen; none of it is applied."""
+    for strategy in STRATEGIES:
+        if strategy is type(chosen):
+            continue
+        reason = strategy.idle(request)
+        why = reason or (
+            f"the strategy is {chosen.name}" if request.world.size > 1 else "there is one process"
+        )
+        for option in strategy.asked(request):
+            yield option.failed(why, matters=bool(reason))

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import nn
 
+from accelerate.core.effects import Effect, Option, differing
 from accelerate.core.errors import NotBuiltError
 from accelerate.core.handler import KwargsHandler
 from accelerate.world.world import World
@@ -128,6 +129,7 @@ class Strategy(ABC):
         owns_precision: it casts and scales by itself; the precision then leaves models and loss alone.
         handler_class: the kwargs handler that configures it, if any.
         planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
+        instead: what to do until then.
         replicates: every process holds a whole copy of each model, and could train it by itself for a while.
         trains_apart: that is so now: gradients stay on their process.
         shards: every process holds a part of each parameter, and of what optimizers keep for it.
@@ -139,6 +141,7 @@ class Strategy(ABC):
     owns_precision: ClassVar[bool] = False
     handler_class: ClassVar[type[KwargsHandler] | None] = None
     planned: ClassVar[str] = ""
+    instead: ClassVar[str] = ""
     replicates: ClassVar[bool] = False
     shards: ClassVar[bool] = False
 
@@ -155,8 +158,23 @@ class Strategy(ABC):
 
     @classmethod
     def idle(cls, request: Request) -> str:
-        """Why it does not claim ``request`` although it is asked for; empty if that is not so."""
+        """Why it does not claim ``request`` although it is asked for; empty if that is not so.
+
+        It is worth a warning.
+        """
         return ""
+
+    @classmethod
+    def asked(cls, request: Request) -> Iterable[Option]:
+        """The options by which ``request`` asks for it, and those that are only its own."""
+        return differing(request.handlers.get(cls.handler_class)) if cls.handler_class else ()
+
+    def effects(self, models: Sequence[nn.Module]) -> Iterable[Effect]:
+        """What became of its options, seen on prepared models (none yet: they are pending).
+
+        Called after each ``prepare``; it must neither change nor exchange anything.
+        """
+        return (option.applied() for option in self.asked(self.request))
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
@@ -170,7 +188,8 @@ class Strategy(ABC):
             SettingError, WorldError, NotBuiltError: by what is wrong.
         """
         if self.planned:
-            raise NotBuiltError(f"the strategy {self.name} is not built yet", why=self.planned)
+            what = f"the strategy {self.name} is not built yet"
+            raise NotBuiltError(what, why=self.planned, fix=self.instead)
 
     @abstractmethod
     def steps(self, bundle: Bundle) -> Iterator[Step]:

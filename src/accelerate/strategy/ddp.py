@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.core.effects import Effect, Option, differing
 from accelerate.core.enums import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.handler import KwargsHandler
@@ -187,6 +188,17 @@ class DDP(Strategy):
         """Several processes and no other wish."""
         return request.world.size > 1
 
+    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
+        """Read back from torch's reducers."""
+        replicas = [replica for replica in map(_replica, models) if replica is not None]
+        for option in differing(self.handler):
+            if option.name == "check_reduction":
+                yield option.failed("torch ignores it")
+            elif not replicas:
+                yield option.pending("no model that trains is prepared")
+            else:
+                yield option.seen(next(filter(None, (_differs(option, r) for r in replicas)), ""))
+
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """Replicate every model that trains."""
         if bundle.training and any(_trains(model) for model in bundle.of("model")):
@@ -275,6 +287,20 @@ def _trains(model: nn.Module) -> bool:
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else replica_of(model)
+
+
+def _differs(option: Option, replica: DistributedDataParallel) -> str:
+    """What torch's reducer has instead of an option; empty when it has it."""
+    found: dict[str, Any] = replica._get_ddp_logging_data()
+    if option.name == "comm_hook":
+        hooked = found.get("comm_hook", "")
+        return "" if hooked else "no communication hook is registered"
+    if option.name in ("comm_wrapper", "comm_state_option"):
+        return "" if replica._comm_hooks else "there is no comm_hook that it could belong to"
+    name, here = option.name, found.get(option.name, getattr(replica, option.name, None))
+    if name == "bucket_cap_mb":
+        here = found["bucket_cap_bytes"] // 2**20
+    return "" if here == option.value else f"the reducer has {here}"
 
 
 def _learning(replica: DistributedDataParallel) -> bool:

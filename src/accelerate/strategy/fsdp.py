@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate.core.effects import Effect, Option, given
 from accelerate.core.errors import PrepareError
 from accelerate.core.setting import load
 from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
@@ -63,6 +64,20 @@ class FSDP(Strategy):
         if request.world.size > 1 or not _asked(request):
             return ""
         return "one process has nothing to shard, so it trains as a single process does"
+
+    @classmethod
+    def asked(cls, request: Request) -> Iterator[Option]:
+        """The switch or the plugin, for one process; else the options are looked at one by one."""
+        yield from given(load(FSDPSwitch))
+        for plugin in request.plugins:
+            if type(plugin).__name__ == "FullyShardedDataParallelPlugin":
+                yield Option("fsdp_plugin", type(plugin).__name__, "the argument fsdp_plugin")
+
+    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
+        """See ``fsdp2/effects.py``."""
+        from accelerate.strategy.fsdp2.effects import effects
+
+        return effects(self.asked(self.request), self.plugin, [m for m in models if m in self.models])
 
     @classmethod
     def distributed_type(cls, world: World) -> str:

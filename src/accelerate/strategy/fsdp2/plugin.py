@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -100,7 +99,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        found = load(FSDPSettings, code=self._given())
+        self._found = found = load(FSDPSettings, code=self._given())
         settings = found.value
         if settings.fsdp_version == 1:
             raise NotBuiltError(
@@ -143,7 +142,7 @@ class FullyShardedDataParallelPlugin:
         }
 
     def _settle_version_1(self, found: Loaded[FSDPSettings]) -> None:
-        """Options without a meaning here: refused if they ask for something else, or said to be ignored."""
+        """Options without a meaning here: refused if they ask for something else, or reported as ignored."""
         settings = found.value
         if settings.fsdp_forward_prefetch:
             raise SettingError(
@@ -159,14 +158,7 @@ class FullyShardedDataParallelPlugin:
             "sync_module_states": settings.fsdp_sync_module_states is False,
             "limit_all_gathers": self.limit_all_gathers is False,
         }
-        named = [name for name, asked in ignored.items() if asked]
-        if named:
-            warnings.warn(
-                f"options of version 1 of sharded training are ignored: {', '.join(named)}. Version 2 always "
-                "gathers ahead in the backward, keeps the user's own parameters, and begins with the weights "
-                "of rank 0",
-                stacklevel=4,
-            )
+        self._ignored = {name for name, asked in ignored.items() if asked}
         self.sharding_strategy = self.backward_prefetch = self.use_orig_params = None
         self.sync_module_states = self.forward_prefetch = None
 

@@ -1,0 +1,124 @@
+"""What became of the options of sharding, seen on torch's records of the sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from accelerate.core import environ
+from accelerate.core.effects import Effect, Option, given
+from accelerate.strategy.fsdp2.grads import groups
+from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin
+
+_IGNORED = (
+    "it is an option of version 1; version 2 always gathers ahead in the backward, keeps the user's own "
+    "parameters, and begins with the weights of rank 0"
+)
+
+
+def effects(
+    switch: Iterable[Option], plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> Iterator[Effect]:
+    """What became of the switch and of each option of the plugin.
+
+    Args:
+        switch: by what sharding was asked for.
+        plugin: how to shard.
+        models: those that were sharded.
+    """
+    for option in switch:
+        if option.value is not True:  # the plugin itself
+            continue
+        yield option.applied(_count(models)) if models else option.pending(_NOTHING)
+    for option in _options(plugin):
+        look = _LOOK.get(option.name)
+        if option.name.removeprefix("fsdp_") in plugin._ignored:
+            yield option.failed(_IGNORED)
+        elif look is None:
+            yield option.applied()
+        elif not models:
+            yield option.pending(_NOTHING)
+        else:
+            yield look(option, models)
+
+
+_NOTHING = "no model that trains is prepared"
+
+
+def _options(plugin: FullyShardedDataParallelPlugin) -> Iterator[Option]:
+    """Those that were given; what no text can say is an object in a field."""
+    yield from (o for o in given(plugin._found) if o.value is not False or o.name[5:] in plugin._ignored)
+    named = {option.name for option in given(plugin._found)}
+    where = type(plugin).__name__
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and "fsdp_offload_params" not in named:
+        yield Option("fsdp_offload_params", True, where)
+    if not plugin.limit_all_gathers:
+        yield Option("limit_all_gathers", False, where)
+    if plugin.auto_wrap_policy is not None and "fsdp_auto_wrap_policy" not in named:
+        yield Option("fsdp_auto_wrap_policy", "a policy", where)
+
+
+def _parts(models: Sequence[nn.Module]) -> int:
+    """Modules that are gathered by themselves, the models left out."""
+    return sum(isinstance(part, FSDPModule) for model in models for part in model.modules()) - len(models)
+
+
+def _count(models: Sequence[nn.Module]) -> str:
+    sharded = sum(len(group.fsdp_params) for model in models for group in groups(model))
+    return f"{sharded} parameters are sharded"
+
+
+def _wrapped(option: Option, models: Sequence[nn.Module]) -> Effect:
+    parts = _parts(models)
+    if str(option.value) == "NO_WRAP":
+        return option.seen(f"{parts} parts are gathered by themselves" if parts else "")
+    if not parts:
+        return option.failed("it matches no part of the model, which is gathered as a whole")
+    return option.applied(f"{parts} parts are gathered by themselves")
+
+
+def _offloaded(option: Option, models: Sequence[nn.Module]) -> Effect:
+    records: list[Any] = [p for model in models for group in groups(model) for p in group.fsdp_params]
+    there = [p for p in records if p.offload_to_cpu and p.sharded_param.to_local().device.type == "cpu"]
+    return option.counted(len(there), len(records), "parameters lie on the host", "others are on the device")
+
+
+def _recomputed(option: Option, models: Sequence[nn.Module]) -> Effect:
+    parts = [part for model in models for part in model.modules() if checkpoint.state(part) is not None]
+    why = "no part of the model computes its activations again"
+    return option.applied(f"{len(parts)} parts") if parts else option.failed(why)
+
+
+def _resharded(option: Option, models: Sequence[nn.Module]) -> Effect:
+    """Torch never frees the outermost part after the forward: its backward begins at once."""
+    inner = [group for model in models for group in groups(model) if group not in _outermost(model)]
+    wanted = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard")
+    other = [group for group in inner if group._reshard_after_forward != wanted]
+    what = "keep" if wanted else "free"
+    return option.seen(
+        f"{len(other)} of {len(inner)} parts {what} whole parameters after the forward" if other else ""
+    )
+
+
+def _outermost(model: Any) -> list[Any]:
+    state = model._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if found is None else list(found)
+
+
+def _loads_on_rank_0(option: Option, models: Sequence[nn.Module]) -> Effect:
+    told = environ.flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return option.seen("" if told else "libraries that load weights are not told")
+
+
+_LOOK: dict[str, Callable[[Option, Sequence[nn.Module]], Effect]] = {
+    "fsdp_auto_wrap_policy": _wrapped,
+    "fsdp_offload_params": _offloaded,
+    "fsdp_activation_checkpointing": _recomputed,
+    "fsdp_reshard_after_forward": _resharded,
+    "fsdp_cpu_ram_efficient_loading": _loads_on_rank_0,
+}

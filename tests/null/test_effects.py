@@ -1,0 +1,494 @@
+"""What became of options that were asked for: applied, not applied and why (F15)."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.core.effects import Effect, Ledger, Option
+from accelerate.core.errors import SettingError
+from accelerate.precision import autocast
+from accelerate.precision.fp8 import Float8
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+)
+
+
+class Net(nn.Module):
+    """Two blocks; of the user's own class, since torch compiles none of its own by themselves."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x).tanh()
+
+
+def quietly(accelerator: Accelerator, *objects: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return accelerator.prepare(*objects)
+
+
+def found(accelerator: Accelerator) -> dict[str, Effect]:
+    return {effect.option: effect for effect in accelerator.effects()}
+
+
+def step(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    accelerator.backward(model(batch).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(torch.randn(8, 16), batch_size=2, **options)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- how it is said
+
+
+def test_an_effect_reads_as_it_was_asked() -> None:
+    flag = Option("dynamo_backend", "inductor", "--dynamo_backend")
+    assert str(flag.failed("it is off")) == "--dynamo_backend inductor was not applied: it is off"
+    assert str(Option("debug", True, "--debug").applied()) == "--debug was applied"
+    code = Option("mixed_precision", "bf16", "the argument mixed_precision").pending("no model")
+    assert str(code) == "mixed_precision=bf16 (the argument mixed_precision) is not applied yet: no model"
+
+
+@pytest.mark.parametrize(
+    ("done", "applied", "why"), [(0, False, "none of 4 x: odd"), (3, True, "3 of 4 x: odd")]
+)
+def test_what_is_counted(done: int, applied: bool, why: str) -> None:
+    effect = Option("a", 1, "b").counted(done, 4, "x", "odd")
+    assert (effect.applied, effect.why) == (applied, why)
+
+
+def test_a_ledger_is_a_list_and_a_table_and_a_line() -> None:
+    one, two = Option("a", 1, "--a").applied(), Option("b", "x", "c.yaml, line 2: b").failed("no")
+    ledger = Ledger([one, two, Option("c", 3, "--c").pending("later")])
+    assert ledger.line == "applied: a=1; not applied: b=x"
+    rows = str(ledger).splitlines()
+    assert rows[0].split() == ["option", "effect", "asked", "by", "why"]
+    assert rows[2].split() == ["b=x", "not", "applied", "c.yaml,", "line", "2:", "b", "no"]
+    assert (str(Ledger()), Ledger().line) == ("nothing was asked for", "")
+
+
+def test_nothing_asked_nothing_said(capfd: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator()
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, optimizer, data = accelerator.prepare(model, sgd(model), loader())
+        for batch in data:
+            step(accelerator, model, optimizer, batch)
+    assert not accelerator.effects()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_applied_is_not_said_either(capfd: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(Net())
+    assert capfd.readouterr() == ("", "")
+    assert {e.option: e.applied for e in accelerator.effects()} == {"cpu": True, "mixed_precision": True}
+
+
+def test_each_is_said_once_at_the_line_of_prepare() -> None:
+    accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="max-autotune"))
+    with pytest.warns(UserWarning, match="dynamo_mode=max-autotune .*no dynamo_backend") as said:
+        accelerator.prepare(Net())
+    assert [os.path.basename(warning.filename) for warning in said] == [os.path.basename(__file__)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(Net())
+
+
+# ---------------------------------------------------------------- strict
+
+
+def test_strict_is_an_error_that_names_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autocast, "attach", lambda *_, **__: None)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True, strict=True)
+    with pytest.raises(SettingError) as caught:
+        accelerator.prepare(Net())
+    assert "mixed_precision=bf16 (the argument mixed_precision) was not applied" in str(caught.value)
+    assert "no autocast is attached to the Net" in str(caught.value)
+
+
+def test_strict_by_variable_and_not_by_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_STRICT", "1")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "max-autotune")
+    with pytest.raises(SettingError, match="ACCELERATE_DYNAMO_MODE"):
+        Accelerator().prepare(Net())
+    with pytest.warns(UserWarning, match="no dynamo_backend"):
+        Accelerator(strict=False).prepare(Net())
+
+
+def test_strict_lets_pass_what_makes_no_difference() -> None:
+    """One process exchanges no gradients: how they would travel changes nothing."""
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(kwargs_handlers=[handler], strict=True)
+    accelerator.prepare(Net())
+    effect = found(accelerator)["find_unused_parameters"]
+    assert (effect.failed, effect.wrong, effect.why) == (True, False, "there is one process")
+
+
+# ---------------------------------------------------------------- number formats
+
+
+def test_precision_is_seen_on_the_model() -> None:
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    assert found(accelerator)["mixed_precision"].why == "no model is prepared"
+    model = accelerator.prepare(Net())
+    assert found(accelerator)["mixed_precision"].applied
+    autocast.detach(model)
+    assert "no autocast is attached" in found(accelerator)["mixed_precision"].why
+
+
+def test_options_of_a_precision_that_is_not_used() -> None:
+    accelerator = Accelerator(
+        mixed_precision="bf16", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
+    )
+    quietly(accelerator, Net())
+    assert found(accelerator)["init_scale"].why == "mixed_precision is 'bf16'"
+    accelerator = Accelerator(
+        mixed_precision="bf16", cpu=True, kwargs_handlers=[AutocastKwargs(enabled=False)]
+    )
+    quietly(accelerator, Net())
+    assert "AutocastKwargs(enabled=False)" in found(accelerator)["mixed_precision"].why
+
+
+def test_a_flag_that_the_script_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELERATE_ASKED", json.dumps({"mixed_precision": ["--mixed_precision", "fp16"]}))
+    with pytest.warns(UserWarning, match="--mixed_precision fp16 was not applied: .* says 'bf16'"):
+        Accelerator(mixed_precision="bf16", cpu=True).prepare(Net())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Accelerator(mixed_precision="bf16", cpu=True).prepare(Net())
+
+
+@pytest.mark.parametrize(
+    ("widths", "wrong", "why"),
+    [((16, 16), False, "4 of 4 linears convert"), ((16, 15), False, "2 of 4"), ((15, 15), True, "none of 4")],
+)
+def test_converted_linears_are_counted(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], wrong: bool, why: str
+) -> None:
+    """F15: 8-bit floats are refused until they come; here a stand-in converts what fits."""
+
+    def linears(models: Sequence[nn.Module]) -> list[nn.Linear]:
+        return [part for model in models for part in model.modules() if isinstance(part, nn.Linear)]
+
+    def attach(self: Float8, model: nn.Module) -> None:
+        for part in linears([model]):
+            part.eight_bits = part.in_features % 16 == 0  # type: ignore[assignment]
+
+    def effect(self: Float8, option: Option, models: Sequence[nn.Module]) -> Effect:
+        every = linears(models)
+        done = [part for part in every if part.eight_bits]
+        return option.counted(len(done), len(every), "linears convert", "sides must be multiples of 16")
+
+    monkeypatch.setattr(Float8, "planned", "")
+    monkeypatch.setattr(Float8, "converts", lambda self: "linears convert")
+    monkeypatch.setattr(Float8, "attach", attach)
+    monkeypatch.setattr(Float8, "effect", effect)
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+    quietly(accelerator, *map(Net, widths))
+    said = found(accelerator)["mixed_precision"]
+    assert said.wrong == wrong
+    assert said.why.startswith(why)
+
+
+# ---------------------------------------------------------------- compilation
+
+
+@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_compilation_is_seen(regional: bool, precision: str) -> None:
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    accelerator = Accelerator(mixed_precision=precision, cpu=True, dynamo_plugin=plugin)
+    model = Net()
+    assert found(accelerator)["dynamo_backend"].applied is None
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    step(accelerator, model, optimizer, torch.randn(2, 16))
+    assert found(accelerator)["dynamo_backend"].applied
+    if regional:
+        assert found(accelerator)["dynamo_use_regional_compilation"].why == "2 modules are compiled"
+
+
+@contextmanager
+def impossible(how: str) -> Iterator[None]:
+    """Makes compilation do nothing, in one of the ways in which it does."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if how == "variable":
+            patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        elif how == "config":
+            # These modules take attributes back in a way of their own.
+            stack.enter_context(dynamo().config.patch(disable=True))
+        elif how == "method":
+            patch.setattr(nn.Module, "compile", lambda *_, **__: None)
+        elif how == "compiler":
+            patch.setattr(torch, "compile", lambda function, **_: function)
+        yield
+
+
+def dynamo() -> Any:
+    return import_module("torch._dynamo")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("variable", "TORCHDYNAMO_DISABLE=1"),
+        ("config", "torch._dynamo.config.disable"),
+        ("method", "no part of the Net is compiled"),
+        ("compiler", "no part of the Net is compiled"),
+    ],
+)
+def test_compilation_that_is_impossible(how: str, why: str) -> None:
+    """F15"""
+    with impossible(how):
+        with pytest.warns(UserWarning, match="dynamo_backend=EAGER .* was not applied") as said:
+            Accelerator(dynamo_backend="eager").prepare(Net())
+        assert why in str(said[0].message)
+        with pytest.raises(SettingError, match="dynamo_backend=EAGER"):
+            Accelerator(dynamo_backend="eager", strict=True).prepare(Net())
+
+
+@pytest.fixture
+def counters() -> Any:
+    """Torch's own counts, from nothing."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    return counters
+
+
+def test_a_compiled_call_that_torch_skips_shows_in_the_first_step(counters: Any) -> None:
+    """F15: torch compiles no code of its own modules, and says nothing."""
+    accelerator = Accelerator(dynamo_backend="eager")
+    model = nn.Sequential(nn.Linear(16, 1))
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    assert found(accelerator)["dynamo_backend"].applied
+    with pytest.warns(UserWarning, match="torch compiles no code of modules that are its own") as said:
+        step(accelerator, model, optimizer, torch.randn(2, 16))
+    assert os.path.basename(said[0].filename) == os.path.basename(__file__)
+
+
+def test_errors_of_the_compiler_that_torch_hides(counters: Any) -> None:
+    """F15"""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such compiler")
+
+    accelerator = Accelerator(dynamo_backend="eager", strict=True)
+    accelerator.state.dynamo_plugin.to_kwargs = lambda: {"backend": broken}
+    model = Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    hidden = dynamo().config.patch(suppress_errors=True)
+    with hidden, pytest.raises(SettingError, match="suppress_errors hid an error"):
+        step(accelerator, model, optimizer, torch.randn(2, 16))
+
+
+def test_blocks_that_are_asked_for_and_are_not_there() -> None:
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    with pytest.warns(UserWarning, match="no model has repeated blocks"):
+        Accelerator(dynamo_plugin=plugin).prepare(Block(16))
+
+
+# ---------------------------------------------------------------- the world
+
+
+def test_a_group_that_one_process_does_not_have() -> None:
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=9), backend="gloo")
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    effects = found(accelerator)
+    assert [effects[name].why for name in ("timeout", "backend")] == ["one process has no group"] * 2
+
+
+def test_settings_of_a_world_that_was_open_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F11, F15"""
+    Accelerator()
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
+    effect = found(Accelerator())["debug"]
+    assert (effect.failed, effect.why) == (True, "the world was open already, without it")
+
+
+def test_what_the_launcher_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PAINS 25: two processes that each believe to be alone."""
+    threads = torch.get_num_threads()
+    asked = {
+        "num_processes": ["--num_processes", 2],
+        "num_cpu_threads_per_process": ["c.yaml, line 3: num_cpu_threads_per_process", threads],
+    }
+    monkeypatch.setenv("ACCELERATE_ASKED", json.dumps(asked))
+    effects = found(Accelerator(cpu=True))
+    assert str(effects["num_processes"]) == "--num_processes 2 was not applied: this is one of 1 processes"
+    assert effects["num_cpu_threads_per_process"].applied
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes")
+def test_cores_that_a_process_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("there is one core")
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "true")
+    near = "accelerate.world.effects.near_cores"
+    monkeypatch.setattr(near, lambda *_: [])
+    effect = found(Accelerator(cpu=True))["enable_cpu_affinity"]
+    assert (effect.failed, effect.wrong) == (True, False)
+    monkeypatch.setattr(near, lambda *_: allowed)
+    assert found(Accelerator(cpu=True))["enable_cpu_affinity"].applied
+    monkeypatch.setattr(near, lambda *_: allowed[:1])
+    assert "cores that are not near" in found(Accelerator(cpu=True))["enable_cpu_affinity"].why
+
+
+# ---------------------------------------------------------------- strategies in one process
+
+
+def test_sharding_by_one_process_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3, F15"""
+    with pytest.warns(UserWarning, match="fsdp_plugin.* was not applied: one process has nothing to shard"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(Net())
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_ASKED", json.dumps({"use_fsdp": ["--use_fsdp", True]}))
+    with pytest.raises(SettingError, match="--use_fsdp was not applied: one process has nothing to shard"):
+        Accelerator(strict=True).prepare(Net())
+
+
+# ---------------------------------------------------------------- loops, loaders, trackers
+
+
+def accumulates(how: str, **options: Any) -> Effect:
+    accelerator = Accelerator(**options)
+    model = Net()
+    model, optimizer, data = quietly(accelerator, model, sgd(model), loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how == "windows":
+            for window in accelerator.windows(data):
+                for batch in window:
+                    accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        for batch in data:
+            if how == "accumulate":
+                with accelerator.accumulate(model):
+                    step(accelerator, model, optimizer, batch)
+            elif how == "by hand":
+                accelerator.gradient_state._set_sync_gradients(data.end_of_dataloader)
+                step(accelerator, model, optimizer, batch)
+            elif how == "not at all":
+                step(accelerator, model, optimizer, batch)
+    effects = found(accelerator)
+    return effects.get("gradient_accumulation_steps") or effects["num_steps"]
+
+
+@pytest.mark.parametrize("how", ["accumulate", "windows", "by hand"])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_accumulation_is_seen(how: str, steps: int) -> None:
+    assert accumulates(how, gradient_accumulation_steps=steps).applied
+
+
+def test_accumulation_that_no_loop_does() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    for options in ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_plugin": plugin}):
+        effect = accumulates("not at all", **options)
+        assert effect.wrong
+        assert "accelerator.accumulate(model)" in effect.why
+
+
+def test_options_of_loaders_are_seen_on_them() -> None:
+    options = DataLoaderConfiguration(
+        use_seedable_sampler=True,
+        data_seed=3,
+        use_stateful_dataloader=True,
+        non_blocking=True,
+        even_batches=False,
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=options, rng_types=["torch"])
+    assert found(accelerator)["data_seed"].applied is None
+    data = accelerator.prepare(loader(shuffle=True))
+    effects = found(accelerator)
+    applied = [name for name, effect in effects.items() if effect.applied]
+    assert applied == ["cpu", "use_seedable_sampler", "data_seed", "use_stateful_dataloader"]
+    assert effects["non_blocking"].why == "batches stay on the host"
+    assert not any(effects[name].wrong for name in ("non_blocking", "even_batches", "rng_types"))
+    data.use_stateful_dataloader = False
+    assert found(accelerator)["use_stateful_dataloader"].wrong
+
+
+def test_an_order_of_a_sampler_that_is_not_ours() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    accelerator.prepare(loader())
+    effect = found(accelerator)["use_seedable_sampler"]
+    assert (effect.failed, effect.wrong) == (True, False)
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * 8, 8)
+    with pytest.warns(UserWarning, match="a loader has a WeightedRandomSampler"):
+        accelerator.prepare(loader(sampler=weighted))
+
+
+def test_trackers_that_nobody_started(tmp_path: Any) -> None:
+    for starts in (True, False):
+        accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
+        model = Net()
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        if starts:
+            accelerator.init_trackers("run")
+            step(accelerator, model, optimizer, torch.randn(2, 16))
+            assert found(accelerator)["log_with"].applied
+            accelerator.end_training()
+        else:
+            with pytest.warns(UserWarning, match="log_with=jsonl .*init_trackers"):
+                step(accelerator, model, optimizer, torch.randn(2, 16))
+
+
+def test_only_the_first_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator()
+    model = Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    looked: list[int] = []
+    monkeypatch.setattr(Accelerator, "_report_effects", lambda self, depth=0: looked.append(depth))
+    for _ in range(3):
+        step(accelerator, model, optimizer, torch.randn(2, 16))
+    assert len(looked) == 1
