@@ -108,6 +108,7 @@ def _pump(pipe: IO[bytes], console: TextIO, log: IO[bytes] | None, mark: bytes) 
         _write(console, mark, lines, log)
     if rest:
         _write(console, mark, [rest + b"\n"], log)
+    pipe.close()
 
 
 def _write(console: TextIO, mark: bytes, lines: list[bytes], log: IO[bytes] | None) -> None:

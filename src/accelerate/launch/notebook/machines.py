@@ -93,7 +93,9 @@ class Meeting:
     def _flags(self, settings: Path, processes: int, device: Device) -> Iterator[str]:
         yield from ("--config_file", str(settings), "--tee", "3")
         yield from ("--num_processes", str(processes * self.machines), "--num_machines", str(self.machines))
-        yield from ("--machine_rank", str(self.machine), "--rdzv_backend", self.backend)
+        yield from ("--rdzv_backend", self.backend)
+        if self.backend == "static":  # the others number the machines as they meet
+            yield from ("--machine_rank", str(self.machine))
         yield from ("--main_process_ip", self.address, "--main_process_port", str(self.port))
         yield from ("--max_restarts", str(self.restarts), "--monitor_interval", str(self.interval))
         if self.endpoint:
@@ -109,7 +111,13 @@ class Meeting:
         """The launcher's own end, with the traceback of the rank of this machine that failed first."""
         files = [report.error_file(folder, rank) for rank in range(processes)]
         left = {file: file.read_text(encoding="utf-8") for file in files if file.is_file()}
-        if error is None or not left:
+        if error is None:
+            return None
+        if not left:
+            error.what, error.why = (
+                f"the job failed (exit code {error.code})",
+                "what its launcher printed says it",
+            )
             return error
         first = min(left.values(), key=lambda text: int(text.split(" ", 1)[0]))
         head, _, error.traceback = first.partition("\n")

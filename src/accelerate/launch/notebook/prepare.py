@@ -35,11 +35,11 @@ class PrepareForLaunch:
             LaunchError: debugging was asked for without its file or size.
         """
         environ.write({"FORK_LAUNCHED": "1"})
-        if self.debug:
-            _open_group(index)
-        elif not self._told_by_runtime():
+        if self.debug or not self._told_by_runtime():
             node, each = int(environ.get("NODE_RANK", "0") or 0), int(environ.get("NPROC", "1") or 1)
             environ.write({"LOCAL_RANK": index, "RANK": node * each + index})
+        if self.debug:
+            _open_group(index)
         return self.launcher(*args)
 
     def _told_by_runtime(self) -> bool:

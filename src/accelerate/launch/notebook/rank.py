@@ -79,6 +79,17 @@ def _result(result: Any, rank: int) -> bytes:
         return pickle.dumps((None, f"what rank {rank} returned cannot be sent ({why}); None stands for it"))
 
 
+def _from_the_function_on(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that led to the function."""
+    frames: list[TracebackType] = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    ours = [frame.tb_frame.f_code.co_filename.startswith(HERE) for frame in frames]
+    first = ours.index(True) if True in ours else 0
+    return next((frame for frame, own in zip(frames[first:], ours[first:], strict=True) if not own), None)
+
+
 class Hook:
     """``sys.excepthook`` of a rank: leaves the exception and its traceback from the function on.
 
@@ -94,8 +105,7 @@ class Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Writes both; what of an exception cannot be pickled is told by its text alone."""
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(HERE):
-            trace = trace.tb_next
+        trace = _from_the_function_on(trace)
         if os.getpid() == self.report.rank:
             with suppress(*parcel.UNPICKLABLE):
                 exception_file(self.folder, self.rank).write_bytes(parcel.dumps(error.with_traceback(None)))
