@@ -17,6 +17,7 @@ from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import SOURCES, Loaded, Origin, Setting, declared, load, setting
 from accelerate.launch import files, later
+from accelerate.launch.around import Around, around
 from accelerate.launch.files import ConfigFile
 from accelerate.launch.kinds import KINDS
 
@@ -133,12 +134,14 @@ class Request:
         loaded: every class of settings with its values and origins.
         program: the script, module or program, and its arguments, untouched.
         file: the configuration file in use.
+        around: what a scheduler around the launcher says of the job.
     """
 
     settings: Job
     loaded: Mapping[type[Any], Loaded[Any]]
     program: tuple[str, ...]
     file: ConfigFile | None = None
+    around: Around | None = None
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a setting of that name."""
@@ -328,8 +331,9 @@ def of(
     if file is not None:
         _check_keys(file, handed)
         later.refuse_keys(file)
-    loaded = {cls: _load(cls, flags, file, env) for cls in (*kept(), *handed)}
-    request = Request(loaded[Job].value, loaded, tuple(program), file)
+    scheduler = around(environ.snapshot() if env is None else env)
+    loaded = {cls: _load(cls, flags, file, env, scheduler) for cls in (*kept(), *handed)}
+    request = Request(loaded[Job].value, loaded, tuple(program), file, scheduler)
     later.refuse_values(_winners(request))
     request.check_switches()
     return request
@@ -342,15 +346,20 @@ def _winners(request: Request) -> Iterator[tuple[str, str, Any]]:
 
 
 def _load(
-    cls: type[Any], flags: Mapping[str, Any], file: ConfigFile | None, env: Mapping[str, str] | None
+    cls: type[Any],
+    flags: Mapping[str, Any],
+    file: ConfigFile | None,
+    env: Mapping[str, str] | None,
+    scheduler: Around | None,
 ) -> Loaded[Any]:
+    told = scheduler.tells(file.values if file else {}) if scheduler and cls is Job else None
     if file is None:
-        return load(cls, flags=flags, env=env)
+        return load(cls, flags=flags, env=env, told=told)
     section: str = getattr(cls, "__section__", "")
     names = {row.name for row in declared(cls) if row.in_file}
     part = file.section(section) if section else {k: v for k, v in file.values.items() if k in names}
     lines = file.section_lines(section)
-    return load(cls, flags=flags, env=env, file=part, file_name=str(file.path), lines=lines)
+    return load(cls, flags=flags, env=env, told=told, file=part, file_name=str(file.path), lines=lines)
 
 
 def _check_keys(file: ConfigFile, handed: Sequence[type[Any]]) -> None:
