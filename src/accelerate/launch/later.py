@@ -50,13 +50,6 @@ _WITH_STRATEGY = "the strategy that reads it will bring it; until then training 
 
 PARTS = (
     Part(
-        "starting the ranks with mpirun comes with its own kind of launch",
-        section="mpirun_config",
-        keys="mpirun_hostfile",
-        old_keys="mpirun_ccl",
-        neutral={"mpirun_ccl": ANY},
-    ),
-    Part(
         _WITH_STRATEGY,
         switches="use_deepspeed",
         section="deepspeed_config",

@@ -1,0 +1,326 @@
+"""Ranks on several machines, started by ``mpirun`` from a file of machines: for clusters of CPUs.
+
+One command on one machine starts all. mpirun reaches the machines (by ssh or by its scheduler) and tells each
+process its place, which ``world/clusters.py`` reads; the processes compute and communicate with torch, not
+with MPI. So any MPI will do, and none has to be built into torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate.core import environ
+from accelerate.core.errors import LaunchError, SettingError
+from accelerate.core.setting import setting
+from accelerate.device.machine import Machine
+from accelerate.launch.base import Kind
+from accelerate.launch.check import Place, chosen, cores
+from accelerate.launch.errors import RankError
+from accelerate.launch.job import Request
+from accelerate.launch.kinds.local import program_of, shared_variables, startable
+from accelerate.launch.plan import Plan, Start, Variables
+from accelerate.launch.port import Port
+from accelerate.launch.several import SEVERAL
+from accelerate.world.clusters import DEFAULT_PORT, PORTS
+
+# Variables of this process that the ranks get besides those of the job.
+PASSED = re.compile(r"ACCELERATE_\w+|HF_\w+|TORCH_\w+|GLOO_\w+|PYTHON\w+|OMP_\w+|KMP_\w+|CCL_\w+")
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """Starting the ranks with mpirun."""
+
+    __section__ = "mpirun_config"
+    __prefix__ = "mpirun_"
+    __topic__ = "Several machines, mpirun"
+    __when__: ClassVar[Mapping[str, Any]] = {"distributed_type": ("MULTI_CPU",), **SEVERAL}
+
+    mpirun_hostfile: str | None = setting(
+        None,
+        help="a file of machines, one a line, on which mpirun starts the processes",
+        question="Which machines does mpirun start? (empty: without mpirun)",
+    )
+    mpirun_ccl: str | int | None = setting(
+        None, flag=None, variable=None, help="read and ignored: old files have it, and torch does not need it"
+    )
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of a file of machines.
+
+    Attributes:
+        name: of the machine.
+        slots: how many processes it takes; None where the file does not say.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of ``mpirun`` is told what to start.
+
+    Attributes:
+        name: of the family.
+        told: a pattern that ``mpirun --version`` of this family matches.
+        hostfile: the flag of the file of machines.
+        fixed: flags that are always given: here ranks are no MPI programs, and several threads each.
+        root: what an administrator has to add.
+        each: flags for this many processes on each machine.
+        variable: flags that hand on a variable; ``{name}`` and ``{value}`` are filled in.
+    """
+
+    name: str
+    told: str
+    hostfile: str
+    each: tuple[str, ...]
+    variable: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
+    root: tuple[str, ...] = ()
+
+
+# Sources: mpirun(1) of Open MPI 4.1 and 5.0; MPICH wiki, "Using the Hydra Process Manager", which MVAPICH has
+# too; Intel MPI Library Developer Reference, "Global Hydra Options".
+FAMILIES = (
+    Family(
+        "Open MPI",
+        r"open[ -]?mpi|openrte|prrte",
+        hostfile="--hostfile",
+        each=("--map-by", "ppr:{each}:node"),
+        # The value is read from mpirun's own environment, so that it stands in no list of processes.
+        variable=("-x", "{name}"),
+        # By default it binds each process to one core, whatever its number of threads.
+        fixed=("--bind-to", "none"),
+        root=("--allow-run-as-root",),
+    ),
+    Family(
+        "MPICH and its relatives",
+        r"mpich|intel\(r\) mpi|build details",
+        hostfile="-f",
+        each=("-ppn", "{each}"),
+        variable=("-genv", "{name}", "{value}"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MpiPlan(Plan):
+    """What mpirun starts.
+
+    Attributes:
+        path: the program.
+        family: how it is told.
+        hosts: the machines.
+        size: the number of processes.
+    """
+
+    path: str
+    family: Family
+    hosts: tuple[Host, ...]
+    size: int
+
+
+class Mpi(Kind[MpiPlan]):
+    """Processes that mpirun starts."""
+
+    name: ClassVar[str] = "mpirun"
+    priority: ClassVar[int] = 50
+    settings: ClassVar[tuple[type[Mpirun], ...]] = (Mpirun,)
+
+    def takes(self, request: Request) -> bool:
+        """Every job with a file of machines."""
+        return request.of(Mpirun).mpirun_hostfile is not None
+
+    def plan(self, request: Request) -> MpiPlan:
+        """Reads the file of machines and writes the command; see ``Kind.plan``."""
+        for name in ("tee", "log_dir"):
+            if request.get(name) is not None:
+                raise SettingError(
+                    f"{request.origin(name).where} cannot be applied: mpirun reads the output of the ranks",
+                    fix=f"leave it out, or {request.origin('mpirun_hostfile').where}",
+                )
+        hosts = read_hosts(request)
+        size = _size(request, hosts)
+        path, family = find()
+        machine = Machine()
+        each = -(-size // len(hosts))
+        where = Place(chosen(request, machine)[0], 0, None, each)
+        told = {**shared_variables(request, where, machine), **_meeting(request, hosts)}
+        if "OMP_NUM_THREADS" not in told and environ.get("OMP_NUM_THREADS") is None:
+            told["OMP_NUM_THREADS"] = max(1, cores(machine) // each)
+        command = command_of(request, path, family, hosts, size, told)
+        return MpiPlan(
+            kind=self.name,
+            facts=(
+                ("processes", str(size)),
+                ("machines", ", ".join(host.name for host in hosts)),
+                ("started by", f"{path} ({family.name})"),
+            ),
+            variables=told,
+            starts=(Start("mpirun", command),),
+            notes=(),
+            unused=(
+                ("machine_rank", "one command starts the ranks of all machines"),
+                ("stop_timeout", "mpirun stops the ranks"),
+                ("gpu_ids", "the ranks are spread over the machines of the file"),
+            ),
+            effects=(("num_processes", f"{size} processes on {len(hosts)} machines"),),
+            path=path,
+            family=family,
+            hosts=hosts,
+            size=size,
+        )
+
+    def run(self, request: Request, plan: MpiPlan, *, replace: bool) -> None:
+        """Runs mpirun; see ``Kind.run``."""
+        # The plan may have learnt of more variables since its command was written for people.
+        command = command_of(request, plan.path, plan.family, plan.hosts, plan.size, plan.variables)
+        env = environ.child(plan.variables)
+        with startable(command[0]):
+            if replace:
+                os.execve(command[0], command, env)
+            code = subprocess.run(command, env=env, check=False).returncode
+        if code:
+            error = RankError(f"mpirun failed with {_ended(code)}")
+            error.code = code if code > 0 else 128 - code
+            raise error
+
+
+def find() -> tuple[str, Family]:
+    """The ``mpirun`` on the PATH and its family.
+
+    Raises:
+        LaunchError: there is none, or it is of no family that is known here.
+    """
+    path = shutil.which("mpirun")
+    if path is None:
+        raise LaunchError(
+            "there is no mpirun on the PATH",
+            why="--mpirun_hostfile asks it to start the ranks",
+            fix="install an MPI (apt-get install mpich), or load its module",
+        )
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
+    said = told.stdout + told.stderr
+    for family in FAMILIES:
+        if re.search(family.told, said, re.IGNORECASE):
+            return path, family
+    raise LaunchError(
+        f"{path} is of no MPI that is known here",
+        why=f"mpirun --version says {said.strip().splitlines()[:1]}",
+        fix=f"use one of these: {', '.join(family.name for family in FAMILIES)}",
+    )
+
+
+def read_hosts(request: Request) -> tuple[Host, ...]:
+    """The machines of the file; ``name slots=4``, ``name:4`` and ``name`` are understood.
+
+    Raises:
+        LaunchError: the file cannot be read, or names none.
+    """
+    where, path = request.origin("mpirun_hostfile").where, Path(str(request.get("mpirun_hostfile")))
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the file of machines {path} ({where}) cannot be read", why=str(error)) from error
+    hosts = tuple(_hosts(text))
+    if not hosts:
+        raise LaunchError(
+            f"the file of machines {path} ({where}) names none",
+            fix="write the name of a machine on each line, and how many processes it takes: node1 slots=4",
+        )
+    return hosts
+
+
+def _hosts(text: str) -> Iterator[Host]:
+    for line in text.splitlines():
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, _, count = words[0].partition(":") if words[0].count(":") == 1 else (words[0], "", "")
+        slots = next((word.partition("=")[2] for word in words[1:] if word.startswith("slots=")), count)
+        yield Host(name, int(slots) if slots.isdecimal() else None)
+
+
+def _size(request: Request, hosts: Sequence[Host]) -> int:
+    """How many processes to start: as many as asked for, or as the machines take.
+
+    Raises:
+        SettingError: there are fewer than machines.
+    """
+    wanted, each = request.origin("num_processes"), request.origin("nproc_per_node")
+    if isinstance(each.value, int):
+        return each.value * len(hosts)
+    if not isinstance(wanted.value, int):
+        return sum(host.slots or 1 for host in hosts)
+    if wanted.value < len(hosts):
+        raise SettingError(
+            f"{wanted.where} is {wanted.value}, but {request.origin('mpirun_hostfile').where} names "
+            f"{len(hosts)} machines",
+            why="each machine of the file runs at least one process",
+            fix="start more processes, or take machines out of the file",
+        )
+    return wanted.value
+
+
+def _meeting(request: Request, hosts: Sequence[Host]) -> dict[str, object | None]:
+    """Where rank 0 listens: on the first machine of the file, on a port of the job's own.
+
+    Variables of a launcher around this one would be taken for those of the ranks.
+    """
+    port = request.settings.main_process_port
+    if not port and hosts[0].name in ("localhost", "127.0.0.1"):
+        with Port() as free:
+            port = free.number
+    job: dict[str, object | None] = {
+        "MASTER_ADDR": request.settings.main_process_ip or hosts[0].name,
+        "MASTER_PORT": port or DEFAULT_PORT + os.getpid() % PORTS,
+    }
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    return {**dict.fromkeys((*names, "ACCELERATE_STOP_FOLDER")), **job}
+
+
+def command_of(
+    request: Request,
+    path: str,
+    family: Family,
+    hosts: Sequence[Host],
+    size: int,
+    told: Variables,
+) -> tuple[str, ...]:
+    """The command line of mpirun.
+
+    Args:
+        request: what was asked.
+        path: the program.
+        family: how it is told.
+        hosts: the machines.
+        size: the number of processes.
+        told: the variables of the job.
+    """
+    command = [path, *(family.root if os.geteuid() == 0 else ()), *family.fixed]
+    command += [family.hostfile, str(Path(request.get("mpirun_hostfile")).expanduser()), "-np", str(size)]
+    if size % len(hosts) == 0:
+        command += [word.format(each=size // len(hosts)) for word in family.each]
+    own = {name: value for name, value in environ.snapshot().items() if PASSED.fullmatch(name)}
+    for name, value in sorted({**own, **told}.items()):
+        if value is not None:
+            command += [word.format(name=name, value=value) for word in family.variable]
+    return (*command, *program_of(request))
+
+
+def _ended(code: int) -> str:
+    return f"code {code}" if code > 0 else signal.Signals(-code).name
+
+
+PLUGIN = Mpi()
