@@ -36,6 +36,7 @@ GENERIC = {
     "tensor": "torch's array",
     "context": "a with block",
     "pipeline": "stages after one another",
+    "parallelism": "what every way of training on several processes is",
     "fp16": "a number format of IEEE 754; gradients travel in it and files are written in it",
     "bf16": "a number format, likewise",
     "torchrun": "the protocol that every launcher speaks, ours too",
@@ -44,6 +45,12 @@ GENERIC = {
 FACTS = {
     ("device", "fp8"): "which numbers the units of a device take",
     ("facade/modules", "fp8"): "how many bits a number of that type has",
+    ("strategy/settings/parallelism", "deepspeed"): "whose functions split attention by heads, and no other",
+    **{
+        ("strategy/settings/deepspeed", name): "by which program its own launcher reaches other machines"
+        for name in ("openmpi", "mvapich", "slurm")
+    },
+    ("launch/kinds/deepspeed", "slurm"): "the one of these programs that hands on the environment by itself",
     ("checkpoint/names", "fsdp"): "what the public format calls the folder of a model that is saved in parts",
 }
 # Files that are lists of names.

@@ -26,6 +26,7 @@ ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
     "fsdp": ({"ACCELERATE_USE_FSDP": "true"}, (2, 4)),
     "deepspeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, (2, 4)),
     "megatron": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, (2, 4)),
+    "parallelism": ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, (2, 4)),
 }
 Numbers = tuple[list[float], list[list[float]]]
 

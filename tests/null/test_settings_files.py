@@ -211,11 +211,6 @@ def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "distributed_type: DEEPSPEED",
-        "deepspeed_config: {zero_stage: 3}",
-        "fp8_config: {backend: TE}",
-        "parallelism_config: {tp_size: 2}",
-        "mixed_precision: fp8",
         "downcast_bf16: 'yes'",
         "tpu_use_cluster: true",
         "compute_environment: AMAZON_SAGEMAKER\niam_role_name: x",
@@ -225,11 +220,6 @@ def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: s
     with pytest.raises(NotBuiltError, match="is not built yet") as error:
         config(text)
     assert error.value.why
-
-
-def test_a_switch_that_is_not_built_yet_is_refused_however_it_is_called() -> None:
-    with pytest.raises(NotBuiltError, match="--zero_stage is not built yet"):
-        read({"zero_stage": "2"}, ("x.py",), HANDED)
 
 
 def test_the_table_of_what_will_come_names_only_promised_flags() -> None:

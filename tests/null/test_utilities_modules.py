@@ -379,7 +379,7 @@ def test_recipes_take_variables_then_defaults(monkeypatch, library):
     with pytest.raises(UnknownNameError, match="HYBRID"):
         fp8.TERecipeKwargs(fp8_format="HYBRI")
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "two")
-    with pytest.raises(SettingError, match="ACCELERATE_FP8_MARGIN is 'two'"):
+    with pytest.raises(SettingError, match="ACCELERATE_FP8_MARGIN is the text 'two'"):
         fp8.TERecipeKwargs()
 
 

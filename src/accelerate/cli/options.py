@@ -14,6 +14,7 @@ from accelerate.facade.resume import ResumeSettings
 from accelerate.launch import later
 from accelerate.launch.job import Job, declarations
 from accelerate.launch.kinds import KINDS
+from accelerate.precision.recipes import RECIPES
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
 from accelerate.strategy.settings import SETTINGS
 from accelerate.world.settings import WorldSettings
@@ -22,6 +23,7 @@ from accelerate.world.settings import WorldSettings
 HANDED: tuple[type[Any], ...] = (
     WorldSettings,
     PrecisionSettings,
+    *RECIPES,
     GradientSettings,
     *(cls for classes in SETTINGS for cls in classes),
     CompileSettings,

@@ -10,33 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accelerate.core import environ, packages
+from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.handler import KwargsHandler
-
-PREFIX = "ACCELERATE_FP8_"
-FORMATS = ("HYBRID", "E4M3", "E5M2")
-ALGORITHMS = ("max", "most_recent")
-LEVELS = ("O1", "O2")
+from accelerate.core.setting import load
+from accelerate.precision.recipes.fp8 import FP8Settings
 
 
-def _flag(name: str, given: bool | None, default: bool = False) -> bool:
-    return environ.flag(f"{PREFIX}{name}", default) if given is None else given
+def _settled(**code: Any) -> FP8Settings:
+    """The values of the code, then of the variables; a field that nobody gave is None.
+
+    Raises:
+        UnknownNameError: a choice that does not exist.
+        SettingError: a value of the wrong type.
+    """
+    return load(FP8Settings, code={f"fp8_{name}": value for name, value in code.items()}).value
 
 
-def _number(name: str, given: int | None, default: int) -> int:
-    text = environ.get(f"{PREFIX}{name}", str(default)) if given is None else str(given)
-    if not str(text).lstrip("-").isdigit():
-        raise SettingError(f"{PREFIX}{name} is {text!r}, which is no whole number")
-    return int(str(text))
-
-
-def _choice(name: str, given: str | None, default: str, known: tuple[str, ...]) -> str:
-    text = environ.get(f"{PREFIX}{name}", default) if given is None else given
-    found = {each.lower(): each for each in known}.get(str(text).lower())
-    if found is None:
-        raise UnknownNameError(f"value of {name.lower()}", str(text), known)
-    return found
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 @dataclass
@@ -71,9 +63,12 @@ class AORecipeKwargs(KwargsHandler):
             return
         from torchao.float8 import Float8LinearConfig
 
-        self.pad_inner_dim = _flag("PAD_INNER_DIM", self.pad_inner_dim, True)
-        gather = _flag("ENABLE_FSDP_FLOAT8_ALL_GATHER", self.enable_fsdp_float8_all_gather, True)
-        self.enable_fsdp_float8_all_gather = gather
+        given = _settled(
+            pad_inner_dim=self.pad_inner_dim,
+            enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
+        )
+        self.pad_inner_dim = _or(given.fp8_pad_inner_dim, True)
+        self.enable_fsdp_float8_all_gather = _or(given.fp8_enable_fsdp_float8_all_gather, True)
         self.config = Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
@@ -110,17 +105,25 @@ class TERecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if not packages.installed("transformer_engine"):
             raise MissingExtraError("transformer_engine", "TERecipeKwargs")
-        self.use_autocast_during_eval = _flag("USE_AUTOCAST_DURING_EVAL", self.use_autocast_during_eval)
-        self.margin = _number("MARGIN", self.margin, 0)
-        self.interval = _number("INTERVAL", self.interval, 1)
-        self.fp8_format = _choice("FORMAT", self.fp8_format, "HYBRID", FORMATS)  # type: ignore[assignment]
-        self.amax_history_len = _number("AMAX_HISTORY_LEN", self.amax_history_len, 1024)
-        algorithm = _choice("AMAX_COMPUTE_ALGO", self.amax_compute_algo, "most_recent", ALGORITHMS)
-        self.amax_compute_algo = algorithm  # type: ignore[assignment]
+        given = _settled(
+            use_autocast_during_eval=self.use_autocast_during_eval,
+            margin=self.margin,
+            interval=self.interval,
+            format=self.fp8_format,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+            use_mxfp8_block_scaling=self.use_mxfp8_block_scaling,
+        )
+        self.use_autocast_during_eval = _or(given.fp8_use_autocast_during_eval, False)
+        self.margin = _or(given.fp8_margin, 0)
+        self.interval = _or(given.fp8_interval, 1)
+        self.fp8_format = _or(given.fp8_format, "HYBRID")
+        self.amax_history_len = _or(given.fp8_amax_history_len, 1024)
+        self.amax_compute_algo = _or(given.fp8_amax_compute_algo, "most_recent")
         if self.override_linear_precision is None:
-            parts = (_flag(f"OVERRIDE_{part}", None) for part in ("FPROP", "DGRAD", "WGRAD"))
-            self.override_linear_precision = tuple(parts)  # type: ignore[assignment]
-        self.use_mxfp8_block_scaling = _flag("USE_MXFP8_BLOCK_SCALING", self.use_mxfp8_block_scaling)
+            parts = (given.fp8_override_fprop, given.fp8_override_dgrad, given.fp8_override_wgrad)
+            self.override_linear_precision = tuple(map(bool, parts))  # type: ignore[assignment]
+        self.use_mxfp8_block_scaling = _or(given.fp8_use_mxfp8_block_scaling, False)
 
 
 @dataclass
@@ -137,7 +140,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        self.opt_level = _choice("OPT_LEVEL", self.opt_level, "O2", LEVELS)  # type: ignore[assignment]
+        self.opt_level = _or(_settled(opt_level=self.opt_level).fp8_opt_level, "O2")
 
 
 @dataclass
@@ -161,7 +164,10 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             stacklevel=3,
         )
         default = "MSAMP" if packages.installed("msamp") else "TE"
-        self.backend = _choice("BACKEND", self.backend, default, ("MSAMP", "TE"))  # type: ignore[assignment]
+        backend = _or(_settled(backend=self.backend).fp8_backend, default)
+        if backend not in ("MSAMP", "TE"):
+            raise UnknownNameError("value of backend", str(backend), ("MSAMP", "TE"))
+        self.backend = backend
         if self.backend == "TE":
             TERecipeKwargs.__post_init__(self)
         else:

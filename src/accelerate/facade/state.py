@@ -14,6 +14,8 @@ from accelerate.facade.gradient import GradientState as GradientState
 from accelerate.facade.gradient import _SharedState
 from accelerate.facade.processes import Processes
 from accelerate.precision.settings import PrecisionSettings
+from accelerate.strategy import STRATEGIES
+from accelerate.strategy.base import Request
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -216,6 +218,8 @@ class AcceleratorState(Processes):
             )
         state = super().__new__(cls)
         state._partial = PartialState(cpu=cpu, **kwargs)
+        if not _from_accelerator:  # an Accelerator chooses by itself, with its plugins
+            _refuse_unbuilt(state._partial.world)
         loaded = load(PrecisionSettings, code={"mixed_precision": mixed_precision})
         state._mixed_precision = loaded.value.mixed_precision or "no"
         state.distributed_type = state._partial.distributed_type
@@ -286,6 +290,14 @@ class AcceleratorState(Processes):
         AcceleratorState._current = None
         if reset_partial_state:
             PartialState._reset_state()
+
+
+def _refuse_unbuilt(world: World) -> None:
+    """Refuses a strategy that is asked for and is not built: what trains would be another one."""
+    request = Request(world)
+    for strategy in STRATEGIES:
+        if strategy.planned and strategy.claims(request):
+            strategy(request).check()
 
 
 _ENGINES = "they will come with the sharded strategies"

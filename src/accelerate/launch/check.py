@@ -64,6 +64,7 @@ def check(request: Request) -> None:
             why="ports are numbers from 0 to 65535; 0 takes a free one",
         )
     conflicts.refuse(request)
+    request.check_options()
     check_program(request)
 
 

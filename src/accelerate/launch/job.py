@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import SOURCES, Loaded, Origin, Setting, declared, load, setting
-from accelerate.launch import files, later
+from accelerate.launch import files, later, sections
 from accelerate.launch.around import Around, around
 from accelerate.launch.files import ConfigFile
 from accelerate.launch.kinds import KINDS
@@ -270,15 +270,33 @@ class Request:
         return f"add --{switch}, or {in_file} in the configuration file"
 
     def handed(self) -> dict[str, str]:
-        """The environment variables by which the script learns what was given."""
+        """The environment variables by which the script learns what was given.
+
+        What was given is told even where it is the default, but a switch that is off only against a variable
+        that is set. A class of settings may tell more (``told``), if it is asked for.
+        """
         told: dict[str, str] = {}
         here = kept()
         for cls, loaded in self.loaded.items():
-            for row in declared(cls):
+            for row in declared(cls) if cls not in here else ():
                 value = self._typed(cls) or loaded.origin(row.name).value
-                if cls not in here and row.variable and value != row.default:
+                sources = {origin.source for origin in loaded.origins[row.name]}
+                given = "environment" in sources if row.switch else sources != {"default"}
+                if row.variable and value is not None and (given or value != row.default):
                     told[row.variable] = as_text(value)
+            if hasattr(cls, "told") and not self.missing(cls):
+                told.update(cls.told(self.origins))
         return told
+
+    def check_options(self) -> None:
+        """Lets each class of settings that is asked for refuse what contradicts itself (its ``check``).
+
+        Raises:
+            SettingError: something does; the error names both places.
+        """
+        for cls in self.loaded:
+            if hasattr(cls, "check") and not self.missing(cls):
+                cls.check(self.origins)
 
 
 def as_text(value: Any) -> str:
@@ -329,6 +347,7 @@ def of(
         NotBuiltError: as for ``read``.
     """
     if file is not None:
+        file = sections.settled(file, (*kept(), *handed))
         _check_keys(file, handed)
         later.refuse_keys(file)
     scheduler = around(environ.snapshot() if env is None else env)

@@ -46,53 +46,7 @@ class Part:
     neutral: Mapping[str, str] = field(default_factory=dict)
 
 
-_WITH_STRATEGY = "the strategy that reads it will bring it; until then training is data parallel"
-
 PARTS = (
-    Part(
-        _WITH_STRATEGY,
-        switches="use_deepspeed",
-        section="deepspeed_config",
-        keys="deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
-        "offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag "
-        "zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
-        "deepspeed_multinode_launcher deepspeed_moe_layer_cls_names",
-        old_keys="gradient_accumulation_steps",
-        values={"distributed_type": "DEEPSPEED"},
-    ),
-    Part(
-        _WITH_STRATEGY,
-        switches="use_megatron_lm",
-        section="megatron_lm_config",
-        prefix="megatron_lm_",
-        keys="tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d "
-        "no_save_optim optimizer_cpu_offload use_precision_aware_optimizer "
-        "decoder_last_pipeline_num_layers pp_degree "
-        "num_micro_batches sequence_parallelism recompute_activations use_distributed_optimizer "
-        "gradient_clipping recompute_granularity recompute_method recompute_num_layers attention_backend "
-        "expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout "
-        "attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss "
-        "use_rotary_position_embeddings",
-        values={"distributed_type": "MEGATRON_LM"},
-    ),
-    Part(
-        "tensor, context and sequence parallelism come with their strategies",
-        switches="use_parallelism_config",
-        section="parallelism_config",
-        prefix="parallelism_config_",
-        keys="dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend "
-        "sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
-    ),
-    Part(
-        "matrix products in 8-bit floats come with their precision",
-        switches="fp8_use_autocast_during_eval",
-        section="fp8_config",
-        prefix="fp8_",
-        keys="backend use_autocast_during_eval margin interval format amax_history_len amax_compute_algo "
-        "override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim",
-        old_keys="amax_history_length amax_compute_algorithm optimization_level use_mxfp8_block_scaling",
-        values={"mixed_precision": "fp8"},
-    ),
     Part(
         "starting processes on TPU comes with its own kind of launch",
         switches="tpu tpu_cluster no_tpu_cluster tpu_use_cluster tpu_use_sudo downcast_bf16",

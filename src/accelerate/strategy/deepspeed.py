@@ -42,6 +42,10 @@ class DeepSpeed(Strategy):
         "ZeRO 1 to 3 by the DeepSpeed engine "
         "will come with the sharded strategies; until then train with data parallelism"
     )
+    instead: ClassVar[str] = (
+        "leave out --use_deepspeed, or call the engine in the script, which finds what was "
+        "asked in its variables"
+    )
 
     @classmethod
     def claims(cls, request: Request) -> bool:

@@ -18,6 +18,10 @@ class Megatron(Strategy):
         "tensor and pipeline parallel training by Megatron-Core "
         "will come with the sharded strategies; until then train with data parallelism"
     )
+    instead: ClassVar[str] = (
+        "leave out --use_megatron_lm, or call the engine in the script, which finds what was "
+        "asked in its variables"
+    )
 
     @classmethod
     def claims(cls, request: Request) -> bool:

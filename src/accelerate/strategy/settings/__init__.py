@@ -4,7 +4,14 @@ A file of this folder belongs to the strategy of the same name. Its ``PLUGIN`` i
 settings: the switch by which one asks for the strategy, and its options.
 
 The switch says in ``__distributed_type__`` which type of the group asks for it in files, and the options say
-in ``__switch__`` which setting that is: a launch refuses options of a strategy that nobody asked for.
+in ``__switch__`` which setting that is: a launch refuses options of a strategy that nobody asked for. Options
+may have two functions of what was given, ``origins(name)``: ``check`` refuses what contradicts itself, and
+``told`` makes variables that follow from several settings. ``launch/sections.py`` says what a class may tell
+about its section.
+
+Only what somebody gave is handed on. The launcher of Accelerate 1.x also hands on its own defaults; of those
+libraries read one (``FSDP_CPU_RAM_EFFICIENT_LOADING``, by transformers, which takes a missing one for false:
+each rank then reads the weights, and all numbers are the same).
 """
 
 from __future__ import annotations

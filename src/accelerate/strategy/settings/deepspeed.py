@@ -1,0 +1,293 @@
+"""What one says about training by the DeepSpeed engine: the launcher's flags, their variables and file keys.
+
+A script finds what was given in these variables, also one that calls the engine itself. What nobody gave is
+not handed on: a default of the launcher would look like somebody's wish.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate.core import environ
+from accelerate.core.errors import SettingError
+from accelerate.core.setting import Origin, declared, setting
+
+Origins = Callable[[str], tuple[Origin, ...]]
+_SEVERAL = {"num_machines": range(2, 10_000)}
+DEVICES = ("none", "cpu", "nvme")
+LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm")
+# setting -> where the engine's own file says the same, and what leaving it out there means.
+COUNTERPARTS: dict[str, tuple[tuple[str, ...], object]] = {
+    "zero_stage": (("zero_optimization", "stage"), 0),
+    "offload_optimizer_device": (("zero_optimization", "offload_optimizer", "device"), "none"),
+    "offload_param_device": (("zero_optimization", "offload_param", "device"), "none"),
+    "offload_optimizer_nvme_path": (("zero_optimization", "offload_optimizer", "nvme_path"), None),
+    "offload_param_nvme_path": (("zero_optimization", "offload_param", "nvme_path"), None),
+    "zero3_save_16bit_model": (
+        ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+        False,
+    ),
+    "gradient_accumulation_steps": (("gradient_accumulation_steps",), None),
+    "gradient_clipping": (("gradient_clipping",), None),
+}
+
+
+@dataclass(frozen=True)
+class DeepSpeedSwitch:
+    """Whether this engine trains. In files the type of the group says so: ``distributed_type: DEEPSPEED``."""
+
+    __topic__ = "DeepSpeed"
+    __distributed_type__ = "DEEPSPEED"
+
+    use_deepspeed: bool = setting(False, in_file=False, help="train by the DeepSpeed engine")
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """Options of the engine, and of its own launcher for several machines."""
+
+    __topic__ = "DeepSpeed"
+    __section__ = "deepspeed_config"
+    __switch__ = "use_deepspeed"
+    __elsewhere__ = ("gradient_accumulation_steps",)
+
+    deepspeed_config_file: str | None = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        help="the engine's own JSON file; flags that contradict it are an error",
+        question="Its own JSON file? (empty: none)",
+    )
+    zero_stage: int | None = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        choices=(0, 1, 2, 3),
+        help="what is sharded: 1 optimizer state, 2 gradients too, 3 parameters too",
+        question="What is sharded?",
+        when={"deepspeed_config_file": (None,)},
+    )
+    offload_optimizer_device: str | None = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        choices=DEVICES,
+        help="where optimizer state is kept",
+        question="Where is optimizer state kept?",
+        when={"deepspeed_config_file": (None,)},
+    )
+    offload_param_device: str | None = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        choices=DEVICES,
+        help="where parameters are kept (stage 3)",
+        question="Where are parameters kept?",
+        when={"zero_stage": (3,)},
+    )
+    offload_optimizer_nvme_path: str | None = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+        help="the folder of optimizer state that is kept on nvme",
+        question="In which folder?",
+        when={"offload_optimizer_device": ("nvme",)},
+    )
+    offload_param_nvme_path: str | None = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+        help="the folder of parameters that are kept on nvme",
+        question="In which folder?",
+        when={"offload_param_device": ("nvme",)},
+    )
+    gradient_clipping: float | Literal["auto"] | None = setting(
+        None,
+        variable="ACCELERATE_GRADIENT_CLIPPING",
+        help="the largest norm of all gradients together",
+        question="The largest norm of gradients? (empty: any)",
+        when={"deepspeed_config_file": (None,)},
+    )
+    zero3_init_flag: bool | None = setting(
+        None,
+        switch=False,
+        variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        help="shard models of libraries while they are made (stage 3)",
+        question="Shard models while they are made?",
+        when={"zero_stage": (3,)},
+    )
+    zero3_save_16bit_model: bool | None = setting(
+        None,
+        switch=False,
+        variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        help="gather 16-bit weights when a model is saved (stage 3)",
+        question="Gather 16-bit weights when a model is saved?",
+        when={"zero_stage": (3,)},
+    )
+    deepspeed_moe_layer_cls_names: str | tuple[str, ...] | None = setting(
+        None,
+        variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        help="class names of layers with experts, with commas",
+        question="Class names of layers with experts? (empty: none)",
+    )
+    deepspeed_multinode_launcher: str | None = setting(
+        None,
+        variable=None,
+        choices=LAUNCHERS,
+        help="what starts the other machines: the engine's own launcher by pdsh (the default), MPI, "
+        "a scheduler or without ssh; standard: this launcher, once on each",
+        question="What starts the machines?",
+        when=_SEVERAL,
+    )
+    deepspeed_hostfile: str | None = setting(
+        None,
+        variable=None,
+        help="a file with a line per machine, like 'worker-1 slots=8'",
+        question="Which machines? A hostfile",
+        when=_SEVERAL,
+    )
+    deepspeed_inclusion_filter: str | None = setting(
+        None,
+        variable=None,
+        help="machines and devices of the hostfile to use, like worker-1@worker-2:0,2",
+        question="Which of them to use?",
+        when=_SEVERAL,
+    )
+    deepspeed_exclusion_filter: str | None = setting(
+        None,
+        variable=None,
+        help="machines and devices of the hostfile to leave out, like worker-2:0",
+        question="Which of them to leave out?",
+        when=_SEVERAL,
+    )
+
+    @staticmethod
+    def check(origins: Origins) -> None:
+        """Refuses a file of the engine that is not there or contradicts what else was given.
+
+        Raises:
+            SettingError: it is so; the error names both places.
+        """
+        place = origins("deepspeed_config_file")[0]
+        if _nothing(place.value):
+            _check_paths(origins)
+            return
+        content = _content(place)
+        for name in COUNTERPARTS:
+            _check_same(origins(name)[0], place, content, name)
+        _check_precision(origins("mixed_precision")[0], place, content)
+
+    @staticmethod
+    def told(origins: Origins) -> Mapping[str, str]:
+        """More variables: which fields a configuration file gave, and where modules are found.
+
+        The engine starts processes in ways that do not put the working folder on Python's path.
+        """
+        names = [row.name for row in declared(DeepSpeedSettings)]
+        names += ["gradient_accumulation_steps", "mixed_precision"]
+        fields = (name for name in names if any(origin.source == "file" for origin in origins(name)))
+        paths = [*filter(None, (environ.get("PYTHONPATH") or "").split(os.pathsep))]
+        here = str(Path.cwd())
+        return {
+            "ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields),
+            "PYTHONPATH": os.pathsep.join(paths if here in paths else [*paths, here]),
+        }
+
+
+def _nothing(value: object) -> bool:
+    return value is None or str(value).lower() == "none"
+
+
+def _content(place: Origin) -> Mapping[str, Any]:
+    """The engine's file, or what stands in its place: the same JSON in base 64, as libraries take it."""
+    text = str(place.value)
+    try:
+        content = json.loads(_text(text))
+    except FileNotFoundError as error:
+        raise SettingError(f"{place.where} is {text!r}, but there is no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"{place.where} is {text!r}, which cannot be read", why=str(error)) from error
+    except json.JSONDecodeError as error:
+        raise SettingError(
+            f"{place.where} is {text!r}, which is not valid JSON: line {error.lineno}", why=error.msg
+        ) from error
+    if not isinstance(content, dict):
+        raise SettingError(f"{place.where} is {text!r}, which is not a table of keys")
+    return content
+
+
+def _text(place: str) -> str:
+    # JSON in base 64 begins with an encoded brace.
+    if place.startswith(("ey", "ew")) and not os.path.exists(place):
+        try:
+            return base64.b64decode(place, altchars=b"-_", validate=True).decode("utf-8")
+        except ValueError as error:
+            raise FileNotFoundError(place) from error
+    return Path(place).expanduser().read_text(encoding="utf-8")
+
+
+def _found(content: Mapping[str, Any], keys: tuple[str, ...], absent: object) -> object:
+    """The value under nested keys."""
+    value: Any = content
+    for key in keys:
+        if not isinstance(value, dict) or key not in value:
+            return absent
+        value = value[key]
+    return value
+
+
+def _check_same(given: Origin, place: Origin, content: Mapping[str, Any], name: str) -> None:
+    keys, absent = COUNTERPARTS[name]
+    there = _found(content, keys, absent)
+    # "auto" leaves it to us, and so does what is not there.
+    silent = given.source == "default" or "auto" in (given.value, there) or there is None
+    if not silent and not _same(given.value, there):
+        raise SettingError(
+            f"{given.where} is {given.value}, but {place.where} ({place.value}) says "
+            f"{'.'.join(keys)}: {json.dumps(there)}",
+            why="each of the two would train in another way",
+            fix=f'keep one of them, or write "auto" for {".".join(keys)} in {place.value}',
+        )
+
+
+def _same(one: object, other: object) -> bool:
+    """Numbers by value, also where a file has them as text."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return str(one).lower() == str(other).lower()
+    try:
+        return float(str(one)) == float(str(other))
+    except ValueError:
+        return str(one).lower() == str(other).lower()
+
+
+def _check_precision(given: Origin, place: Origin, content: Mapping[str, Any]) -> None:
+    """16-bit formats of the file: the one that is enabled is the precision, and a plain one is none."""
+    if given.source == "default" or given.value is None:
+        return
+    for kind in ("fp16", "bf16"):
+        enabled = _found(content, (kind, "enabled"), "auto")
+        if isinstance(enabled, bool) and enabled != (given.value == kind):
+            raise SettingError(
+                f"{given.where} is {given.value}, but {place.where} ({place.value}) says "
+                f"{kind}.enabled: {json.dumps(enabled)}",
+                why="each of the two would train in another way",
+                fix=f'keep one of them, or write "auto" for {kind}.enabled in {place.value}',
+            )
+
+
+def _check_paths(origins: Origins) -> None:
+    for device, path in _offloads(origins):
+        if device.value == "nvme" and _nothing(path.value):
+            name = device.where.replace("_device", "_nvme_path")
+            raise SettingError(
+                f"{device.where} is nvme, but nothing says in which folder",
+                fix=f"give {name}, a folder on the drive",
+            )
+
+
+def _offloads(origins: Origins) -> Iterator[tuple[Origin, Origin]]:
+    for what in ("optimizer", "param"):
+        yield origins(f"offload_{what}_device")[0], origins(f"offload_{what}_nvme_path")[0]
+
+
+PLUGIN = (DeepSpeedSwitch, DeepSpeedSettings)
