@@ -2,15 +2,16 @@
 
 Started by path. What goes to its stdin, and what it writes to the launcher, is a JSON object per line:
 
-    to the agent      the job; then {"event": "failing"} at the first sign that a process here fails, and
-                      {"event": "ended", "result": ..., ...} when all processes here have ended
+    to the agent      the job; then {"event": "failing", "age": ...} at the first sign that a process here
+                      fails, and {"event": "ended", "result": ..., ...} when all processes here have ended
     to the launcher   {"event": "start", ...}: start the processes of an attempt
                       {"event": "beat"}: the others were reached
                       {"event": "verdict", ...}: the attempt is over; stop what still runs, and say so
                       {"event": "error", ...}: it cannot go on
 
 An attempt ends with one verdict, the same for all machines: the first that is written into the store is heard
-by all. So all count restarts alike.
+by all. So all count restarts alike. When processes fail on several machines, the first of them is told: each
+machine says how long ago its own failed, and the one that spoke first decides, without a clock in common.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Attempt:
     ) -> None:
         self.launcher, self.meet, self.place, self.world, self.job = launcher, meet, place, world, job
         self.store, self.ended = place.store, None
-        self.claimed, self.beats, self.beaten = False, 0, 0.0
+        self.beats, self.beaten = 0, 0.0
+        self.claim = 0  # which machine this one is, of those where a process failed, by when they said so
+        self.failures: dict[int, tuple[float, int]] = {}  # by claim: when, in s of this clock, and where
         self.heard: dict[int, tuple[bytes, float]] = {}
 
     def run(self) -> Message:
@@ -105,7 +108,8 @@ class Attempt:
 
         try:
             while True:
-                self._hear(QUICK if self.ended else self.job["monitor_interval"])
+                self._hear(QUICK if self.ended or self.claim else self.job["monitor_interval"])
+                self._weigh()
                 verdict = self._verdict() or self._beat()
                 if verdict is not None:
                     return verdict
@@ -120,22 +124,39 @@ class Attempt:
                 self._judge(message)
 
     def _judge(self, message: Message) -> None:
-        """Tells the others what happened here. Of several failures the first counts."""
+        """Tells the others what happened here; of a failure, first of all that there is one."""
         if message["event"] == "failing":
-            self.claimed = self.store.add("claims", 1) == 1
+            self.claim = self.store.add("claims", 1)
+            said = {"machine": self.place.number, "age": message["age"]}
+            self.store.set(f"claim/{self.claim}", json.dumps(said))
         elif message["result"] == "stopped":
             self.post({**message, "kind": "stopped"})
-        elif message["result"] == "failed":
-            if self.claimed or self.store.add("claims", 1) == 1:
-                restart = self.world["restarts"] < self.world["max_restarts"]
-                self.post({**message, "kind": "failed", "restart": restart})
-        else:
+        elif message["result"] != "failed":
             if message["result"] == "resumable":
                 self.store.set("resumable", str(message["code"]))
             self.store.add("done", 1)
 
+    def _weigh(self) -> None:
+        """Where a process failed: finds out which machine's was the first, and that machine tells of it."""
+        if not self.claim:
+            return
+        if self.claim == 1:
+            for claim in range(1, self.store.add("claims", 0) + 1):
+                if claim not in self.failures and self.store.check([f"claim/{claim}"]):
+                    said = json.loads(self.store.get(f"claim/{claim}"))
+                    self.failures[claim] = (time.monotonic() - said["age"], said["machine"])
+        if self.ended is None or self.ended["result"] != "failed":
+            return
+        if self.claim == 1 and not self.store.check(["first"]):
+            self.store.set("first", str(min(self.failures.values())[1]))
+        if self.store.check(["first"]) and int(self.store.get("first")) == self.place.number:
+            restart = self.world["restarts"] < self.world["max_restarts"]
+            self.post({**self.ended, "kind": "failed", "restart": restart})
+
     def post(self, verdict: Message) -> None:
         """Writes the verdict, unless there is one."""
+        if self.store.check(["verdict"]):
+            return
         who = {"machine": self.place.number, "host": self.job["hostname"]}
         if self.store.add("verdicts", 1) == 1:
             said = {name: value for name, value in verdict.items() if name != "event"}

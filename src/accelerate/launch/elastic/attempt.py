@@ -14,7 +14,7 @@ from accelerate.launch.job import Request
 from accelerate.launch.kinds.local import startable, watched
 from accelerate.launch.logs import Logs
 from accelerate.launch.plan import Variables
-from accelerate.launch.ranks import Command, Guard, Outcome, Ranks, Signals
+from accelerate.launch.ranks import Command, End, Guard, Outcome, Ranks, Signals
 
 
 class Attempt(Ranks):
@@ -22,20 +22,33 @@ class Attempt(Ranks):
 
     Args:
         commands: one per rank of this machine.
+        folder: where they leave their tracebacks.
         called_off: asked again and again whether to stop all.
         options: those of ``Ranks``.
     """
 
     def __init__(
-        self, commands: Sequence[Command], called_off: Callable[[Attempt], bool], **options: Any
+        self,
+        commands: Sequence[Command],
+        folder: Path,
+        called_off: Callable[[Attempt], bool],
+        **options: Any,
     ) -> None:
         super().__init__(commands, **options)
-        self.called_off, self.was_called_off = called_off, False
+        self.folder, self.called_off, self.was_called_off = folder, called_off, False
 
     @property
     def failing(self) -> bool:
         """Whether a process has failed, or left a traceback and does not end."""
         return self.stop_at is not None and not self.was_called_off
+
+    def age(self) -> float:
+        """Seconds since the first process failed."""
+        now = time.monotonic_ns()
+        ends = [end for end in self.outcome.ends if end.code]
+        raised = [rank for rank in self.alive if report.error_file(self.folder, rank).is_file()]
+        ends += [End(rank, 1, now, asked=False) for rank in raised]
+        return max(((now - report.failure_of(end, self.folder).at) / 1e9 for end in ends), default=0.0)
 
     def _advance(self) -> None:
         if not self.was_called_off and self.called_off(self):
@@ -102,6 +115,7 @@ class Attempts:
         ]
         attempt = Attempt(
             commands,
+            folder,
             called_off,
             stop_timeout=settings.stop_timeout,
             raised=lambda rank, pid: report.raised(folder, rank, pid),

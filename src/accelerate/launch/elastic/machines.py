@@ -34,6 +34,7 @@ class Machines:
         timeout: seconds without a word from the others after which they are lost.
         join: seconds that the machines wait for each other.
         place: where they meet.
+        static: they meet at machine 0.
         say: prints a line.
     """
 
@@ -46,10 +47,11 @@ class Machines:
         timeout: float,
         join: float,
         place: str,
+        static: bool,
         say: Callable[[str], None],
     ) -> None:
         self.attempts, self.link, self.owns, self.say = attempts, link, owns, say
-        self.timeout, self.join, self.place = timeout, join, place
+        self.timeout, self.join, self.place, self.static = timeout, join, place, static
         self.world: Message = {}
         self.verdict: Message | None = None
         self.claimed = False
@@ -151,7 +153,7 @@ class Machines:
     def _called_off(self, attempt: Attempt) -> bool:
         if attempt.failing and not self.claimed:
             self.claimed = True
-            self.link.tell({"event": "failing"})
+            self.link.tell({"event": "failing", "age": attempt.age()})
         for message in self.link.read():
             self._heard(message)
         return self.verdict is not None or self.link.silence > self.timeout
@@ -181,8 +183,9 @@ class Machines:
 
     def _silent(self) -> RankError:
         """The agent has not reached the others for too long; who it is depends on who holds their store."""
-        hosts = self.world.get("hosts")
-        who = f"machine 0 ({hosts[0]})" if hosts and self.world["machine"] else "the store of the machines"
+        who = f"the host at {self.place}"
+        if self.static and self.world.get("machine"):
+            who = f"machine 0 ({self.world['hosts'][0]})"
         return RankError(
             f"{who} is lost: it did not answer for {self.link.silence:.0f} s",
             why=f"all meet at {self.place}; the limit is {self.timeout:g} s (--machine_timeout)",

@@ -166,8 +166,7 @@ def open_store(place: Place, seconds: float) -> Any:
 
 
 def _store(host: str, port: int, *, serve: bool, seconds: float) -> Any:
-    from torch.distributed import DistError
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     try:
         # One that serves listens on all addresses, and need not reach itself by a name that others use.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import setting
 from accelerate.launch.job import Request
+from accelerate.launch.several import SEVERAL
 
 STATIC, DYNAMIC = "static", "c10d"
 PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another
@@ -24,6 +25,8 @@ class Rendezvous:
         STATIC,
         help="how machines find each other: static, each knows its number; c10d, they number themselves; or "
         "another one that torch.distributed.elastic knows",
+        question="How do they find each other?",
+        when=SEVERAL,
     )
     rdzv_endpoint: str | None = setting(
         None,
@@ -43,7 +46,10 @@ class Rendezvous:
         60.0, help="seconds without a word from a machine after which it is lost, and the job ends"
     )
     same_network: bool = setting(
-        False, help="the machines share a network; they are reached by their addresses, shared or not"
+        False,
+        help="the machines share a network; they are reached by their addresses, shared or not",
+        question="Do they share a network?",
+        when=SEVERAL,
     )
     standalone: bool = setting(
         False, variable=None, in_file=False, help="the job is on one machine and waits for no other"

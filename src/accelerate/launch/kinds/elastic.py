@@ -131,6 +131,7 @@ def _run_machines(request: Request, plan: ElasticPlan, attempts: Any) -> None:
         timeout=asked.machine_timeout,
         join=join,
         place=str(plan.endpoint),
+        static=asked.rdzv_backend == STATIC,
         say=lambda line: say(request, line),
     ).run()
 

@@ -1,0 +1,299 @@
+"""Restarts, and several machines that are launches on one host: what is said, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerate.launch.elastic import link
+from accelerate.launch.ranks import Guard
+from tests.support.command import CONSOLE, Finished, Running, launch, start
+
+ONE = {"OMP_NUM_THREADS": "1"}
+# What a rank was told, as one line of JSON; no torch, so that it is quick.
+TELL = """
+import json, os, sys, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+         "ROLE_RANK", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+         "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION")
+told = {name: os.environ.get(name) for name in names}
+rank, count = int(told["RANK"]), told["TORCHELASTIC_RESTART_COUNT"]
+sys.stdout.write(json.dumps(told) + "\\n")
+sys.stdout.flush()
+"""
+# The same, and then the ranks meet.
+MEET = f"""{TELL}
+import datetime
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+dist.barrier()
+"""
+
+
+def free_port() -> str:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def told(stdout: str) -> list[dict[str, str]]:
+    """What the ranks said, in order."""
+    return [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+
+
+def machines(script: str, *flags: str, count: int = 2, own: bool = True) -> list[Running]:
+    """Several launches as machines; ``own`` gives each its number and a place to meet."""
+    port = free_port()
+    place = ("--main_process_ip", "127.0.0.1", "--main_process_port", port)
+    jobs: list[Running] = []
+    for number in range(count):
+        mine = (*place, "--machine_rank", str(number)) if own else ("--rdzv_endpoint", f"127.0.0.1:{port}")
+        common = ("--cpu", "--num_machines", str(count), "--stop_timeout", "2")
+        jobs.append(start(*common, *mine, *flags, script_text=script, env=ONE))
+    return jobs
+
+
+def ends(jobs: list[Running], timeout: float = 50) -> list[Finished]:
+    """How they ended; nothing is left of any."""
+    __tracebackhide__ = True
+    results = [job.wait(timeout) for job in jobs]
+    assert [result.survivors() for result in results] == [[]] * len(jobs)
+    return results
+
+
+# ---------------------------------------------------------------- one machine
+
+
+def test_a_rank_that_fails_once_is_started_again_with_the_others(tmp_path: Path) -> None:
+    script = f"""{TELL}
+if rank == 1 and count == "0":
+    os._exit(7)
+"""
+    result = launch(
+        *("--cpu", "-n", "2", "--max_restarts", "2", "--log_dir", str(tmp_path)), script_text=script, env=ONE
+    )
+    assert result.returncode == 0, result.output
+    again = r"accelerate launch: rank 1 of 2 failed \(exit code 7\).*; restart 1 of 2\n"
+    assert re.fullmatch(again, result.stderr), result.stderr
+    for rank in (0, 1):
+        log = told((tmp_path / f"rank_{rank}.log").read_text())
+        assert [each["TORCHELASTIC_RESTART_COUNT"] for each in log] == ["0", "1"]
+        assert {each["TORCHELASTIC_MAX_RESTARTS"] for each in log} == {"2"}
+    assert result.survivors() == []
+
+
+def test_when_restarts_are_used_up_the_last_traceback_is_the_last_word() -> None:
+    script = f"{TELL}\nif rank == 1: raise ValueError(f'no data, {{count}}')\ntime.sleep(60)"
+    result = launch(*("--cpu", "-n", "2", "--max_restarts", "1"), script_text=script, env=ONE)
+    assert result.returncode == 1
+    first, _, last = result.stderr.partition("restart 1 of 1\n")
+    assert "ValueError: no data, 0" in first
+    assert last.rstrip().endswith("ValueError: no data, 1")
+    assert "restart" not in last
+    assert len(told(result.stdout)) == 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_job_that_is_stopped_is_not_started_again(number: int, code: int) -> None:
+    """F8."""
+    script = f"{TELL}\ntime.sleep(60)"
+    job = start(*("--cpu", "-n", "2", "--max_restarts", "3"), script_text=script, env=ONE)
+    job.wait_for('"RANK": "1"')
+    job.wait_for('"RANK": "0"')
+    job.signal(number)
+    (result,) = ends([job])
+    assert result.returncode == code
+    assert len(told(result.stdout)) == 2
+
+
+def test_restarts_on_one_machine_need_no_torch_in_the_launcher() -> None:
+    """Law 8 holds as long as nobody has to meet."""
+    command = [sys.executable, "-X", "importtime", "-m", "accelerate", "launch", "--cpu", "-n", "2"]
+    result = Running([*command, "--max_restarts", "1"], script_text=TELL, env=ONE).wait()
+    assert result.returncode == 0, result.output
+    assert "accelerate.launch.elastic" in result.stderr
+    assert "| torch\n" not in result.stderr
+
+
+# ---------------------------------------------------------------- several machines, with numbers
+
+
+def test_ranks_of_several_machines_are_told_torchruns_protocol() -> None:
+    """--num_processes counts all of them; options reach the scripts on every machine."""
+    flags = ("--num_processes", "4", "--mixed_precision", "bf16", "--tee", "1")
+    results = ends(machines(TELL, *flags))
+    for number, result in enumerate(results):
+        assert result.returncode == 0, result.output
+        marked = [line.split("] ", 1) for line in result.stdout.splitlines()]
+        found = sorted((json.loads(line) for _, line in marked), key=lambda each: each["RANK"])
+        assert {mark for mark, _ in marked} == {f"[rank {2 * number}", f"[rank {2 * number + 1}"}
+        for local, each in enumerate(found):
+            assert each == {
+                "RANK": str(2 * number + local),
+                "ROLE_RANK": str(2 * number + local),
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": str(number),
+                "GROUP_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "TORCHELASTIC_RUN_ID": "none",
+                "ACCELERATE_USE_CPU": "true",
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+            }
+
+
+def test_a_failure_is_told_on_every_machine_with_its_host_and_its_traceback_last() -> None:
+    script = f"""{MEET}
+if rank == 1:
+    raise ValueError("no data")
+dist.barrier()
+"""
+    results = ends(machines(script, "--nproc_per_node", "1"))
+    where = f"on {socket.gethostname()} (machine 1): rank 1 of 2 failed (exit code 1)"
+    for result in results:
+        assert result.returncode == 1
+        assert where in result.stderr, result.output
+        assert result.stderr.rstrip().endswith("ValueError: no data")
+        assert 'raise ValueError("no data")' in result.stderr
+
+
+def test_a_crash_is_recovered_when_machines_number_themselves() -> None:
+    script = (
+        f"{MEET}\nif rank == 1 and count == '0': os._exit(7)\ndist.barrier()\ndist.destroy_process_group()"
+    )
+    flags = ("--rdzv_backend", "c10d", "--nproc_per_node", "1", "--max_restarts", "3")
+    results = ends(machines(script, *flags, own=False))
+    assert [result.returncode for result in results] == [0, 0], results[0].output + results[1].output
+    for result in results:
+        # All count alike, whoever crashed.
+        assert [each["TORCHELASTIC_RESTART_COUNT"] for each in told(result.stdout)] == ["0", "1"]
+        assert result.stderr.count("restart 1 of 3") == 1
+
+
+def test_two_machines_with_one_number_are_told() -> None:
+    port = free_port()
+    flags = ("--cpu", "--nnodes", "3", "--nproc_per_node", "1", "--node_rank")
+    place = ("--master_addr", "127.0.0.1", "--master_port", port)
+    first, *same = [start(*flags, number, *place, script_text=TELL, env=ONE) for number in ("0", "1", "1")]
+    ends_of = {os.pidfd_open(job.pid): job for job in same}
+    (ended, *_), _, _ = select.select(list(ends_of), [], [], 50)
+    result = ends_of[ended].wait()
+    for descriptor in ends_of:
+        os.close(descriptor)
+    assert result.returncode == 2
+    assert "two machines say that they are number 1" in result.stderr
+    for job in (first, *same):
+        job.kill()
+
+
+def test_a_signal_to_one_launcher_ends_the_job_on_all() -> None:
+    """F8."""
+    jobs = machines(f"{TELL}\ntime.sleep(60)", "--nproc_per_node", "1")
+    for job in jobs:
+        job.wait_for('"RANK"')
+    jobs[1].signal(signal.SIGTERM)
+    results = ends(jobs)
+    assert [result.returncode for result in results] == [143, 143]
+    assert f"on {socket.gethostname()} (machine 1): stopped by SIGTERM" in results[0].stderr
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_and_is_missed() -> None:
+    """F8: its guard ends agent and ranks; the other machine hears nothing more."""
+    jobs = machines(f"{TELL}\ntime.sleep(60)", "--nproc_per_node", "1", "--machine_timeout", "3")
+    for job in jobs:
+        job.wait_for('"RANK"')
+    jobs[1].signal(signal.SIGKILL)
+    results = ends(jobs)
+    assert results[0].returncode == 1
+    assert f"machine 1 ({socket.gethostname()}) is lost" in results[0].stderr
+
+
+# ---------------------------------------------------------------- as they come
+
+
+def test_a_second_machine_joins_a_job_that_runs() -> None:
+    script = f"""{TELL}
+while told["WORLD_SIZE"] == "1":
+    time.sleep(0.05)
+"""
+    port = free_port()
+    flags = ("--cpu", "--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
+    place = ("--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", "last_call_timeout=1")
+    first = start(*flags, *place, script_text=script, env=ONE)
+    first.wait_for('"WORLD_SIZE": "1"')
+    second = start(*flags, *place, script_text=script, env=ONE)
+    results = ends([first, second])
+    assert [result.returncode for result in results] == [0, 0], results[0].output + results[1].output
+    assert [each["WORLD_SIZE"] for each in told(results[0].stdout)] == ["1", "2"]
+    assert [each["WORLD_SIZE"] for each in told(results[1].stdout)] == ["2"]
+    assert "another machine has come" in results[0].stderr
+    # A machine that comes is no failure.
+    assert {each["TORCHELASTIC_RESTART_COUNT"] for each in told(results[0].stdout)} == {"0"}
+
+
+# ---------------------------------------------------------------- an agent that hangs
+
+
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('{"event": "start"}\\n', end="", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's does in a call to a machine that is gone: it hears no signal but the last one."""
+    (tmp_path / "agent.py").write_text(DEAF)
+    monkeypatch.setattr(link, "AGENT", str(tmp_path / "agent.py"))
+    with Guard(0.5) as guard:
+        agent = link.Link({}, guard, 0.5)
+        select.select([agent.output], [], [], 30)
+        assert [message["event"] for message in agent.read()] == ["start"]
+        assert agent.finish() == -signal.SIGKILL
+
+
+# ---------------------------------------------------------------- preemption
+
+TRAIN = """
+import sys, time
+from accelerate import Accelerator
+accelerator = Accelerator()
+accelerator.should_stop
+sys.stdout.write(f"trains {accelerator.process_index}\\n")
+sys.stdout.flush()
+while not accelerator.should_stop:
+    time.sleep(0.01)
+accelerator.exit_to_resume()
+"""
+
+
+def test_a_machine_that_is_taken_back_stops_the_job_in_good_order() -> None:
+    """D12: one launcher gets the signal; the ranks of both stop, and both say that it is to be resumed."""
+    jobs = machines(TRAIN, "--nproc_per_node", "1", "--max_restarts", "3")
+    for rank, job in enumerate(jobs):
+        job.wait_for(f"trains {rank}", timeout=40)
+    jobs[1].signal(signal.SIGTERM)
+    results = ends(jobs)
+    assert [result.returncode for result in results] == [75, 75], results[0].output + results[1].output
+    assert all("to be resumed" in result.stderr for result in results)
+
+
+def test_no_place_to_meet() -> None:
+    result = Running([*CONSOLE, "launch", "--num_machines", "2"], script_text=TELL).wait()
+    assert result.returncode == 2
+    assert "2 machines (--num_machines) need a place to meet" in result.stderr
+    assert "--main_process_ip" in result.stderr

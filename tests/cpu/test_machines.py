@@ -1,0 +1,123 @@
+"""Jobs on two hosts that share nothing but a cable: network namespaces, where the machine allows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import hosts as support
+from tests.support.command import CONSOLE, Finished, Running
+from tests.support.hosts import NAMES, Hosts
+
+pytestmark = pytest.mark.skipif(bool(support.unable()), reason=support.unable() or "possible here")
+
+# The ranks meet, and tell who they are; then what the test adds.
+MEET = """
+import datetime, os, socket, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=40))
+rank = dist.get_rank()
+seen = torch.ones(1) * (rank + 1)
+dist.all_reduce(seen)
+sys.stdout.write(f"rank {rank} on {socket.gethostname()} sees {seen.item():g}\\n")
+sys.stdout.flush()
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Two hosts that know each other's names."""
+    with Hosts() as both:
+        yield both
+
+
+def start(hosts: Hosts, script: str, *flags: str, **env: str) -> list[Running]:
+    """One process on each host; hosta is machine 0."""
+    common = ["launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--stop_timeout", "2"]
+    return [
+        Running(
+            hosts.command(name, [*CONSOLE, *common, "--machine_rank", str(number), *flags]),
+            script_text=MEET + script,
+            env={"OMP_NUM_THREADS": "1", **env},
+        )
+        for number, name in enumerate(NAMES)
+    ]
+
+
+def at(hosts: Hosts) -> tuple[str, ...]:
+    """Where machines with numbers meet."""
+    return ("--main_process_ip", hosts.addresses["hosta"], "--main_process_port", "29500")
+
+
+def ends(hosts: Hosts, jobs: list[Running], timeout: float = 50) -> list[Finished]:
+    """How both ended; nothing is left on either host."""
+    __tracebackhide__ = True
+    results = [job.wait(timeout) for job in jobs]
+    assert hosts.processes() == [], "processes are left"
+    return results
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_two_hosts_are_one_world(named: bool) -> None:
+    """Also where no host knows its own name: gloo would then wait for the other on the loopback."""
+    with Hosts(named=named) as hosts:
+        results = ends(hosts, start(hosts, "dist.destroy_process_group()", *at(hosts)))
+    for rank, result in enumerate(results):
+        assert result.returncode == 0, result.output
+        assert result.stdout == f"rank {rank} on {NAMES[rank]} sees 3\n"
+        assert "accelerate launch" not in result.stderr
+
+
+CRASH_ONCE = """
+mark = sys.argv[1]
+if rank == 1 and not os.path.exists(mark):
+    open(mark, "x").close()
+    os._exit(7)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_crash_on_one_host_is_recovered_on_both(hosts: Hosts, tmp_path: object, backend: str) -> None:
+    """The library alone burns its restarts on what the last attempt left in its store, or hangs."""
+    place = at(hosts) if backend == "static" else ("--rdzv_endpoint", f"{hosts.addresses['hosta']}:29400")
+    script = CRASH_ONCE.replace("sys.argv[1]", repr(f"{tmp_path}/crashed"))
+    flags = ("--rdzv_backend", backend, *place, "--max_restarts", "3")
+    results = ends(hosts, start(hosts, script, *flags))
+    lines: list[str] = []
+    for result in results:
+        assert result.returncode == 0, result.output
+        assert len(result.stdout.splitlines()) == 2
+        lines = [line for line in result.stderr.splitlines() if "restart " in line]
+        assert len(lines) == 1
+        assert "rank 1 of 2 failed (exit code 7); restart 1 of 3" in lines[0]
+    # Who crashed is named on both, by the name of its host.
+    (crashed,) = {line.split(" (machine")[0].split()[-1] for line in lines}
+    assert crashed in NAMES
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_host_that_is_cut_off_ends_on_both_sides(hosts: Hosts, backend: str) -> None:
+    """F8: within --machine_timeout, though ranks and library would wait for much longer, in calls that no
+    signal ends."""
+    script = """
+while True:
+    dist.all_reduce(seen)
+"""
+    static = backend == "static"
+    place = at(hosts) if static else ("--rdzv_backend", backend, "--rdzv_endpoint", "hosta:29400")
+    jobs = start(hosts, script, *place, "--machine_timeout", "4")
+    for name, job in zip(NAMES, jobs, strict=True):
+        job.wait_for(f"on {name}", timeout=40)
+    hosts.cut("hostb")
+    results = ends(hosts, jobs, timeout=30)
+    assert [result.returncode for result in results] == [1, 1]
+    assert re.search(r"machine \d \(hostb\) is lost", results[0].stderr), results[0].output
+    lost = r"machine 0 \(hosta\) is lost" if static else r"hosta(:29400|\)) is lost"
+    assert re.search(lost, results[1].stderr), results[1].output
+    for result in results:
+        assert "--machine_timeout" in result.stderr

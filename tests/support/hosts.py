@@ -1,0 +1,108 @@
+"""Two hosts on one machine: network namespaces joined by a cable, each with its own name and table of hosts.
+
+    with Hosts() as hosts:
+        running = Running(hosts.command("hosta", [...]))
+        hosts.cut("hostb")
+
+Needs root, Linux and iproute2; ``unable`` says what is missing. Whatever runs on a host is killed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+NAMES = ("hosta", "hostb")
+
+
+def unable() -> str:
+    """Why hosts cannot be made here; empty when they can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    missing = [program for program in ("ip", "unshare", "hostname") if shutil.which(program) is None]
+    if missing:
+        return f"there is no program {missing[0]}"
+    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
+    return "" if tried.returncode == 0 else f"namespaces cannot be made: {tried.stderr.strip()}"
+
+
+class Hosts:
+    """The two hosts ``hosta`` and ``hostb``, with ``addresses``.
+
+    Args:
+        named: whether the hosts know each other's names, and their own; without, only ``localhost``.
+    """
+
+    def __init__(self, *, named: bool = True) -> None:
+        tag = os.getpid() % 250
+        self.spaces = {name: f"acc{os.getpid()}{name[-1]}" for name in NAMES}
+        self.addresses = {name: f"10.213.{tag}.{end}" for end, name in enumerate(NAMES, 1)}
+        self.named = named
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.down()
+
+    def _up(self) -> None:
+        known = [f"{address} {name}" for name, address in self.addresses.items()] if self.named else []
+        for space in self.spaces.values():
+            _ip("netns", "add", space)
+            table = Path("/etc/netns", space, "hosts")
+            table.parent.mkdir(parents=True, exist_ok=True)
+            table.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+            # No server is asked for names: nobody would answer.
+            table.with_name("resolv.conf").write_text("")
+        first, second = (self.spaces[name] for name in NAMES)
+        _ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+        for name, space in self.spaces.items():
+            _ip("-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", space, "link", "set", device, "up")
+
+    def command(self, name: str, command: Sequence[str]) -> list[str]:
+        """A command that runs on a host, in place of itself."""
+        own = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
+        return ["ip", "netns", "exec", self.spaces[name], *own, *command]
+
+    def cut(self, name: str) -> None:
+        """Pulls the cable of a host."""
+        _ip("-n", self.spaces[name], "link", "set", "eth0", "down")
+
+    def processes(self) -> list[int]:
+        """Whatever runs on the hosts."""
+        found: list[int] = []
+        for space in self.spaces.values():
+            listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
+            found += map(int, listed.stdout.split())
+        return found
+
+    def down(self) -> None:
+        """Kills what is left and takes the hosts away."""
+        deadline = time.monotonic() + 5
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
+        for space in self.spaces.values():
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+            shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
