@@ -132,9 +132,10 @@ def _launching() -> Iterator[Claim]:
         "`accelerate launch` of one process or several on one machine",
         "cpu/test_examples.py::launched_on_two_processes",
     )
+    yield tested("`notebook_launcher` in Jupyter", "cpu/test_notebook.py::a_function_of_the_notebook_runs")
+    yield tested("`debug_launcher` in tests", "cpu/test_notebook.py::a_test_runs_a_function")
     yield from schedulers()
     yield unflagged("`accelerate launch` on several machines", "rdzv_endpoint", "max_restarts")
-    yield later("`notebook_launcher`", "launchers:notebook_launcher")
     yield unflagged("`mpirun`", "mpirun_hostfile")
     yield unflagged("TPU pods", "tpu", "tpu_use_cluster")
     yield unflagged("Amazon SageMaker", "aws_access_key_id")

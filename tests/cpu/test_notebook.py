@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -21,6 +22,7 @@ from nbclient import NotebookClient
 
 from accelerate import Accelerator, debug_launcher
 from accelerate.core.errors import LaunchError
+from tests.cpu.test_docs_pages import blocks
 from tests.support.command import Running
 from tests.support.environment import ROOT, clean
 
@@ -285,6 +287,17 @@ def test_the_kernel_is_as_it_was(cells: dict[str, Cell]) -> None:
     """Environment, signal handlers, random numbers (Python, NumPy, torch), torch's threads."""
     assert cells["same"].error == "", cells["same"].text
     assert cells["same"].out == "True True True True True True\n[]\n"
+
+
+def test_the_page_on_notebooks_shows_what_its_cells_print(tmp_path: Path) -> None:
+    page = list(blocks("notebooks.md"))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(block.code) for block in page])
+    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=60)
+    client.execute(env=clean(), cwd=str(tmp_path))
+    for block, cell in zip(page, map(Cell, notebook.cells), strict=True):
+        shown = f"{cell.out}{cell.text}".strip()
+        # Two ranks print in any order.
+        assert sorted(shown.splitlines()) == sorted((block.printed or "").splitlines()), shown
 
 
 # -------------------------------------------------------------------------- a kernel that is stopped

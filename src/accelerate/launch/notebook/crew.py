@@ -45,12 +45,8 @@ class FunctionError(RankError):
     rank: int | None = None
 
     def __str__(self) -> str:
-        parts = (
-            *self.others,
-            super().__str__(),
-            "" if not self.traceback else f"\n{self.traceback.rstrip()}",
-        )
-        return "\n".join(part for part in parts if part)
+        trace = f"\n{self.traceback.rstrip()}" if self.traceback else ""
+        return "\n".join(part for part in (super().__str__(), *self.others, trace) if part)
 
 
 @dataclass(frozen=True)
