@@ -1,0 +1,293 @@
+"""The engine's own launcher for several machines: its command, and the file of variables it hands on.
+
+A program of its name stands on the path and writes down how it was called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.cli.options import HANDED
+from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.launch import base
+from accelerate.launch.errors import RankError
+from accelerate.launch.job import Request, read
+from accelerate.launch.kinds.deepspeed import PLUGIN
+from tests.support.command import CONSOLE, Running, launch
+
+FAKE = """\
+#!{python}
+import json, os, sys
+path = os.environ.get("DS_ENV_FILE", "")
+said = {{
+    "argv": sys.argv[1:],
+    "file": open(path).read() if os.path.isfile(path) else None,
+    "path": path,
+    "stage": os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE"),
+    "use": os.environ.get("ACCELERATE_USE_DEEPSPEED"),
+    "python": os.environ.get("PYTHONPATH"),
+}}
+print(json.dumps(said), flush=True)
+{ending}
+"""
+
+
+def fake(folder: Path, ending: str = "") -> Path:
+    """A program that says how it was called."""
+    program = folder / "bin" / "deepspeed"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(FAKE.format(python=sys.executable, ending=ending))
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``asks(file=..., **flags)`` is a request for two machines of the engine."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{fake(tmp_path).parent}:{os.defpath}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "hosts").write_text("# ours\nworker-0 slots=4\n\nworker-1 slots=4\n")
+
+    def request(
+        file: str = "", program: tuple[str, ...] = ("train.py", "--lr", "1"), **flags: Any
+    ) -> Request:
+        if file:
+            (tmp_path / "accelerate.yaml").write_text(file)
+        engine = {"use_deepspeed": True, "num_machines": "2", "deepspeed_hostfile": "hosts"}
+        return read({**engine, **flags}, program, HANDED)
+
+    return request
+
+
+def command(request: Request) -> list[str]:
+    base.check(request)
+    kind = base.choose(request)
+    assert kind is PLUGIN
+    (start,) = kind.plan(request).starts
+    assert start.program[0].endswith("/bin/deepspeed")
+    return list(start.program[1:])
+
+
+# ---------------------------------------------------------------- whose job it is
+
+
+@pytest.mark.parametrize(
+    ("flags", "takes"),
+    [
+        ({}, True),
+        ({"deepspeed_multinode_launcher": "PDSH"}, True),
+        ({"deepspeed_multinode_launcher": "standard"}, False),
+        ({"num_machines": "1"}, False),
+        ({"use_deepspeed": None, "file": "distributed_type: DEEPSPEED"}, True),
+        ({"use_deepspeed": None, "deepspeed_hostfile": None, "use_fsdp": True}, False),
+    ],
+)
+def test_it_takes_jobs_of_the_engine_on_several_machines(asks: Any, flags: Any, takes: bool) -> None:
+    """As in 1.15 also where nobody said which launcher; ``standard`` starts this launcher on each machine."""
+    assert PLUGIN.takes(asks(**flags)) is takes
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "--hostfile hosts --no_local_rank --launcher pdsh --num_nodes 2 train.py --lr 1"),
+        (
+            {"num_processes": "4", "main_process_ip": "10.0.0.1", "main_process_port": "1234"},
+            "--hostfile hosts --no_local_rank --launcher pdsh --num_nodes 2 --num_gpus 2 "
+            "--master_addr 10.0.0.1 --master_port 1234 train.py --lr 1",
+        ),
+        (
+            {"deepspeed_multinode_launcher": "openmpi"},
+            "--hostfile hosts --no_local_rank --launcher openmpi --num_nodes 2 train.py --lr 1",
+        ),
+        (
+            {"deepspeed_multinode_launcher": "nossh", "machine_rank": "1", "main_process_ip": "10.0.0.1"},
+            "--hostfile hosts --no_local_rank --no_ssh --node_rank 1 --num_nodes 2 --master_addr 10.0.0.1 "
+            "train.py --lr 1",
+        ),
+        (
+            {"deepspeed_exclusion_filter": "worker-1:0", "module": True},
+            "--hostfile hosts --no_local_rank --launcher pdsh --exclude worker-1:0 --module train.py --lr 1",
+        ),
+        (
+            {"deepspeed_inclusion_filter": "worker-0@worker-1:0,2", "no_python": True},
+            "--hostfile hosts --no_local_rank --launcher pdsh --include worker-0@worker-1:0,2 --no_python "
+            "train.py --lr 1",
+        ),
+    ],
+)
+def test_the_command(asks: Any, flags: Any, words: str) -> None:
+    """Arguments of the script come last and untouched (F9), and it gets no ``--local_rank`` among them."""
+    assert command(asks(**flags)) == words.split()
+
+
+def test_words_with_blanks_stay_whole(asks: Any) -> None:
+    assert command(asks(program=("train.py", "--name", "a b", "--")))[-4:] == [
+        "train.py",
+        "--name",
+        "a b",
+        "--",
+    ]
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"deepspeed_hostfile": None}, ["the hostfile is /job/hostfile (the default)", "cannot be read"]),
+        ({"deepspeed_hostfile": "host"}, ["--deepspeed_hostfile is host", "cannot be read"]),
+        (
+            {"num_machines": "3"},
+            ["--num_machines is 3", "--deepspeed_hostfile is hosts, which has 2 machines"],
+        ),
+        ({"num_machines": "1:2"}, ["--num_machines is 1:2", "needs one number"]),
+        ({"num_processes": "3"}, ["--num_processes is 3 on 2 machines"]),
+        ({"machine_rank": "1"}, ["--machine_rank is 1", "starts all machines from one"]),
+        ({"deepspeed_multinode_launcher": "nossh"}, ["launcher is nossh", "where rank 0 is"]),
+        (
+            {"deepspeed_inclusion_filter": "a", "deepspeed_exclusion_filter": "b"},
+            ["--deepspeed_inclusion_filter and --deepspeed_exclusion_filter"],
+        ),
+        (
+            {"deepspeed_inclusion_filter": "a", "num_processes": "2"},
+            ["--deepspeed_inclusion_filter and --num_processes"],
+        ),
+    ],
+)
+def test_what_does_not_fit_names_both_places(asks: Any, flags: Any, words: list[str]) -> None:
+    """A hostfile that is not there would make the engine's launcher train on this machine alone."""
+    request = asks(**flags)
+    with pytest.raises(SettingError) as error:
+        PLUGIN.plan(request)
+    assert [word for word in words if word not in error.value.what] == []
+    assert error.value.why or error.value.fix
+
+
+def test_without_the_engine_its_package_is_named(asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = asks()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(MissingExtraError, match="'deepspeed'") as error:
+        PLUGIN.plan(request)
+    assert error.value.fix == "pip install deepspeed"
+
+
+# ---------------------------------------------------------------- what is handed on
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return found
+
+
+def run(request: Request) -> None:
+    base.launch(request)
+
+
+def test_variables_reach_other_machines_in_a_file(
+    asks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And only those: 1.15 writes the whole environment, secrets too, into a file that stays."""
+    run(asks(zero_stage="2", mixed_precision="bf16"))
+    found = said(capfd)
+    assert found["file"].splitlines() == [
+        "ACCELERATE_MIXED_PRECISION=bf16",
+        "ACCELERATE_USE_DEEPSPEED=true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE=2",
+        "ACCELERATE_CONFIG_DS_FIELDS=",
+        f"PYTHONPATH={tmp_path}",
+    ]
+    assert (found["stage"], found["use"], found["python"]) == ("2", "true", str(tmp_path))
+    assert not Path(found["path"]).exists()
+    assert not (tmp_path / ".deepspeed_env").exists()
+
+
+@pytest.mark.parametrize("named", [None, "mine.env"])
+def test_the_users_own_file_is_kept_and_counts(
+    asks: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    named: str | None,
+) -> None:
+    file = tmp_path / (named or ".deepspeed_env")
+    if named:
+        monkeypatch.setenv("DS_ENV_FILE", named)
+    text = "NCCL_DEBUG=INFO\n\nACCELERATE_DEEPSPEED_ZERO_STAGE=1\n"
+    file.write_text(text)
+    run(asks(zero_stage="2"))
+    lines = said(capfd)["file"].splitlines()
+    assert lines[0] == "NCCL_DEBUG=INFO"
+    assert [line for line in lines if "ZERO_STAGE" in line] == ["ACCELERATE_DEEPSPEED_ZERO_STAGE=2"]
+    assert "" not in lines
+    assert file.read_text() == text
+
+
+def test_a_scheduler_hands_on_the_environment_itself(asks: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its option for variables would cut values at commas."""
+    run(asks(deepspeed_multinode_launcher="slurm", zero_stage="2"))
+    found = said(capfd)
+    assert (found["file"], found["stage"]) == (None, "2")
+
+
+def test_how_it_failed_is_how_the_launch_failed(asks: Any, tmp_path: Path) -> None:
+    """F8."""
+    fake(tmp_path, "sys.exit(7)")
+    with pytest.raises(RankError, match=r"the command deepspeed failed \(exit code 7\)") as error:
+        run(asks())
+    assert error.value.code == 7
+
+
+def test_a_signal_goes_on_to_it(tmp_path: Path) -> None:
+    """F8: the engine's launcher stops its processes on other machines when it is asked to stop."""
+    ending = (
+        "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('asked', flush=True), sys.exit(1)))\n"
+    )
+    fake(tmp_path, f"{ending}print('ready', flush=True)\nsignal.pause()")
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    (tmp_path / "train.py").touch()
+    flags = ("--use_deepspeed", "--num_machines", "2", "--deepspeed_hostfile", "hosts", "train.py")
+    running = Running(
+        (*CONSOLE, "launch", *flags), env={"PATH": f"{tmp_path}/bin:{os.defpath}"}, cwd=tmp_path
+    )
+    running.wait_for("ready")
+    running.signal(signal.SIGTERM)
+    ended = running.wait()
+    assert "asked" in ended.stdout, ended.output
+    assert ended.returncode == 128 + signal.SIGTERM, ended.output
+    assert not ended.survivors()
+
+
+def test_a_dry_run_shows_the_command_and_starts_nothing(tmp_path: Path) -> None:
+    fake(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    ended = launch(
+        *(
+            "--dry_run",
+            "--use_deepspeed",
+            "--num_machines",
+            "2",
+            "--deepspeed_hostfile",
+            str(tmp_path / "hosts"),
+        ),
+        env={"PATH": f"{tmp_path}/bin:{os.defpath}"},
+        script_text="print('started')",
+    )
+    assert ended.returncode == 0, ended.output
+    assert "--launcher pdsh --num_nodes 2" in ended.stdout, ended.output
+    assert "ACCELERATE_USE_DEEPSPEED" in ended.stdout
+    assert "argv" not in ended.stdout
