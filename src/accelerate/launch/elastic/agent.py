@@ -31,12 +31,14 @@ if __name__ == "__main__":
         del sys.path[0]
     sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from accelerate.core.errors import AccelerateError
+from accelerate.core.errors import AccelerateError, LaunchError
+from accelerate.launch import preflight
 from accelerate.launch.elastic import meeting
 from accelerate.launch.elastic.meeting import Dynamic, Fixed, Place
 
 BEAT = 1.0  # seconds between signs of life
 LEAVE = 5.0  # seconds that machines stay for others to hear the last verdict
+NAMES = 60.0  # seconds that the name of machine 0 may take to exist
 QUICK = 0.02  # seconds between looks when this machine has nothing left to do
 
 Message = dict[str, Any]
@@ -247,6 +249,9 @@ def run(launcher: Launcher, job: Message) -> None:
     Raises:
         LaunchError: the machines do not find each other.
     """
+    number = job["machine_rank"] if job["backend"] == "static" else 1 - meeting.is_here(job["host"])
+    names = min(NAMES, job["join"])
+    preflight.meet(job["host"], job["port"], number, seconds=names, say=_say, reach=False)
     meet = Fixed(job) if job["backend"] == "static" else Dynamic(job)
     restarts = 0
     held: list[Any] = []  # the ranks' store, as long as they need it
@@ -274,10 +279,13 @@ def agree(place: Place, job: Message, restarts: int) -> Message:
     """What the machines of an attempt know of each other: who is there, whose ranks are which."""
     address = meeting.local_address(job["host"], job["port"])
     mine = {"host": job["hostname"], "processes": job["processes"], "restarts": restarts}
+    mine["facts"] = job["facts"]
     place.store.set(f"machine/{place.number}", json.dumps(mine))
     if place.number == 0:
         those = [json.loads(place.store.get(f"machine/{number}")) for number in range(place.count)]
+        different = preflight.compare([each["facts"] for each in those], [each["host"] for each in those])
         common = {
+            "different": different and [different.what, different.why, different.fix],
             "hosts": [each["host"] for each in those],
             "processes": [each["processes"] for each in those],
             "restarts": max(each["restarts"] for each in those),
@@ -287,9 +295,24 @@ def agree(place: Place, job: Message, restarts: int) -> Message:
         }
         place.store.set("world", json.dumps(common))
     world: Message = json.loads(place.store.get("world"))
+    if different := world.pop("different"):
+        _refuse(place, *different)
     first, size = sum(world["processes"][: place.number]), sum(world["processes"])
     own = {"machine": place.number, "machines": place.count, "first": first, "size": size}
     return {**world, **own, "interface": meeting.interface(address)}
+
+
+def _refuse(place: Place, what: str, why: str, fix: str) -> None:
+    """Raises what all machines raise; the one with the store stays until all have read it."""
+    deadline = time.monotonic() + LEAVE
+    place.store.add("refused", 1)
+    while place.number == 0 and place.store.add("refused", 0) < place.count and time.monotonic() < deadline:
+        time.sleep(QUICK)
+    raise LaunchError(what, why=why, fix=fix)
+
+
+def _say(line: str) -> None:
+    print(f"accelerate launch: {line}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.device.machine import Machine
+from accelerate.launch import preflight
 from accelerate.launch.base import Kind, say
 from accelerate.launch.check import Place, place
 from accelerate.launch.elastic import settings
@@ -106,7 +107,7 @@ def _run_machines(request: Request, plan: ElasticPlan, attempts: Any) -> None:
 
     assert plan.endpoint is not None
     asked, (least, most) = request.of(Rendezvous), request.machines
-    join = settings.joining(plan.conf)
+    join, said, where = settings.joining(plan.conf), request.local_processes.value, plan.place
     job = {
         "backend": asked.rdzv_backend,
         "host": plan.endpoint.host,
@@ -118,6 +119,7 @@ def _run_machines(request: Request, plan: ElasticPlan, attempts: Any) -> None:
         "most": most,
         "machine_rank": request.settings.machine_rank,
         "processes": plan.place.processes,
+        "facts": preflight.facts(where.device.type, None if isinstance(said, int) else where.processes),
         "max_restarts": asked.max_restarts,
         "monitor_interval": asked.monitor_interval,
         "machine_timeout": asked.machine_timeout,

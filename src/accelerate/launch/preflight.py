@@ -1,0 +1,211 @@
+"""What is looked at before a job of several machines starts: names, addresses, ports, and what differs.
+
+Each fault is one sentence with its reason and what to type. ``meet`` looks before the machines meet,
+``compare`` when they have. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from importlib import metadata
+
+from accelerate.core.errors import LaunchError
+
+LOOK = 0.2  # seconds between two tries
+OWN_NAME = "127.0.1.1"  # what Debian's installer writes into /etc/hosts for a machine's own name
+
+Facts = Mapping[str, str]
+
+
+def meet(
+    host: str,
+    port: int,
+    number: int,
+    *,
+    seconds: float,
+    say: Callable[[str], None],
+    reach: bool = True,
+) -> None:
+    """Looks whether a machine can meet the others; waits for what may only be late.
+
+    Args:
+        host: the name or address of machine 0.
+        port: where it listens, or will.
+        number: of this machine.
+        seconds: how long names and ports may be missing.
+        say: prints a line, once for each thing that is waited for.
+        reach: whether the port is tried too; machine 0 needs it free, the others need it open.
+
+    Raises:
+        LaunchError: the name does not resolve, or to this machine itself; or the port is taken on machine 0,
+            or not reached from another one.
+    """
+    deadline = time.monotonic() + seconds
+    found = _resolved(host, deadline, seconds, say)
+    if number == 0:
+        if not any(_is_own(address) for address in found):
+            say(
+                f"machine 0 is this one, but {host} is {', '.join(found)}, which is none of its addresses; "
+                "the others must reach it there"
+            )
+        if reach:
+            _free(port)
+        return
+    if OWN_NAME in found and not _is_literal(host):
+        raise LaunchError(
+            f"{host} is {OWN_NAME} on this machine, number {number}: it would look for machine 0 in itself",
+            why="a line of its /etc/hosts says so",
+            fix=f"remove that line, or give --main_process_ip the address of {host} in the network",
+        )
+    if reach:
+        _reached(host, port, found, deadline, seconds, say)
+
+
+def addresses(host: str) -> list[str]:
+    """The addresses of a name, in order; empty when it does not resolve."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(target[0]) for *_, target in found))
+
+
+def facts(device: str, processes: int | None) -> dict[str, str]:
+    """What has to be the same on all machines.
+
+    Args:
+        device: the type of the devices of this machine.
+        processes: how many of them it uses; None where somebody has said so, on each machine what he wants.
+    """
+    counted = {} if processes is None else {"devices": f"{processes} x {device}"}
+    return {
+        "accelerate": metadata.version("accelerate"),
+        "torch": metadata.version("torch").partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "device": device,
+        **counted,
+    }
+
+
+def compare(machines: Sequence[Facts], hosts: Sequence[str]) -> LaunchError | None:
+    """The first difference between machine 0 and another one, as an error; None where there is none.
+
+    Args:
+        machines: the facts of each machine, by number.
+        hosts: their names.
+    """
+    first = machines[0]
+    for number, facts_of in enumerate(machines[1:], 1):
+        both = (name for name in first if name in facts_of)
+        for what in (name for name in both if facts_of[name] != first[name]):
+            if what == "devices":
+                why = "unequal machines wait for each other, and one of them may have lost a device"
+                fix = "say how many each of them starts: --nproc_per_node"
+            elif what == "device":
+                why, fix = (
+                    "ranks on different devices cannot exchange tensors",
+                    "use --cpu on all, or on none",
+                )
+            else:
+                why = "ranks of different versions may not understand each other"
+                fix = f"install the same {what} on all machines"
+            return LaunchError(
+                f"machine {number} ({hosts[number]}) has {_has(what, facts_of)}, "
+                f"but machine 0 ({hosts[0]}) has {_has(what, first)}",
+                why=why,
+                fix=fix,
+            )
+    return None
+
+
+def _has(what: str, facts_of: Facts) -> str:
+    return f"{facts_of[what]} to use" if what == "devices" else f"{what} {facts_of[what]}"
+
+
+def _resolved(host: str, deadline: float, seconds: float, say: Callable[[str], None]) -> list[str]:
+    """The addresses of machine 0; in clusters of containers a name may come with its machine."""
+    said = False
+    while not (found := addresses(host)):
+        if time.monotonic() >= deadline:
+            raise LaunchError(
+                f"the name {host} of machine 0 does not resolve on this machine",
+                why=f"no address was found for it within {seconds:g} s",
+                fix="add it to /etc/hosts, or give --main_process_ip an address",
+            )
+        if not said:
+            say(f"the name {host} of machine 0 does not resolve yet; waiting up to {seconds:g} s for it")
+        said = True
+        time.sleep(LOOK)
+    return found
+
+
+def _reached(
+    host: str, port: int, found: Sequence[str], deadline: float, seconds: float, say: Callable[[str], None]
+) -> None:
+    said = False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(LOOK, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise _unreached(host, port, found, seconds, error) from error
+        if not said:
+            say(f"nobody listens at {host}:{port} yet; waiting up to {seconds:g} s for machine 0")
+        said = True
+        time.sleep(LOOK)
+
+
+def _unreached(host: str, port: int, found: Sequence[str], seconds: float, error: OSError) -> LaunchError:
+    own = all(_is_own(address) for address in found)
+    place = "which is this machine itself" if own else "which is another machine"
+    return LaunchError(
+        f"port {port} of {host} ({found[0]}, {place}) was not reached within {seconds:g} s",
+        why=error.strerror or str(error),
+        fix="give --main_process_ip the address of machine 0"
+        if own
+        else "start machine 0, and let its firewall pass the port; --main_process_port says another one",
+    )
+
+
+def _free(port: int) -> None:
+    with closing(socket.socket()) as probe:
+        # Connections of a job that has ended, and linger, do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} cannot be used on this machine, which is number 0",
+                why=error.strerror or str(error),
+                fix="give all machines another --main_process_port",
+            ) from error
+
+
+def _is_own(address: str) -> bool:
+    """Whether an address is one of this machine's: only to those a socket can be bound."""
+    try:
+        info = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        return False
+    family, kind, protocol, _, target = info[0]
+    with closing(socket.socket(family, kind, protocol)) as end:
+        try:
+            end.bind(target)
+        except OSError:
+            return False
+    return True
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

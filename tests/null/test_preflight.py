@@ -1,0 +1,124 @@
+"""Looking before several machines start: each fault is a sentence. Real sockets on the loopback; F7, F16."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from accelerate.core.errors import LaunchError
+from accelerate.launch import preflight
+from accelerate.world.ports import free_port
+
+SAME = {"accelerate": "1.0", "torch": "2.13.0", "Python": "3.11", "device": "cpu", "devices": "2 x cpu"}
+
+
+def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> None:
+    """Names resolve to these addresses, one answer after another, the last for ever."""
+    left = list(answers)
+    monkeypatch.setattr(preflight, "addresses", lambda host: left.pop(0) if len(left) > 1 else left[0])
+
+
+def test_two_machines_on_the_loopback_meet() -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        preflight.meet("localhost", server.getsockname()[1], 1, seconds=5, say=said.append)
+    preflight.meet("127.0.0.1", free_port(), 0, seconds=5, say=said.append)
+    assert said == []
+
+
+def test_a_machine_waits_for_machine_0_and_says_so_once() -> None:
+    said: list[str] = []
+    port, started = free_port(), threading.Event()
+    servers: list[socket.socket] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        servers.append(socket.create_server(("127.0.0.1", port)))  # now machine 0 comes
+        started.set()
+
+    preflight.meet("127.0.0.1", port, 1, seconds=60, say=say)
+    assert started.is_set()
+    assert said == [f"nobody listens at 127.0.0.1:{port} yet; waiting up to 60 s for machine 0"]
+    servers[0].close()
+
+
+def test_a_port_that_is_never_open_is_an_error_that_names_both() -> None:
+    port = free_port()
+    with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 .* was not reached") as caught:
+        preflight.meet("127.0.0.1", port, 1, seconds=0, say=lambda line: None)
+    assert "this machine itself" in str(caught.value)
+    assert "--main_process_ip" in caught.value.fix
+
+
+def test_a_port_that_is_taken_on_machine_0() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} cannot be used on this machine") as caught:
+            preflight.meet("127.0.0.1", port, 0, seconds=1, say=lambda line: None)
+    assert "--main_process_port" in caught.value.fix
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    said: list[str] = []
+    with pytest.raises(
+        LaunchError, match=r"the name nowhere\.invalid of machine 0 does not resolve"
+    ) as caught:
+        preflight.meet("nowhere.invalid", 1, 1, seconds=0, say=said.append)
+    assert "/etc/hosts" in caught.value.fix
+
+
+def test_a_name_that_comes_with_its_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a container exists when it runs."""
+    said: list[str] = []
+    resolving(monkeypatch, [], [], ["127.0.0.1"])
+    preflight.meet("pod-0", 1, 1, seconds=60, say=said.append, reach=False)
+    assert len(said) == 1
+    assert "does not resolve yet" in said[0]
+
+
+def test_a_name_that_means_the_machine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stock Debian gives its own name to 127.0.1.1; a copied /etc/hosts gives it that of machine 0."""
+    resolving(monkeypatch, ["127.0.1.1"])
+    with pytest.raises(LaunchError, match=r"head is 127.0.1.1 on this machine, number 2"):
+        preflight.meet("head", 1, 2, seconds=1, say=lambda line: None, reach=False)
+    preflight.meet("head", 1, 0, seconds=1, say=lambda line: None, reach=False)
+
+
+def test_an_address_of_another_machine_is_said_on_machine_0() -> None:
+    said: list[str] = []
+    preflight.meet("192.0.2.1", 1, 0, seconds=1, say=said.append, reach=False)
+    assert said == [
+        "machine 0 is this one, but 192.0.2.1 is 192.0.2.1, which is none of its addresses; the others must "
+        "reach it there"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "text", "fix"),
+    [
+        ("torch", "2.9.0", "machine 1 (b) has torch 2.9.0, but machine 0 (a) has torch 2.13.0", "same torch"),
+        ("Python", "3.10", "machine 1 (b) has Python 3.10, but machine 0 (a) has Python 3.11", "same Python"),
+        (
+            "devices",
+            "1 x cpu",
+            "machine 1 (b) has 1 x cpu to use, but machine 0 (a) has 2",
+            "--nproc_per_node",
+        ),
+    ],
+)
+def test_what_differs_is_named_with_both_machines(what: str, value: str, text: str, fix: str) -> None:
+    error = preflight.compare([SAME, {**SAME, what: value}, SAME], ["a", "b", "c"])
+    assert error is not None
+    assert text in error.what
+    assert fix in error.fix
+
+
+def test_equal_machines_and_the_facts_of_this_one() -> None:
+    mine = preflight.facts("cpu", 2)
+    assert mine.keys() == SAME.keys()
+    assert "+" not in mine["torch"], "builds for the CPU and for a device understand each other"
+    assert preflight.compare([mine, mine], ["a", "b"]) is None
+    asked = preflight.facts("cpu", None)
+    assert preflight.compare([mine, asked], ["a", "b"]) is None, "who says a number may say different ones"
