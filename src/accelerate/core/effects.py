@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from accelerate.core.handler import KwargsHandler
 from accelerate.core.setting import Loaded
 
 
@@ -147,9 +146,6 @@ def differing(options: Any, where: str = "") -> Iterator[Option]:
     if options is None:
         return
     place = where or type(options).__name__
-    if isinstance(options, KwargsHandler):
-        yield from (Option(name, value, place) for name, value in options.to_kwargs().items())
-        return
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
         factory = item.default_factory

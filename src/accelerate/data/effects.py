@@ -85,7 +85,8 @@ def _seeded(option: Option, loader: Any) -> Effect:
     if isinstance(sampler, SeedableRandomSampler):
         return option.applied()
     kind = type(sampler).__name__
-    return option.failed(f"a loader has a {kind}, which draws no order of ours", matters=kind not in _IN_ORDER)
+    why = f"a loader has a {kind}, which draws no order of ours"
+    return option.failed(why, matters=kind not in _IN_ORDER)
 
 
 _IN_ORDER = (SequentialSampler.__name__, type(None).__name__, "_InfiniteConstantSampler")

@@ -68,8 +68,9 @@ class Effects(Processes):
         self._stepped = False
         # What has been said: an option, what became of it, and why.
         self._told: set[tuple[str, bool | None, str]] = set()
-        watch = together.current()
-        self._board = watch.board if watch is not None else None
+        # On process 0, what others have found, with their ranks; on others, what they have found.
+        self._heard: set[tuple[int, Effect]] = set()
+        self._wrong: list[Effect] = []
         self._key = f"effects/{next(_numbers)}"
 
     def effects(self) -> Ledger:
@@ -184,13 +185,20 @@ class Effects(Processes):
             self._insist(fresh)
         failed = [effect for effect in fresh if effect.wrong]
         if not self.is_main_process:
-            if failed and self._board is not None:
-                self._board.put(f"{self._key}/{self.process_index}", _packed(failed))
-                self._board.put(self._key, "")
+            self._notify(failed)
             return
         self._print(fresh)
         for effect in failed:
             warnings.warn(str(effect), stacklevel=depth - 1)
+
+    def _notify(self, failed: list[Effect]) -> None:
+        """Leaves a notice for process 0."""
+        watch = together.current()
+        self._wrong += failed
+        if failed and watch is not None:
+            # All of it: process 0 may not have read the notice before.
+            watch.board.put(f"{self._key}/{self.process_index}", _packed(self._wrong))
+            watch.board.put(self._key, "")
 
     def _is_new(self, effect: Effect) -> bool:
         key = (effect.option, effect.applied, effect.why if effect.failed else "")
@@ -226,16 +234,19 @@ class Effects(Processes):
 
     def _hear_ranks(self, depth: int = 3) -> None:
         """On process 0: warns of what other processes found, and this one did not."""
-        board = self._board
-        if board is None or not self.is_main_process or board.lost or not board.has(self._key):
+        watch = together.current()
+        if watch is None or not self.is_main_process or not watch.board.has(self._key):
             return
+        board = watch.board
         board.drop(self._key)
         found: dict[Effect, list[int]] = {}
         own = {option for option, applied, _ in self._told if applied is False}
         for key, text in board.read([f"{self._key}/{rank}" for rank in range(1, self.num_processes)]).items():
+            rank = int(key.rpartition("/")[2])
             for effect in _unpacked(text):
-                if effect.option not in own:
-                    found.setdefault(effect, []).append(int(key.rpartition("/")[2]))
+                if effect.option not in own and (rank, effect) not in self._heard:
+                    self._heard.add((rank, effect))
+                    found.setdefault(effect, []).append(rank)
         for effect, ranks in found.items():
             warnings.warn(f"{_ranks(ranks)}: {effect}", stacklevel=depth - 1)
 

@@ -52,7 +52,8 @@ def _bound(option: Option, world: World) -> Effect:
     )
     if not near:
         if world.device.type == "cpu":
-            return option.failed("this machine has one NUMA node: no core is nearer than another", matters=False)
+            why = "this machine has one NUMA node: no core is nearer than another"
+            return option.failed(why, matters=False)
         return option.failed(f"this system does not say which cores are near {world.device}")
     far = len(allowed(0) - near)
     return option.seen(f"the process may run on {far} cores that are not near {world.device}" if far else "")

@@ -51,8 +51,10 @@ _NOTHING = "no model that trains is prepared"
 
 def _options(plugin: FullyShardedDataParallelPlugin) -> Iterator[Option]:
     """Those that were given; what no text can say is an object in a field."""
-    yield from (o for o in given(plugin._found) if o.value is not False or o.name[5:] in plugin._ignored)
-    named = {option.name for option in given(plugin._found)}
+    named = {option.name: option for option in given(plugin._found)}
+    # "No" asks for nothing, but where "yes" is what is done otherwise.
+    yes = {"fsdp_reshard_after_forward", *(f"fsdp_{name}" for name in plugin._ignored)}
+    yield from (option for name, option in named.items() if option.value is not False or name in yes)
     where = type(plugin).__name__
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and "fsdp_offload_params" not in named:
         yield Option("fsdp_offload_params", True, where)

@@ -1,0 +1,295 @@
+"""Effects on several processes: groups, replicas, shards, shared data; one process's finding (F15)."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.support.command import Running, launch
+from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.sharded_models import adamw, tiny
+
+Said = dict[str, tuple[bool | None, str]]
+
+
+def said(accelerator: Any) -> Said:
+    return {effect.option: (effect.applied, effect.why) for effect in accelerator.effects()}
+
+
+def prepared(accelerator: Any, *objects: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return accelerator.prepare(*objects)
+
+
+# ---------------------------------------------------------------- the group
+
+
+def group(opened_by: str) -> Said:
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import InitProcessGroupKwargs
+
+    asked = InitProcessGroupKwargs(timeout=timedelta(seconds=77), backend="gloo")
+    if opened_by == "a state":
+        PartialState()
+    elif opened_by == "the user":
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=50))
+    return said(Accelerator(kwargs_handlers=[asked]))
+
+
+@pytest.mark.parametrize(
+    ("opened_by", "applied", "why"),
+    [("us", True, ""), ("a state", False, "0:30:00"), ("the user", False, "0:00:50")],
+)
+def test_the_timeout_is_that_of_the_group(ranks: RankServer, opened_by: str, applied: bool, why: str) -> None:
+    """F15"""
+    found = same_on_all(ranks(2, group, opened_by))
+    words = f"the group of processes has {why}; it was open already" if why else ""
+    assert found == {"backend": (True, ""), "timeout": (applied, words)}
+
+
+# ---------------------------------------------------------------- replicas
+
+REPLICAS: dict[str, Any] = {
+    "bucket_cap_mb": 3,
+    "gradient_as_bucket_view": True,
+    "find_unused_parameters": True,
+    "comm_hook": "fp16",
+}
+
+
+def replicas(ignored: bool) -> tuple[Said, Said]:
+    from accelerate import Accelerator
+    from accelerate.strategy import ddp
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**REPLICAS)])
+    before = said(accelerator)
+    plain = ddp.replicate
+    with pytest.MonkeyPatch.context() as patch:
+        if ignored:
+            patch.setattr(ddp, "replicate", lambda module, **_: plain(module))
+            patch.setattr(ddp.DistributedDataParallelKwargs, "register_comm_hook", lambda *_: None)
+        prepared(accelerator, nn.Linear(2, 2))
+    return before, said(accelerator)
+
+
+def test_options_of_replicas_are_read_back(ranks: RankServer) -> None:
+    before, after = same_on_all(ranks(2, replicas, False))
+    assert set(before.values()) == {(None, "no model that trains is prepared")}
+    assert after == dict.fromkeys(REPLICAS, (True, ""))
+    _, after = same_on_all(ranks(2, replicas, True))
+    assert after == {
+        "bucket_cap_mb": (False, "the reducer has 25"),
+        "gradient_as_bucket_view": (False, "the reducer has 0"),
+        "find_unused_parameters": (False, "the reducer has 0"),
+        "comm_hook": (False, "no communication hook is registered"),
+    }
+
+
+# ---------------------------------------------------------------- shards
+
+SHARDS: dict[str, Any] = {
+    "auto_wrap_policy": "transformer_based_wrap",
+    "cpu_offload": True,
+    "activation_checkpointing": True,
+    "reshard_after_forward": False,
+}
+
+
+def shards(options: dict[str, Any], impossible: str) -> Said:
+    from torch.distributed.fsdp import OffloadPolicy
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.strategy.fsdp2 import shard
+
+    plugin = FullyShardedDataParallelPlugin(**options)
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
+    model = tiny()
+    plain = shard.fully_shard
+    with pytest.MonkeyPatch.context() as patch:
+        if impossible == "offload":
+            patch.setattr(shard.Sharder, "offload", property(lambda self: OffloadPolicy()))
+        elif impossible == "recompute":
+            patch.setattr(shard, "recompute", lambda blocks: None)
+        elif impossible == "keep":
+            patch.setattr(
+                shard, "fully_shard", lambda m, **kw: plain(m, **{**kw, "reshard_after_forward": True})
+            )
+        prepared(accelerator, model, adamw(model))
+    return said(accelerator)
+
+
+def test_options_of_sharding_are_seen_on_the_shards(ranks: RankServer) -> None:
+    found = same_on_all(ranks(2, shards, SHARDS, ""))
+    assert all(applied for applied, _ in found.values()), found
+    assert found["fsdp_auto_wrap_policy"][1].endswith("parts are gathered by themselves")
+    assert {"mixed_precision", "fsdp_offload_params", "fsdp_activation_checkpointing"} <= found.keys()
+    count, whole = found["fsdp_offload_params"][1].split()[:3:2]
+    assert count == whole
+
+
+@pytest.mark.parametrize(
+    ("impossible", "option", "why"),
+    [
+        ("offload", "fsdp_offload_params", "parameters lie on the host"),
+        ("recompute", "fsdp_activation_checkpointing", "no part of the model computes its activations again"),
+        ("keep", "fsdp_reshard_after_forward", "parts free whole parameters after the forward"),
+    ],
+)
+def test_sharding_whose_options_are_impossible(
+    ranks: RankServer, impossible: str, option: str, why: str
+) -> None:
+    """F15"""
+    found = same_on_all(ranks(2, shards, SHARDS, impossible))
+    assert [name for name, (applied, _) in found.items() if not applied] == [option]
+    assert why in found[option][1]
+
+
+# ---------------------------------------------------------------- data
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Eight samples."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(8.0).reshape(8, 1))
+
+
+def shared(options: dict[str, Any], stream: bool) -> Said:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options), rng_types=["torch"])
+    prepared(accelerator, DataLoader(Stream() if stream else torch.randn(8, 1), batch_size=2))  # type: ignore[arg-type]
+    return said(accelerator)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split_batches": True, "even_batches": False, "dispatch_batches": False},
+        {"dispatch_batches": True, "even_batches": False},
+        {"split_batches": True, "dispatch_batches": True},
+    ],
+    ids=["shared out", "dispatched", "dispatched in parts"],
+)
+def test_options_of_shared_data_are_seen_on_loaders(
+    ranks: RankServer, options: dict[str, Any], stream: bool
+) -> None:
+    found = same_on_all(ranks(2, shared, options, stream))
+    assert found == dict.fromkeys([*options, "rng_types"], (True, ""))
+
+
+# ---------------------------------------------------------------- one process only
+
+
+class Net(nn.Module):
+    """One layer in a class of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x)
+
+
+def lame(strict: bool) -> list[str]:
+    """Rank 1 cannot compile; what each rank says."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(dynamo_backend="eager", strict=strict)
+    model = Net()
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        if accelerator.process_index == 1:
+            patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in caught if "applied" in str(one.message)]
+
+
+def test_what_one_process_finds_process_0_says_once(ranks: RankServer) -> None:
+    """F15"""
+    main, other = ranks(2, lame, False)
+    assert main == [
+        "rank 1: dynamo_backend=EAGER (the argument dynamo_backend) was not applied: "
+        "TORCHDYNAMO_DISABLE=1 turns torch.compile off"
+    ]
+    assert other == []
+
+
+def test_a_strict_run_ends_on_all_processes(ranks: RankServer) -> None:
+    """F15"""
+    with pytest.raises(RanksError) as caught:
+        ranks(2, lame, True)
+    assert [outcome.kind for outcome in caught.value.outcomes] == ["SettingError"] * 2
+    words = "rank 1: dynamo_backend=EAGER (the argument dynamo_backend) was not applied"
+    assert all(words in outcome.message for outcome in caught.value.outcomes)
+
+
+# ---------------------------------------------------------------- as people run it
+
+SCRIPT = """
+from torch import nn
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(nn.Linear(2, 1))
+print("done\\n", end="", flush=True)
+"""
+
+
+def test_a_launch_reports_in_a_line() -> None:
+    asked = ("--cpu", "-n", "2", "--mixed_precision", "bf16", "--dynamo_mode", "max-autotune")
+    result = launch(*asked, script_text=SCRIPT)
+    assert result.returncode == 0, result.output
+    assert result.stdout == "done\n" * 2
+    lines = [line for line in result.stderr.splitlines() if "pplied" in line]
+    assert lines[0] == (
+        "accelerate: applied: cpu=True, num_processes=2, mixed_precision=bf16; "
+        "not applied: dynamo_mode=max-autotune"
+    )
+    assert len(lines) == 2
+    assert "--dynamo_mode max-autotune was not applied: no dynamo_backend is chosen" in lines[1]
+
+
+@pytest.mark.parametrize("flags", [["-q"], ["--effects", "none"]])
+def test_a_launch_that_is_to_say_nothing(flags: list[str]) -> None:
+    result = launch("--cpu", "-n", "1", "--mixed_precision", "bf16", *flags, script_text=SCRIPT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+def test_a_launch_with_a_table(tmp_path: Any) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("mixed_precision: bf16\neffects: table\n")
+    result = launch("--cpu", "-n", "1", "--config_file", str(config), script_text=SCRIPT)
+    assert result.returncode == 0, result.output
+    row = next(line for line in result.stderr.splitlines() if line.startswith("mixed_precision=bf16"))
+    assert row.split(maxsplit=2)[1] == "applied"
+    assert "c.yaml, line 1: mixed_precision" in row
+
+
+def test_a_strict_launch() -> None:
+    """F15"""
+    result = launch("--cpu", "-n", "2", "--dynamo_mode", "max-autotune", "--strict", script_text=SCRIPT)
+    assert result.returncode != 0
+    assert "--dynamo_mode max-autotune was not applied" in result.stderr
+    assert "done" not in result.stdout
+
+
+def test_without_a_launcher_nothing_is_printed() -> None:
+    env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    result = Running([sys.executable], script_text=SCRIPT, env=env).wait()
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
