@@ -174,7 +174,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config "
         "to_fsdp2_command to_fsdp2_command_parser",
     ),
-    "accelerate.commands.tpu": later(TPU, "main tpu_command_launcher tpu_command_parser"),
+    "accelerate.commands.tpu": at("cli.tpu_config", "main tpu_command_launcher tpu_command_parser"),
     "accelerate.commands.utils": never(*LAUNCHER, "CustomArgumentGroup CustomArgumentParser"),
     # --- accelerate.utils
     "accelerate.utils": {},
@@ -322,10 +322,11 @@ HOMES: dict[str, dict[str, Home]] = {
         ),
     },
     "accelerate.utils.launch": at("launch.notebook.prepare", "PrepareForLaunch")
+    | at("launch.kinds.sagemaker", "prepare_sagemager_args_inputs")
     | never(
         *LAUNCHER,
         "env_var_path_add prepare_deepspeed_cmd_env "
-        "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_sagemager_args_inputs "
+        "prepare_extend_env_parallelism_config prepare_multi_gpu_env "
         "prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
     ),
     "accelerate.utils.megatron_lm": later(

@@ -211,9 +211,6 @@ def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "downcast_bf16: 'yes'",
-        "tpu_use_cluster: true",
-        "compute_environment: AMAZON_SAGEMAKER\niam_role_name: x",
     ],
 )
 def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: str) -> None:

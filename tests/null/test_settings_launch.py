@@ -9,7 +9,7 @@ import pytest
 
 from accelerate import device as devices
 from accelerate.cli.options import HANDED
-from accelerate.core.errors import LaunchError, NotBuiltError, SettingError, UnknownNameError
+from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device.machine import Machine
 from accelerate.launch.base import Kind, choose
 from accelerate.launch.check import check, cores, place
@@ -183,15 +183,17 @@ def test_modules_and_programs_are_found_by_those_who_run_them(asks: Any) -> None
     check(asks(program=("bash", "-c", "true"), no_python=True))
 
 
-def test_devices_whose_launch_is_not_built_yet(
+def test_devices_with_a_launch_of_their_own(
     asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process needs no launcher of its own kind; several do."""
     found = devices.get("xla")
     monkeypatch.setattr("accelerate.device.probe", lambda machine: (found, 4))
     assert place(asks(num_processes="1"), Machine(tmp_path, {}, {})).processes == 1
-    with pytest.raises(NotBuiltError, match="the xla devices here"):
-        place(asks(), Machine(tmp_path, {}, {}))
+    assert choose(asks(num_processes="1")).name == "this machine"
+    assert choose(asks()).name == "TPU"
+    assert choose(asks(num_processes="4")).name == "TPU"
+    assert choose(asks(use_cpu=True)).name == "this machine"
 
 
 def test_every_job_has_a_kind_of_launch(asks: Any) -> None:

@@ -168,7 +168,7 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """The configuration of a job on Amazon SageMaker, read and written; launching it is not built yet."""
+    """The configuration of a job on Amazon SageMaker; `launch/kinds/sagemaker.py` explains the keys."""
 
     ec2_instance_type: str
     iam_role_name: str

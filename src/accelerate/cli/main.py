@@ -22,7 +22,6 @@ COMMANDS: Registry[click.Command] = Registry(
 # Commands that are promised and not built yet, with what will come. Whoever adds the file removes the line.
 PLANNED = {
     "estimate-memory": "a table of how much memory a model takes, from its configuration",
-    "tpu-config": "running a command on every machine of a TPU pod",
 }
 
 

@@ -46,9 +46,15 @@ class SettingOption(click.Option):
             **({"is_flag": True, "flag_value": True} if row.switch else {}),
             default=None,
             type=click.UNPROCESSED,
+            multiple="tuple[str, ...]" in str(row.type),
             metavar=None if row.switch else _metavar(row),
             help=row.help,
         )
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """The text that was typed; of a flag that may be repeated all texts, with commas."""
+        found = super().type_cast_value(ctx, value)
+        return (",".join(found) or None) if self.multiple else found
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The values that it can have, or file names."""

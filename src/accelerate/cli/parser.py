@@ -26,6 +26,7 @@ class LaunchParser(argparse.ArgumentParser):
             if not isinstance(param, click.Option):
                 continue
             kind: dict[str, Any] = {"action": "store_true", "default": None} if param.is_flag else {}
+            kind |= {"action": "append", "default": None} if param.multiple else {}
             help = argparse.SUPPRESS if param.hidden else (param.help or "").replace("%", "%%")
             self.add_argument(*param.opts, dest=_dest(param), help=help, **kind)
         self.add_argument("training_script", nargs="?", help="the script, module or program")

@@ -390,6 +390,8 @@ def _convert(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
         return isinstance(value, dict), value
     if kind is str:
         return isinstance(value, str), value
+    if isinstance(kind, type) and issubclass(kind, str):  # a text that shows itself in its own way
+        return isinstance(value, str), kind(value) if isinstance(value, str) else value
     return kind is Any or (isinstance(kind, type) and isinstance(value, kind)), value
 
 

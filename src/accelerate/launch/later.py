@@ -46,27 +46,7 @@ class Part:
     neutral: Mapping[str, str] = field(default_factory=dict)
 
 
-PARTS = (
-    Part(
-        "starting processes on TPU comes with its own kind of launch",
-        switches="tpu tpu_cluster no_tpu_cluster tpu_use_cluster tpu_use_sudo downcast_bf16",
-        flags="vm env main_training_function",
-        top_keys="tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands "
-        "downcast_bf16 main_training_function",
-        values={"distributed_type": "XLA TPU"},
-        neutral={"no_tpu_cluster": ANY, "main_training_function": "main"},
-    ),
-    Part(
-        "jobs on Amazon SageMaker come with their own kind of launch",
-        flags="aws_access_key_id aws_secret_access_key",
-        top_keys="ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version "
-        "transformers_version py_version sagemaker_inputs_file sagemaker_metrics_file additional_args",
-        values={
-            "compute_environment": "AMAZON_SAGEMAKER",
-            "distributed_type": "DATA_PARALLEL MODEL_PARALLEL",
-        },
-    ),
-)
+PARTS: tuple[Part, ...] = ()
 
 _NOTHING = ("", "no", "none", "false", "[]", "{}")
 

@@ -1,0 +1,158 @@
+"""``accelerate tpu-config``: run commands on the machines of a TPU pod, to set them up."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from accelerate.core.errors import SettingError
+from accelerate.launch import files, gcloud
+
+if TYPE_CHECKING:
+    import argparse
+
+_description = "Run commands across TPU VMs for initial setup before running `accelerate launch`."
+_FOLDER = "/usr/share"
+_HELP = {
+    "config_file": "the configuration file with tpu_name, tpu_zone and commands",
+    "tpu_name": "what the pod is called; by default as the file says",
+    "tpu_zone": "the zone in which it is; by default as the file says",
+    "use_alpha": "use gcloud's alpha commands",
+    "command_file": "a file with a command a line",
+    "command": "a command to run; may be given again",
+    "install_accelerate": "first install accelerate on the machines",
+    "accelerate_version": "the version to install; 'latest' for the newest",
+    "debug": "print what would be run, and run nothing",
+}
+_SWITCHES = ("use_alpha", "install_accelerate", "debug")
+
+
+def program(given: dict[str, Any]) -> tuple[str, ...]:
+    """The program that runs the commands on all machines.
+
+    Args:
+        given: the flags by name; None for "not given".
+
+    Raises:
+        SettingError: there is nothing to run, or no TPU is named, or a file cannot be read.
+    """
+    file = files.find(given["config_file"])
+    said = dict(file.values) if file is not None else {}
+    commands = _commands(given, said)
+    if given["install_accelerate"]:
+        version = given["accelerate_version"]
+        what = "-U accelerate" if version == "latest" else f"accelerate=={version}"
+        commands = [f"pip install {what}", *commands]
+    if not commands:
+        raise SettingError(
+            "there is nothing to run",
+            why="neither a flag nor the configuration file names a command",
+            fix="add --command '...', or commands: [...] in the configuration file",
+        )
+    return gcloud.on_workers(
+        "; ".join([f"cd {_FOLDER}", *commands]),
+        name=given["tpu_name"] or said.get("tpu_name"),
+        zone=given["tpu_zone"] or said.get("tpu_zone"),
+        alpha=given["use_alpha"],
+    )
+
+
+def _commands(given: dict[str, Any], said: dict[str, Any]) -> list[str]:
+    """What was typed, else the file that was named, else what the configuration says, in this order."""
+    for source in (given, said):
+        found = source.get("command") or source.get("commands") or ()
+        if found:
+            return list(_flat(found))
+        if source.get("command_file"):
+            return _lines(source["command_file"])
+    return []
+
+
+def _flat(found: str | Sequence[Any]) -> list[str]:
+    """A list of commands, of which some may be lists: argparse makes one for each flag."""
+    return [found] if isinstance(found, str) else [line for each in found for line in _flat(each)]
+
+
+def _lines(name: str) -> list[str]:
+    try:
+        text = Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"the file of commands {name} cannot be read", why=str(error)) from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _run(**given: Any) -> int:
+    command = program(given)
+    if given["debug"]:
+        click.echo(f"Running {shlex.join(command)}")
+        return 0
+    gcloud.check_installed()
+    code = subprocess.run(command, check=False).returncode
+    if code == 0:
+        click.echo("Successfully setup pod.")
+    return code
+
+
+def _option(name: str) -> click.Option:
+    kind: dict[str, Any] = {"is_flag": True} if name in _SWITCHES else {"default": None}
+    kind |= {"multiple": True} if name == "command" else {}
+    kind |= {"default": "latest", "show_default": True} if name == "accelerate_version" else {}
+    return click.Option([f"--{name}", f"--{name.replace('_', '-')}", name], help=_HELP[name], **kind)
+
+
+PLUGIN = click.Command(
+    "tpu-config",
+    callback=_run,
+    params=[_option(name) for name in _HELP],
+    help=f"{_description}\n\nNot run on a TPU: tested with a fake gcloud.",
+    short_help="Run commands on every machine of a TPU pod.",
+)
+
+
+def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """An argparse parser with the flags of ``accelerate tpu-config``.
+
+    Args:
+        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
+    """
+    import argparse
+
+    name = "tpu-config"
+    parser = (
+        argparse.ArgumentParser(f"accelerate {name}", description=_description)
+        if subparsers is None
+        else subparsers.add_parser(name, description=_description)
+    )
+    for flag, text in _HELP.items():
+        kind: dict[str, Any] = {"action": "store_true"} if flag in _SWITCHES else {"default": None}
+        kind |= {"action": "append", "nargs": "+"} if flag == "command" else {}
+        kind |= {"default": "latest"} if flag == "accelerate_version" else {}
+        parser.add_argument(*dict.fromkeys((f"--{flag}", f"--{flag.replace('_', '-')}")), help=text, **kind)
+    if subparsers is not None:
+        parser.set_defaults(func=tpu_command_launcher)
+    return parser
+
+
+def tpu_command_launcher(args: argparse.Namespace) -> None:
+    """Runs the commands, or prints them.
+
+    Args:
+        args: what ``tpu_command_parser().parse_args()`` returned.
+
+    Raises:
+        SystemExit: gcloud failed; it has its exit code.
+    """
+    code = _run(**{name: getattr(args, name) for name in _HELP})
+    if code:
+        sys.exit(code)
+
+
+def main() -> None:
+    """``python -m accelerate.commands.tpu``."""
+    tpu_command_launcher(tpu_command_parser().parse_args())

@@ -1,0 +1,377 @@
+"""Launching as a training job on Amazon SageMaker.
+
+Not run on SageMaker: written to version 2 of its Python SDK, tested with a fake of it. Source: SageMaker
+Python SDK documentation, "Hugging Face Estimator" and "Using Hugging Face with the SageMaker Python SDK".
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate.core import environ
+from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
+from accelerate.core.packages import installed
+from accelerate.core.setting import declared, setting
+from accelerate.launch.base import Kind
+from accelerate.launch.job import Job, Request
+from accelerate.launch.plan import Plan, Start
+
+# Sections of files that say what a group of processes on SageMaker shares: its own library, no launcher.
+_SPREAD: dict[str, dict[str, Any]] = {
+    "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
+    "MODEL_PARALLEL": {"smdistributed": {"modelparallel": {"enabled": True}}, "mpi": {"enabled": True}},
+}
+
+
+class Secret(str):
+    """A text that is shown as stars wherever it is printed."""
+
+    def __str__(self) -> str:
+        return "***"
+
+    __repr__ = __str__
+
+    @property
+    def text(self) -> str:
+        """What it is."""
+        return "".join(self)
+
+
+@dataclass(frozen=True)
+class SageMakerSettings:
+    """How to start a training job on Amazon SageMaker."""
+
+    __topic__ = "Amazon SageMaker"
+    __only_with__: ClassVar[dict[str, str]] = {"compute_environment": "AMAZON_SAGEMAKER"}
+
+    aws_access_key_id: Secret | None = setting(  # noqa: RUF009 (a text)
+        None, variable=None, in_file=False, help="the key of an AWS account; by default the profile's"
+    )
+    aws_secret_access_key: Secret | None = setting(  # noqa: RUF009 (a text)
+        None, variable=None, in_file=False, help="the secret that belongs to the key"
+    )
+    ec2_instance_type: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="the type of its machines: ml.p3.2xlarge",
+        question="Which machines?",
+    )
+    iam_role_name: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="the role that the job has; its name, or its ARN",
+        question="Which role has the job?",
+    )
+    profile: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="a profile of the AWS configuration",
+        question="Which profile?",
+    )
+    region: str = setting(
+        "us-east-1",
+        flag=None,
+        variable=None,
+        help="where the job runs",
+        question="Which region?",
+    )
+    image_uri: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="the container; by default that of the versions",
+        question="Which container? (empty: that of the versions)",
+    )
+    pytorch_version: str = setting("1.10.2", flag=None, variable=None, help="PyTorch in the container")
+    transformers_version: str = setting(
+        "4.17.0", flag=None, variable=None, help="Transformers in the container"
+    )
+    py_version: str = setting("py38", flag=None, variable=None, help="Python in the container")
+    base_job_name: str = setting(
+        "accelerate-sagemaker-1", flag=None, variable=None, help="how names of jobs begin"
+    )
+    sagemaker_inputs_file: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="a table with tabs: channel_name, data_location",
+        question="A file of inputs?",
+    )
+    sagemaker_metrics_file: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="a table with tabs: metric_name, metric_regex",
+        question="A file of metrics?",
+    )
+    additional_args: dict[str, Any] | None = setting(  # noqa: RUF009 (it is only read)
+        None, flag=None, variable=None, help="more arguments of the estimator; they win over all others"
+    )
+
+
+@dataclass(frozen=True)
+class SageMakerPlan(Plan):
+    """A training job.
+
+    Attributes:
+        estimator: the arguments of ``sagemaker.huggingface.HuggingFace``.
+        inputs: channel -> where its data lies; None for a job without.
+    """
+
+    estimator: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, str] | None = None
+
+
+class SageMaker(Kind[SageMakerPlan]):
+    """A training job on machines of Amazon."""
+
+    name: ClassVar[str] = "Amazon SageMaker"
+    priority: ClassVar[int] = 30
+    settings = (SageMakerSettings,)
+
+    def takes(self, request: Request) -> bool:
+        """What the configuration file says is for SageMaker."""
+        return request.settings.compute_environment == "AMAZON_SAGEMAKER"
+
+    def plan(self, request: Request) -> SageMakerPlan:
+        """Makes the arguments of the job; see ``Kind.plan``."""
+        _check(request)
+        own, group = request.of(SageMakerSettings), _group(request)
+        told = {"ACCELERATE_MIXED_PRECISION": "no", **request.handed()}
+        arguments = estimator(own, request.program, group, told, int(request.settings.num_machines))
+        facts = {name: value for name, value in arguments.items() if name != "environment"}
+        return SageMakerPlan(
+            kind=self.name,
+            facts=tuple((name, str(value)) for name, value in facts.items()),
+            variables=arguments["environment"],
+            starts=(Start("sagemaker.huggingface.HuggingFace.fit", ("python", *request.program)),),
+            notes=(),
+            unused=tuple(_unused(request)),
+            estimator=arguments,
+            inputs=inputs(own),
+        )
+
+    def run(self, request: Request, plan: SageMakerPlan, *, replace: bool) -> None:
+        """Starts the job and waits for its end; see ``Kind.run``."""
+        own = request.of(SageMakerSettings)
+        with environ.patched(_credentials(own)):
+            _estimator_class()(**plan.estimator).fit(inputs=plan.inputs)
+
+
+def estimator(
+    own: Any, program: Sequence[str], group: str, told: Mapping[str, object], machines: int
+) -> dict[str, Any]:
+    """The arguments of ``sagemaker.huggingface.HuggingFace``.
+
+    Args:
+        own: an object with the keys of a file as attributes.
+        program: the script and its arguments.
+        group: ``"NO"``, ``"DATA_PARALLEL"`` or ``"MODEL_PARALLEL"``.
+        told: the environment of the job.
+        machines: how many take part.
+
+    Raises:
+        SettingError: the script's arguments cannot be handed on, or a table cannot be read.
+    """
+    script = Path(program[0])
+    mine = {
+        "image_uri": own.image_uri,
+        "entry_point": script.name,
+        "source_dir": str(script.parent),
+        "role": own.iam_role_name,
+        "transformers_version": own.transformers_version,
+        "pytorch_version": own.pytorch_version,
+        "py_version": own.py_version,
+        "base_job_name": own.base_job_name,
+        "instance_count": machines,
+        "instance_type": own.ec2_instance_type,
+        "debugger_hook_config": False,
+        "distribution": _SPREAD.get(group),
+        "hyperparameters": hyperparameters(program[1:]),
+        "environment": {
+            "ACCELERATE_USE_SAGEMAKER": "true",
+            **{name: str(value) for name, value in told.items()},
+            "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": group,
+        },
+        "metric_definitions": _metrics(own),
+    }
+    return mine | (own.additional_args or {})
+
+
+def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a script as a table of numbers, yes and no, and texts.
+
+    SageMaker hands a table on, as ``--name value`` each; what is not of this form cannot be handed on.
+
+    Raises:
+        SettingError: there is such an argument; the error names it.
+    """
+    found: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("-") or _is_number(word):
+            raise SettingError(
+                f"the argument {word!r} of the script has no name",
+                why="SageMaker hands arguments on as a table of names and values",
+                fix=f"let the script take it as a flag: --name {word}",
+            )
+        if not equals and (not words or (words[0].startswith("-") and not _is_number(words[0]))):
+            raise SettingError(
+                f"the flag {word} of the script has no value",
+                why="SageMaker hands arguments on as a table of names and values",
+                fix=f"let the script take a value: {word} true",
+            )
+        name = name.lstrip("-")
+        if name in found:
+            raise SettingError(
+                f"the script's argument {name} is given twice", why="a table has each name once"
+            )
+        found[name] = _typed(value if equals else words.pop(0))
+    return found
+
+
+def _is_number(word: str) -> bool:
+    return isinstance(_typed(word), int | float)
+
+
+def _typed(word: str) -> Any:
+    """A number, yes or no where a word says so, else the word."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    try:
+        return int(word) if word.lstrip("+-").isdecimal() else float(word)
+    except ValueError:
+        return word
+
+
+def inputs(own: Any) -> dict[str, str] | None:
+    """Channel -> where its data lies, of the file of inputs; None without one.
+
+    Raises:
+        SettingError: the file cannot be read.
+    """
+    if not own.sagemaker_inputs_file:
+        return None
+    rows = _table(own.sagemaker_inputs_file, "channel_name", "data_location")
+    return {row["channel_name"]: row["data_location"] for row in rows}
+
+
+def _metrics(own: Any) -> list[dict[str, str]] | None:
+    """What SageMaker looks for in the output of the job."""
+    if not own.sagemaker_metrics_file:
+        return None
+    rows = _table(own.sagemaker_metrics_file, "metric_name", "metric_regex")
+    return [{"Name": row["metric_name"], "Regex": row["metric_regex"]} for row in rows]
+
+
+def _table(name: str, *columns: str) -> list[dict[str, str]]:
+    try:
+        with Path(name).expanduser().open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, delimiter="\t")
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"the file {name} cannot be read", why=str(error)) from error
+    if not {*columns} <= {*(reader.fieldnames or ())} or any(row[c] is None for row in rows for c in columns):
+        raise SettingError(
+            f"{name} is not a table of {' and '.join(columns)}",
+            fix=f"begin it with the line {'<tab>'.join(columns)}, and write a line of two cells for each",
+        )
+    return rows
+
+
+def _group(request: Request) -> str:
+    origin = request.origin("distributed_type")
+    group = str(origin.value or "NO").upper()
+    if group not in ("NO", *_SPREAD):
+        raise SettingError(
+            f"{origin.where} is {origin.value}, but the job runs on Amazon SageMaker",
+            fix=f"give one of NO, {', '.join(_SPREAD)}",
+        )
+    return group
+
+
+def _check(request: Request) -> None:
+    """Refuses what the job cannot do without, and what it cannot do."""
+    for name in ("ec2_instance_type", "iam_role_name"):
+        if not request.get(name):
+            where = request.origin("compute_environment").where
+            raise SettingError(
+                f"a job on Amazon SageMaker ({where}) needs {name}",
+                fix=f"write {name}: ... in the configuration file",
+            )
+    for name in ("module", "no_python"):
+        if request.get(name):
+            raise SettingError(f"--{name} does not go with Amazon SageMaker", why="it runs a Python file")
+    own = request.of(SageMakerSettings)
+    if bool(own.aws_access_key_id) != bool(own.aws_secret_access_key):
+        raise SettingError("--aws_access_key_id and --aws_secret_access_key go together", fix="give both")
+    if not str(request.settings.num_machines).isdecimal():
+        raise SettingError(f"{request.origin('num_machines').where} is no number of machines for a job")
+
+
+def _unused(request: Request) -> Iterator[tuple[str, str]]:
+    """What says nothing about a job elsewhere; see ``Plan.unused``."""
+    used = {"num_machines", "distributed_type", "compute_environment", "config_file", "quiet", "dry_run"}
+    for row in declared(Job):
+        if row.name not in used:
+            yield row.name, "SageMaker starts the processes of the job"
+
+
+def _credentials(own: SageMakerSettings) -> dict[str, object | None]:
+    """Variables by which the SDK learns who asks; those that are not given stay as they are."""
+    told: dict[str, object | None] = {"AWS_DEFAULT_REGION": own.region}
+    if own.profile:
+        told["AWS_PROFILE"] = own.profile
+    if own.aws_access_key_id and own.aws_secret_access_key:
+        told["AWS_ACCESS_KEY_ID"] = own.aws_access_key_id.text
+        told["AWS_SECRET_ACCESS_KEY"] = own.aws_secret_access_key.text
+    return told
+
+
+def _estimator_class() -> Any:
+    if not installed("sagemaker"):
+        raise MissingExtraError("sagemaker", "a job on Amazon SageMaker")
+    try:
+        return importlib.import_module("sagemaker.huggingface").HuggingFace
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise LaunchError(
+            "this sagemaker has no Hugging Face estimator", why=str(error), fix="pip install 'sagemaker<3'"
+        ) from error
+
+
+def prepare_sagemager_args_inputs(sagemaker_config: Any, args: Any) -> tuple[dict[str, Any], Any]:
+    """The arguments of the estimator and of its ``fit``, of a configuration and parsed flags of a launch.
+
+    Args:
+        sagemaker_config: a ``SageMakerConfig``.
+        args: what ``launch_command_parser().parse_args()`` returned.
+
+    Raises:
+        SettingError: the script's arguments cannot be handed on, or a table cannot be read.
+    """
+    kind = sagemaker_config.distributed_type
+    dynamo = sagemaker_config.dynamo_config or {}
+    told = {
+        "ACCELERATE_MIXED_PRECISION": getattr(args, "mixed_precision", None)
+        or sagemaker_config.mixed_precision
+        or "no",
+        **{f"ACCELERATE_{key.upper()}": str(value) for key, value in dynamo.items()},
+    }
+    program = (args.training_script, *(args.training_script_args or ()))
+    made = estimator(
+        sagemaker_config, program, str(getattr(kind, "value", kind)), told, sagemaker_config.num_machines
+    )
+    return made, inputs(sagemaker_config)
+
+
+PLUGIN = SageMaker()

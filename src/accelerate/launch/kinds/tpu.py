@@ -1,0 +1,254 @@
+"""Launching on a TPU: a function of the script in one process for each device, on one machine or on a pod.
+
+Not run on a TPU: written to torch_xla 2.9 and to Google's command line, tested with fakes of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accelerate import device as devices
+from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.core.packages import installed
+from accelerate.core.setting import setting
+from accelerate.device import Device
+from accelerate.device.machine import Machine
+from accelerate.launch import gcloud
+from accelerate.launch.base import Kind
+from accelerate.launch.check import Place
+from accelerate.launch.job import Request
+from accelerate.launch.kinds.local import Local, LocalPlan, program_of
+from accelerate.launch.plan import Start
+
+CHILD = "accelerate.launch.tpu_rank"
+# Where the machines of a pod meet, if nobody says another port: that of torch_xla's own rendezvous.
+POD_PORT = 12355
+
+
+@dataclass(frozen=True)
+class TpuSettings:
+    """How to start a script on a TPU."""
+
+    __topic__ = "TPU"
+
+    @staticmethod
+    def __when__(value: Callable[[str], Any]) -> bool:
+        """Whether a wizard asks about these."""
+        return bool(value("distributed_type") == _device().distributed_type)
+
+    tpu: bool = setting(False, variable=None, in_file=False, help="start a function of the script on a TPU")
+    main_training_function: str = setting(
+        "main",
+        variable=None,
+        help="the function of the script that is called in each process",
+        question="Which function of the script trains?",
+    )
+    downcast_bf16: bool = setting(
+        False,
+        variable=None,
+        help="with bf16, torch.double becomes float32; without this it becomes bfloat16 as torch.float does",
+        question="Compute torch.double as float32?",
+    )
+    tpu_use_cluster: bool = setting(
+        False,
+        flags=("--tpu_cluster",),
+        variable=None,
+        help="run the command on all machines of a TPU pod",
+        question="Is it a pod of several machines?",
+    )
+    no_tpu_cluster: bool = setting(
+        False, variable=None, in_file=False, help="run here, whatever the file says about a pod"
+    )
+    tpu_use_sudo: bool = setting(
+        False,
+        variable=None,
+        help="run as root on the machines of the pod",
+        question="As root?",
+        when={"tpu_use_cluster": (True,)},
+    )
+    tpu_vm: tuple[str, ...] | None = setting(
+        None, flag="--vm", variable=None, help="the machines of the pod to use, by number; by default all"
+    )
+    tpu_env: tuple[str, ...] | None = setting(
+        None,
+        flag="--env",
+        variable=None,
+        help="a variable for the machines of the pod, as NAME=value",
+        question="Variables for its machines? NAME=value, with commas",
+        when={"tpu_use_cluster": (True,)},
+    )
+    tpu_name: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="what the pod is called",
+        question="What is the pod called?",
+        when={"tpu_use_cluster": (True,)},
+    )
+    tpu_zone: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        help="the zone in which the pod is",
+        question="In which zone?",
+        when={"tpu_use_cluster": (True,)},
+    )
+    commands: tuple[str, ...] | None = setting(
+        None, flag=None, variable=None, help="what `accelerate tpu-config` runs on each machine of the pod"
+    )
+    command_file: str | None = setting(
+        None, flag=None, variable=None, help="a file with a command a line, for `accelerate tpu-config`"
+    )
+
+
+@dataclass(frozen=True)
+class TpuPlan(LocalPlan):
+    """A command on this machine that starts the processes, here or on the machines of a pod.
+
+    Attributes:
+        job: the request for that command.
+        pod: whether it starts them on a pod.
+    """
+
+    job: Request
+    pod: bool
+
+
+class Tpu(Kind[TpuPlan]):
+    """Processes on a TPU, by torch_xla."""
+
+    name: ClassVar[str] = "TPU"
+    priority: ClassVar[int] = 20
+    settings = (TpuSettings,)
+
+    def takes(self, request: Request) -> bool:
+        """What asks for a TPU in words, and what asks for nothing on a machine that has one."""
+        if request.get("use_cpu") or request.settings.multi_gpu:
+            return False
+        device, kind = _device(), str(request.get("distributed_type") or "").upper()
+        own = request.of(TpuSettings)
+        if own.tpu or _uses_pod(request) or kind in (device.distributed_type, "TPU"):
+            return True
+        # torch_xla starts its processes itself; other launchers would give each of them all devices.
+        quiet = not kind and not request.engines and request.settings.num_processes != 1
+        return quiet and devices.probe(Machine())[0] is device
+
+    def plan(self, request: Request) -> TpuPlan:
+        """Makes the command; see ``Kind.plan``."""
+        _check(request)
+        pod = _uses_pod(request)
+        job = _on_pod(request) if pod else _here(request)
+        count = request.settings.num_processes
+        return TpuPlan(
+            kind=self.name,
+            facts=(
+                ("processes", str(count) if isinstance(count, int) else "one for each device of the TPU"),
+            ),
+            variables={} if pod else _told(request),
+            starts=(Start("gcloud" if pod else "torch_xla", program_of(job)),),
+            notes=(),
+            unused=tuple(_unused(request, pod=pod)),
+            place=Place(_device(), 0, None, 1),
+            job=job,
+            pod=pod,
+        )
+
+    def run(self, request: Request, plan: TpuPlan, *, replace: bool) -> None:
+        """Starts the command; see ``Kind.run``."""
+        if plan.pod:
+            gcloud.check_installed()
+        elif not installed("torch_xla"):
+            raise MissingExtraError("torch_xla[tpu]", "a launch on a TPU")
+        Local().run(plan.job, plan, replace=replace)
+
+
+def _device() -> Device:
+    """The device that torch_xla drives."""
+    return next(device for device in devices.accelerators() if device.extension == "torch_xla")
+
+
+def _uses_pod(request: Request) -> bool:
+    own = request.of(TpuSettings)
+    return own.tpu_use_cluster and not own.no_tpu_cluster
+
+
+def _check(request: Request) -> None:
+    job, own = request.settings, request.of(TpuSettings)
+    if job.no_python:
+        raise SettingError(
+            "--no_python does not go with a TPU", why="a function of the script is called in each process"
+        )
+    if str(job.num_machines) != "1":
+        raise SettingError(
+            f"{request.origin('num_machines').where} is {job.num_machines}, but this is a launch on a TPU",
+            why="the machines of a pod know each other",
+            fix="start the command on all of them: --tpu_use_cluster",
+        )
+    for pair in own.tpu_env or ():
+        if not pair.partition("=")[1] or not pair.partition("=")[0].isidentifier():
+            raise SettingError(
+                f"{request.origin('tpu_env').where}: {pair!r} is not NAME=value",
+                fix="a value with a comma stands in the configuration file: tpu_env: [...]",
+            )
+
+
+def _unused(request: Request, *, pod: bool) -> Iterator[tuple[str, str]]:
+    """What says nothing here; see ``Plan.unused``."""
+    for name in ("gpu_ids", "machine_rank", "main_process_ip", "role", "nproc_per_node"):
+        yield name, "torch_xla gives each process its device and its place"
+    if request.get("mixed_precision") != "bf16":
+        yield "downcast_bf16", "the precision is not bf16"
+    if not pod:
+        for name in ("tpu_vm", "tpu_env", "tpu_use_sudo", "tpu_name", "tpu_zone"):
+            yield name, "the launch is on this machine, not on a pod (--tpu_use_cluster)"
+    for name in ("commands", "command_file"):
+        yield name, "`accelerate tpu-config` runs them"
+
+
+def _told(request: Request) -> dict[str, object | None]:
+    """What the processes are told. Source of the two variables: PyTorch/XLA, "Environment variables"."""
+    told: dict[str, object | None] = dict(request.handed())
+    if request.get("mixed_precision") == "bf16":
+        down = request.of(TpuSettings).downcast_bf16
+        told |= {"XLA_DOWNCAST_BF16": int(down), "XLA_USE_BF16": int(not down)}
+    return told
+
+
+def _here(request: Request) -> Request:
+    """The command that starts the processes of this machine."""
+    own, job = request.of(TpuSettings), request.settings
+    count = job.num_processes if isinstance(job.num_processes, int) else 0
+    port, kind = job.main_process_port or 0, "module" if job.module else "script"
+    program = (CHILD, own.main_training_function, str(count), str(port), kind, *request.program)
+    return _with(request, program, module=True)
+
+
+def _on_pod(request: Request) -> Request:
+    """The command that runs the launcher on the machines of a pod."""
+    own, job = request.of(TpuSettings), request.settings
+    pairs = [pair.split("=", 1) for pair in own.tpu_env or ()]
+    told = {**_told(request), "ACCELERATE_IN_TPU_POD": 1, **dict(pairs)}
+    flags = ["--tpu", "--no_tpu_cluster", "--main_training_function", own.main_training_function]
+    flags += ["--num_processes", str(job.num_processes)] if isinstance(job.num_processes, int) else []
+    flags += ["--main_process_port", str(job.main_process_port or POD_PORT)]
+    flags += ["--downcast_bf16"] if own.downcast_bf16 else []
+    flags += ["--module"] if job.module else []
+    # `env`, for sudo takes variables away.
+    words = [*(["sudo"] if own.tpu_use_sudo else []), "env", *(f"{k}={v}" for k, v in told.items())]
+    words += ["python3", "-m", "accelerate", "launch", *flags, *request.program]
+    where = {"name": own.tpu_name, "zone": own.tpu_zone, "workers": own.tpu_vm or ()}
+    return _with(request, gcloud.on_workers(shlex.join(words), **where), no_python=True)
+
+
+def _with(
+    request: Request, program: tuple[str, ...], *, module: bool = False, no_python: bool = False
+) -> Request:
+    settings = dataclasses.replace(request.settings, module=module, no_python=no_python)
+    return dataclasses.replace(request, settings=settings, program=program)
+
+
+PLUGIN = Tpu()

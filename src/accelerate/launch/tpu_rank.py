@@ -1,0 +1,112 @@
+"""Starts a function of a script in one process for each device that PyTorch/XLA drives on this machine.
+
+Run as ``python -m accelerate.launch.tpu_rank FUNCTION COUNT PORT script|module TARGET ARGUMENTS...``. COUNT
+is how many processes there have to be on all machines, 0 for any number; PORT is that of rank 0, 0 for a free
+one.
+
+Not run on a TPU: written to the interface of torch_xla 2.9, tested with a fake one. Source: PyTorch/XLA
+documentation, "PJRT Runtime" and "torch_xla.launch".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.errors import LaunchError, nearest
+from accelerate.launch.port import Port
+
+HERE = "127.0.0.1"
+
+
+def main(function: str, count: str, port: str, kind: str, target: str, *arguments: str) -> None:
+    """Starts the processes and waits for them."""
+    if kind == "script":
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+    # The processes are started afresh with this path and these arguments.
+    sys.argv = [target, *arguments]
+    import torch_xla
+
+    with Port(int(port)) as held:
+        args = (function, int(count), held.number, kind)
+        torch_xla.launch(rank, args=args, debug_single_process=count == "1")
+
+
+def rank(index: int, function: str, count: int, port: int, kind: str) -> None:
+    """Becomes one of the processes: tells it who it is, and calls the function of the script."""
+    runtime = importlib.import_module("torch_xla.runtime")
+    size = runtime.world_size()
+    if count > 1 and count != size:
+        raise LaunchError(
+            f"{count} processes are asked for, but the devices of this TPU make {size}",
+            why="there is one process for each device",
+            fix=f"--num_processes {size}, or leave it out",
+        )
+    local = runtime.local_process_count()
+    environ.write(
+        {
+            "RANK": runtime.global_ordinal(),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": runtime.local_ordinal(),
+            "LOCAL_WORLD_SIZE": local,
+            "GROUP_RANK": runtime.process_index() // local,
+            "MASTER_ADDR": HERE if size == local else _first_machine(),
+            "MASTER_PORT": port,
+            "FORK_LAUNCHED": 1,
+        }
+    )
+    found = _found(_imported(kind, sys.argv[0]), function)
+    # A function for torch_xla's own spawn takes its index.
+    found(*([index] if _needs_one(found) else []))
+
+
+def _first_machine() -> str:
+    """The address of the pod's first machine, as torch_xla's own rendezvous finds it."""
+    return str(importlib.import_module("torch_xla._internal.tpu").discover_master_worker_ip())
+
+
+def _imported(kind: str, target: str) -> ModuleType:
+    """The script as a module, so that what it does under ``__main__`` is left out."""
+    if kind == "module":
+        return importlib.import_module(target)
+    stem = os.path.splitext(os.path.basename(target))[0]
+    name = stem if stem not in sys.modules else f"{stem}_script"
+    spec = importlib.util.spec_from_file_location(name, target)
+    if spec is None or spec.loader is None:
+        raise LaunchError(f"{target} is no Python file", why="on a TPU a function of the script is called")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _found(module: ModuleType, function: str) -> Any:
+    if not hasattr(module, function):
+        near = nearest(function, _functions(module))
+        raise LaunchError(
+            f"{module.__file__} has no function {function}",
+            why="on a TPU a function of the script is called in each process, not the script run",
+            fix=f"--main_training_function {near or '...'}",
+        )
+    return getattr(module, function)
+
+
+def _functions(module: ModuleType) -> Sequence[str]:
+    return [name for name, value in vars(module).items() if callable(value)]
+
+
+def _needs_one(function: Any) -> bool:
+    """Whether a function cannot be called without an argument."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = inspect.signature(function).parameters.values()
+    return any(each.kind in kinds and each.default is each.empty for each in needed)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
