@@ -385,11 +385,11 @@ def _check_keys(file: ConfigFile, handed: Sequence[type[Any]]) -> None:
     """Refuses unknown keys at the top level; each section checks its own."""
     rows = [row for row in declarations(handed) if row.in_file]
     known = {row.section or row.name for row in rows} | later.top_keys().keys()
-:    for cls in kept():
+    for cls in kept():
         # Some keys exist only in files that are for such a job: {"compute_environment": "AMAZON_..."}.
         needs: Mapping[str, str] = getattr(cls, "__only_with__", {})
         if any(str(file.values.get(key)).upper() != value for key, value in needs.items()):
             known -= _names(cls)
     for key in file.values:
-        if key not in known::
+        if key not in known:
             raise UnknownNameError("key", key, known, where=f"in {file.at(key)}")
