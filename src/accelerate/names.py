@@ -160,11 +160,12 @@ HOMES: dict[str, dict[str, Home]] = {
         "estimate_command_parser estimate_training_usage gather_data main verify_on_hub",
     ),
     "accelerate.commands.launch": at("cli.launch", "launch_command launch_command_parser main")
-    | never(
-        *LAUNCHER,
-        "CustomHelpFormatter clean_option deepspeed_launcher multi_gpu_launcher options_to_group "
-        "sagemaker_launcher simple_launcher tpu_launcher tpu_pod_launcher",
-    ),
+    | at(
+        "cli.functions",
+        "deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher tpu_launcher "
+        "tpu_pod_launcher",
+    )
+    | at("cli.arguments", "CustomHelpFormatter clean_option options_to_group"),
     "accelerate.commands.merge": at(
         "cli.merge_weights", "description main merge_command merge_command_parser"
     ),
@@ -175,7 +176,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "to_fsdp2_command to_fsdp2_command_parser",
     ),
     "accelerate.commands.tpu": at("cli.tpu_config", "main tpu_command_launcher tpu_command_parser"),
-    "accelerate.commands.utils": never(*LAUNCHER, "CustomArgumentGroup CustomArgumentParser"),
+    "accelerate.commands.utils": at("cli.arguments", "CustomArgumentGroup CustomArgumentParser"),
     # --- accelerate.utils
     "accelerate.utils": {},
     "accelerate.utils.ao": later(
@@ -322,13 +323,12 @@ HOMES: dict[str, dict[str, Home]] = {
         ),
     },
     "accelerate.utils.launch": at("launch.notebook.prepare", "PrepareForLaunch")
-    | at("launch.kinds.sagemaker", "prepare_sagemager_args_inputs")
-    | never(
-        *LAUNCHER,
-        "env_var_path_add prepare_deepspeed_cmd_env "
-        "prepare_extend_env_parallelism_config prepare_multi_gpu_env "
-        "prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
-    ),
+    | at(
+        "cli.functions",
+        "env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config "
+        "prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
+    )
+    | never(*LAUNCHER, "prepare_sagemager_args_inputs"),
     "accelerate.utils.megatron_lm": later(
         MEGATRON,
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "

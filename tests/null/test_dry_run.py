@@ -30,7 +30,7 @@ def cli(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("open('ran', 'w')")
-    monkeypatch.setattr("accelerate.launch.kinds.local._become", lambda *given: None)
+    monkeypatch.setattr("accelerate.launch.kinds.local.become", lambda *given: None)
 
     def command(*args: str) -> SimpleNamespace:
         code = run(["launch", "--cpu", *args])

@@ -16,7 +16,7 @@ COMMANDS: Registry[click.Command] = Registry(
     "command",
     "accelerate.cli",
     "accelerate.commands",
-    exclude=("config_classes", "main", "options", "parser", "show"),
+    exclude=("arguments", "config_classes", "functions", "main", "options", "parser", "show"),
 )
 
 # Commands that are promised and not built yet, with what will come. Whoever adds the file removes the line.

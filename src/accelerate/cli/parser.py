@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import click
 
-from accelerate.cli.options import HANDED
+from accelerate.cli.arguments import CustomArgumentParser
+from accelerate.cli.options import HANDED, SettingOption
 from accelerate.launch.base import launch
 from accelerate.launch.errors import RankError
-from accelerate.launch.job import read
+from accelerate.launch.job import Request, as_text, read
+
+# What flags have in namespaces of 1.x when nobody typed them, where that is more than None and False.
+_DEFAULTS = """
+= dynamo_mode=default tee=0 role=default rdzv_backend=static max_restarts=0 monitor_interval=0.1
+fsdp_version=1 fsdp_offload_params=false fsdp_min_num_params=100000000 fsdp_sharding_strategy=FULL_SHARD
+fsdp_reshard_after_forward=true fsdp_forward_prefetch=false fsdp_use_orig_params=true
+fsdp_cpu_ram_efficient_loading=true fsdp_sync_module_states=true fsdp_activation_checkpointing=false
+fsdp_activation_checkpointing_offload=false megatron_lm_tp_degree=1 megatron_lm_pp_degree=1
+megatron_lm_gradient_clipping=1.0 fp8_margin=0 fp8_interval=1 fp8_format=HYBRID
+fp8_amax_history_len=1024 fp8_amax_compute_algo=most_recent
+fp8_override_linear_precision=False,False,False fp8_opt_level=O2 fp8_enable_fsdp_float8_all_gather=true
+fp8_pad_inner_dim=true parallelism_config_dp_replicate_size=1 parallelism_config_dp_shard_size=1
+parallelism_config_tp_size=1 parallelism_config_cp_size=1 parallelism_config_cp_backend=torch
+parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=1
+parallelism_config_sp_seq_length_is_variable=true parallelism_config_sp_attn_implementation=sdpa
+"""
+_UNTYPED = {name: value for name, _, value in (pair.partition("=") for pair in _DEFAULTS.split())}
 
 
-class LaunchParser(argparse.ArgumentParser):
+class LaunchParser(CustomArgumentParser):
     """The flags of ``accelerate launch`` as an argparse parser; its namespace goes to ``launch_command``."""
 
     def __init__(self, *, command: click.Command, **arguments: Any) -> None:
@@ -82,13 +101,53 @@ def launch_command_parser(command: click.Command, subparsers: Any = None) -> arg
 
 def launch_command(command: click.Command, args: argparse.Namespace) -> None:
     """See ``accelerate.cli.launch.launch_command``."""
-    given: Mapping[str, Any] = vars(args)
-    names = {_dest(param): param.name for param in command.params}
-    script = given.get("training_script")
-    program = (script, *(given.get("training_script_args") or ())) if script else ()
+    with shown():
+        launch(request(command, args))
+
+
+@contextmanager
+def shown() -> Generator[None]:
+    """Prints the traceback of a rank that failed before its error goes on."""
     try:
-        flags = {names[dest]: value for dest, value in given.items() if dest in names}
-        launch(read(flags, program, HANDED))
+        yield
     except RankError as error:
         print(error.shown(), file=sys.stderr, flush=True)
         raise
+
+
+def request(command: click.Command, args: argparse.Namespace, **decided: Any) -> Request:
+    """What a namespace asks for.
+
+    Args:
+        command: the command whose flags it holds.
+        args: of our parser, or made by hand with the names and defaults of 1.x.
+        decided: settings that are so whatever it says.
+
+    Raises:
+        AccelerateError: a value is wrong, or asks for what is not built yet.
+    """
+    script = getattr(args, "training_script", None)
+    program = (script, *(getattr(args, "training_script_args", None) or ())) if script else ()
+    return read({**flags(command, args), **decided}, program, HANDED)
+
+
+def flags(command: click.Command, args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were typed, by setting; what a namespace holds by default was not."""
+    given: Mapping[str, Any] = vars(args)
+    typed = given.get("nondefault") or ()
+    found: dict[str, Any] = {}
+    for param in command.params:
+        if not isinstance(param, click.Option) or param.name is None:
+            continue
+        for dest in dict.fromkeys((_dest(param), param.name)):
+            if dest in given and (dest in typed or _asks(param, dest, given[dest])):
+                found[param.name] = given[dest]
+    return found
+
+
+def _asks(param: click.Option, dest: str, value: Any) -> bool:
+    """Whether a value that nobody is known to have typed asks for something."""
+    if value is None or value is False or value == "":
+        return False
+    only = len(param.row.choices) == 1 if isinstance(param, SettingOption) else False
+    return not only and as_text(value).lower() != _UNTYPED.get(dest, "").lower()

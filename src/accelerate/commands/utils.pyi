@@ -1,14 +1,8 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.cli.arguments import CustomArgumentGroup as CustomArgumentGroup
+from accelerate.cli.arguments import CustomArgumentParser as CustomArgumentParser
 from typing import Any
-
-class CustomArgumentGroup:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-class CustomArgumentParser:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
 
 def __getattr__(name: str) -> Any: ...

@@ -77,9 +77,10 @@ def launch(request: Request, *, replace: bool = False) -> None:
     check(request)
     kind = choose(request)
     plan = kind.plan(request)
-    if request.around is not None:
-        lines = overruled(request.around, request.loaded[Job].origins)
-        plan = dataclasses.replace(plan, notes=(*lines, *plan.notes))
+    lines = overruled(request.around, request.loaded[Job].origins) if request.around else ()
+    plan = dataclasses.replace(
+        plan, notes=(*lines, *plan.notes), variables={**plan.variables, **told(request)}
+    )
     asked = effects.asked(request, kind, plan)
     idle = effects.idle_lines(asked)
     if request.settings.dry_run:
@@ -91,9 +92,7 @@ def launch(request: Request, *, replace: bool = False) -> None:
         say(request, f"settings from {request.file.path} (--config_file names another)")
     for note in (*plan.notes, *idle):
         say(request, note)
-    kind.run(
-        request, dataclasses.replace(plan, variables={**plan.variables, **told(request)}), replace=replace
-    )
+    kind.run(request, plan, replace=replace)
 
 
 def say(request: Request, line: str) -> None:

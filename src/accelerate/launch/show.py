@@ -116,6 +116,8 @@ def _variables(told: Mapping[str, object | None]) -> Iterator[Row]:
 
 
 def _text(name: str, value: object | None) -> str:
+    if name == "ACCELERATE_ASKED":
+        return "what was asked, as listed below"
     return "taken away" if value is None else shown(name, value)
 
 

@@ -24,6 +24,15 @@ from accelerate.checkpoint.names import WEIGHTS_NAME as WEIGHTS_NAME
 from accelerate.checkpoint.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
+from accelerate.cli.functions import env_var_path_add as env_var_path_add
+from accelerate.cli.functions import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.cli.functions import (
+    prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
+)
+from accelerate.cli.functions import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.cli.functions import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accelerate.cli.functions import prepare_tpu as prepare_tpu
+from accelerate.cli.functions import setup_fp8_env as setup_fp8_env
 from accelerate.core.enums import BaseEnum as BaseEnum
 from accelerate.core.enums import EnumWithContains as EnumWithContains
 from accelerate.core.handler import KwargsHandler as KwargsHandler
@@ -283,16 +292,7 @@ from accelerate.utils.imports import is_weights_only_available as is_weights_onl
 from accelerate.utils.imports import is_xccl_available as is_xccl_available
 from accelerate.utils.imports import is_xpu_available as is_xpu_available
 from accelerate.utils.imports import torchao_required as torchao_required
-from accelerate.utils.launch import env_var_path_add as env_var_path_add
-from accelerate.utils.launch import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accelerate.utils.launch import (
-    prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
-)
-from accelerate.utils.launch import prepare_multi_gpu_env as prepare_multi_gpu_env
 from accelerate.utils.launch import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accelerate.utils.launch import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
-from accelerate.utils.launch import prepare_tpu as prepare_tpu
-from accelerate.utils.launch import setup_fp8_env as setup_fp8_env
 from accelerate.utils.megatron_lm import AbstractTrainStep as AbstractTrainStep
 from accelerate.utils.megatron_lm import BertTrainStep as BertTrainStep
 from accelerate.utils.megatron_lm import GPTTrainStep as GPTTrainStep

@@ -1,0 +1,230 @@
+"""The launcher as functions of other programs: namespaces of any make, commands and environments of plans."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.cli import arguments, functions, parser
+from accelerate.cli.launch import PLUGIN, launch_command, launch_command_parser
+from accelerate.core.errors import LaunchError, SettingError
+from accelerate.launch.errors import RankError
+
+# As the parser of 1.x leaves them when only a script is typed.
+UNTYPED: dict[str, Any] = {
+    "config_file": None,
+    "quiet": False,
+    "cpu": False,
+    "multi_gpu": False,
+    "tpu": False,
+    "mixed_precision": None,
+    "num_processes": None,
+    "num_machines": None,
+    "machine_rank": None,
+    "num_cpu_threads_per_process": None,
+    "enable_cpu_affinity": False,
+    "dynamo_backend": None,
+    "dynamo_mode": "default",
+    "dynamo_use_fullgraph": False,
+    "use_deepspeed": False,
+    "use_fsdp": False,
+    "use_parallelism_config": False,
+    "use_megatron_lm": False,
+    "gpu_ids": None,
+    "same_network": False,
+    "main_process_port": None,
+    "tee": "0",
+    "log_dir": None,
+    "role": "default",
+    "rdzv_backend": "static",
+    "rdzv_conf": "",
+    "max_restarts": 0,
+    "monitor_interval": 0.1,
+    "module": False,
+    "no_python": False,
+    "fsdp_version": "1",
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_offload_params": "false",
+    "fsdp_min_num_params": 100000000,
+    "megatron_lm_tp_degree": 1,
+    "megatron_lm_gradient_clipping": 1.0,
+    "fp8_override_linear_precision": (False, False, False),
+    "fp8_enable_fsdp_float8_all_gather": "true",
+    "parallelism_config_tp_size": 1,
+    "parallelism_config_sp_seq_length_is_variable": True,
+    "debug": False,
+    "training_script": "train.py",
+    "training_script_args": [],
+    "func": launch_command,
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nopen('ran' + os.environ.get('RANK', ''), 'w').write(' '.join(sys.argv[1:]))"
+    )
+
+
+def by_hand(**changed: Any) -> argparse.Namespace:
+    return argparse.Namespace(**UNTYPED | changed)
+
+
+def parsed(*args: str) -> argparse.Namespace:
+    return launch_command_parser().parse_args([*args, "train.py", "--lr", "1"])
+
+
+# ---------------------------------------------------------------- namespaces
+
+
+def test_defaults_of_a_namespace_made_by_hand_ask_for_nothing() -> None:
+    assert parser.flags(PLUGIN, by_hand()) == {}
+    assert parser.flags(PLUGIN, by_hand(num_processes=2, mixed_precision="no", cpu=True)) == {
+        "num_processes": 2,
+        "mixed_precision": "no",
+        "use_cpu": True,
+    }
+    assert parser.flags(PLUGIN, argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
+
+
+def test_what_was_typed_counts_although_it_is_the_default() -> None:
+    """In 1.x, too, ``nondefault`` says which these are."""
+    namespace = parsed("--role", "default", "--cpu", "-n", "2")
+    assert namespace.nondefault - {"training_script", "training_script_args"} == {
+        "role",
+        "cpu",
+        "num_processes",
+    }
+    flags = parser.flags(PLUGIN, namespace)
+    assert flags == {"role": "default", "use_cpu": True, "num_processes": "2"}
+    assert parser.flags(PLUGIN, by_hand(fsdp_version="1", nondefault={"fsdp_version"})) == {
+        "fsdp_version": "1"
+    }
+
+
+def test_launching_a_namespace_made_by_hand_runs_the_script_and_returns(tmp_path: Path) -> None:
+    """The script runs in processes of its own; this one goes on."""
+    launch_command(by_hand(cpu=True, num_processes=2, training_script_args=["a b", "--", "-x"]))
+    assert (tmp_path / "ran0").read_text() == (tmp_path / "ran1").read_text() == "a b -- -x"
+
+
+def test_a_rank_that_fails_is_an_error_of_the_function(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)")
+    for function in (launch_command, functions.simple_launcher, functions.multi_gpu_launcher):
+        with pytest.raises(RankError) as error:
+            function(by_hand(cpu=True))
+        assert error.value.code == 7
+    with pytest.raises(LaunchError, match="there is no script"):
+        functions.simple_launcher(by_hand(training_script="no.py"))
+
+
+def test_a_dry_run_as_a_function_prints_and_returns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch_command(parsed("--cpu", "--dry-run"))
+    assert "A dry run: nothing is started" in capsys.readouterr().out
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_simple_launcher_starts_one_process(tmp_path: Path) -> None:
+    functions.simple_launcher(by_hand(cpu=True, num_processes=4))
+    assert [path.name for path in tmp_path.glob("ran*")] == ["ran"]
+    functions.multi_gpu_launcher(by_hand(cpu=True, num_processes=2))
+    assert len(list(tmp_path.glob("ran*"))) == 3
+
+
+# ---------------------------------------------------------------- commands and environments
+
+
+def test_the_command_and_environment_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TESTS", "here")
+    command, env = functions.prepare_simple_launcher_cmd_env(parsed("--cpu", "--mixed_precision", "bf16"))
+    assert command == [sys.executable, "train.py", "--lr", "1"]
+    assert (env["ACCELERATE_USE_CPU"], env["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
+    assert env["ACCELERATE_TESTS"] == "here"
+    assert "ACCELERATE_USE_CPU" not in os.environ
+    assert functions.prepare_simple_launcher_cmd_env(parsed("-m"))[0][1:3] == ["-m", "train.py"]
+    assert functions.prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == ["train.py", "--lr", "1"]
+
+
+def test_the_environment_of_several_processes() -> None:
+    args = parsed("--cpu", "-n", "3", "--main_process_port", "0")
+    env = functions.prepare_multi_gpu_env(args)
+    assert args.nproc_per_node == "3"
+    assert env["ACCELERATE_USE_CPU"] == "true"
+    assert "OMP_NUM_THREADS" in env
+    # Rank and address are the starter's to say.
+    assert not {"RANK", "MASTER_PORT"} & (env.keys() - os.environ.keys())
+
+
+def test_a_plan_of_several_commands_is_one_command_of_torchrun() -> None:
+    plan = functions._plan(parsed("--cpu", "-n", "2"))
+    command, env = functions._command(plan)
+    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert command == [*starter, "train.py", "--lr", "1"]
+    assert "RANK" not in env.keys() - os.environ.keys()
+    program = functions._plan(parsed("--cpu", "-n", "2", "--no_python"))
+    assert functions._command(program)[0] == [*starter, "--no-python", "train.py", "--lr", "1"]
+
+
+def test_what_is_asked_wrongly_is_an_error_of_the_function() -> None:
+    with pytest.raises(SettingError, match="'bf61'"):
+        functions.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
+
+
+def test_a_path_is_added_and_the_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_PATH", "a")
+    assert functions.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"
+    assert os.environ["SOME_PATH"] == "a"
+    monkeypatch.delenv("SOME_PATH")
+    assert functions.env_var_path_add("SOME_PATH", "b") == "b"
+
+
+# ---------------------------------------------------------------- argparse with our customs
+
+
+def make() -> arguments.CustomArgumentParser:
+    made = arguments.CustomArgumentParser("x")
+    made.add_argument("--one_thing", "-o", type=int, default=3)
+    made.add_argument("script")
+    group = made.add_argument_group("Group")
+    group.add_argument("--other-thing", action="store_true")
+    return made
+
+
+def test_both_spellings_and_what_was_typed() -> None:
+    for spelling in ("--one_thing", "--one-thing", "-o"):
+        namespace = make().parse_args([spelling, "4", "s.py"])
+        assert (namespace.one_thing, namespace.nondefault) == (4, {"one_thing", "script"})
+    for spelling in ("--other_thing", "--other-thing"):
+        namespace = make().parse_args(["s.py", spelling])
+        assert (namespace.other_thing, namespace.nondefault) == (True, {"other_thing", "script"})
+
+
+def test_options_are_cleaned() -> None:
+    cleaned = [arguments.clean_option(word) for word in ("--num-processes", "--a_b", "-n", "x")]
+    assert cleaned == ["num_processes", "a_b", None, None]
+
+
+@pytest.mark.parametrize(("typed", "shown"), [([], False), (["--use_fsdp"], True), (["--use-fsdp"], True)])
+def test_the_formatter_leaves_out_groups_that_nobody_asks_for(
+    typed: list[str], shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", *typed])
+    made: Callable[..., Any] = arguments.CustomArgumentParser
+    parser = made("x", formatter_class=arguments.CustomHelpFormatter)
+    parser.add_argument_group(arguments.options_to_group["use_fsdp"]).add_argument("--inner_flag")
+    parser.add_argument_group("Others").add_argument("--outer_flag")
+    text = parser.format_help().partition("options:")[2]
+    assert ("--inner_flag" in text, "--outer_flag" in text) == (shown, True)
