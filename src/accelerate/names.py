@@ -328,7 +328,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config "
         "prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
     )
-    | never(*LAUNCHER, "prepare_sagemager_args_inputs"),
+    | at("launch.kinds.sagemaker", "prepare_sagemager_args_inputs"),
     "accelerate.utils.megatron_lm": later(
         MEGATRON,
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "

@@ -104,6 +104,7 @@ from accelerate.facade.precision import get_grad_scaler as get_grad_scaler
 from accelerate.facade.precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accelerate.launch.notebook.prepare import PrepareForLaunch as PrepareForLaunch
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
@@ -292,7 +293,6 @@ from accelerate.utils.imports import is_weights_only_available as is_weights_onl
 from accelerate.utils.imports import is_xccl_available as is_xccl_available
 from accelerate.utils.imports import is_xpu_available as is_xpu_available
 from accelerate.utils.imports import torchao_required as torchao_required
-from accelerate.utils.launch import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accelerate.utils.megatron_lm import AbstractTrainStep as AbstractTrainStep
 from accelerate.utils.megatron_lm import BertTrainStep as BertTrainStep
 from accelerate.utils.megatron_lm import GPTTrainStep as GPTTrainStep

@@ -10,8 +10,8 @@ from accelerate.cli.functions import prepare_multi_gpu_env as prepare_multi_gpu_
 from accelerate.cli.functions import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accelerate.cli.functions import prepare_tpu as prepare_tpu
 from accelerate.cli.functions import setup_fp8_env as setup_fp8_env
+from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accelerate.launch.notebook.prepare import PrepareForLaunch as PrepareForLaunch
 from typing import Any
 
-def prepare_sagemager_args_inputs(*args: Any, **kwargs: Any) -> Any: ...
 def __getattr__(name: str) -> Any: ...
