@@ -20,6 +20,7 @@ from accelerate.launch import files, later, sections
 from accelerate.launch.around import Around, around
 from accelerate.launch.files import ConfigFile
 from accelerate.launch.kinds import KINDS
+from accelerate.launch.several import SEVERAL
 
 S = TypeVar("S")
 
@@ -40,12 +41,31 @@ class Job:
         None, variable=None, in_file=False, help="how many processes to start on each machine"
     )
     num_machines: int | str = setting(
-        1, flags=("--nnodes",), help="how many machines take part: a number, or from 1 to 4 as 1:4"
+        1,
+        flags=("--nnodes",),
+        help="how many machines take part: a number, or from 1 to 4 as 1:4",
+        question="How many machines take part?",
     )
-    machine_rank: int = setting(0, flags=("--node_rank",), help="the number of this machine, from 0")
-    main_process_ip: str | None = setting(None, flags=("--master_addr",), help="the address of rank 0")
+    machine_rank: int = setting(
+        0,
+        flags=("--node_rank",),
+        help="the number of this machine, from 0",
+        question="Which number has this machine?",
+        when=SEVERAL,
+    )
+    main_process_ip: str | None = setting(
+        None,
+        flags=("--master_addr",),
+        help="the address of rank 0",
+        question="At which address is machine 0?",
+        when=SEVERAL,
+    )
     main_process_port: int | None = setting(
-        None, flags=("--master_port",), help="the port of rank 0; by default, and with 0, a free one"
+        None,
+        flags=("--master_port",),
+        help="the port of rank 0; by default, and with 0, a free one",
+        question="At which port of machine 0 do they meet?",
+        when=SEVERAL,
     )
     num_cpu_threads_per_process: int | None = setting(
         None, help="threads of each process's CPU kernels; by default the cores are shared out"

@@ -15,6 +15,7 @@ from accelerate import device as devices
 from accelerate.cli.options import HANDED
 from accelerate.cli.wizard.keys import plain
 from accelerate.core.setting import Setting, checked, declared
+from accelerate.facade.enums import SageMakerDistributedType
 from accelerate.launch.check import ALONE, CPU_GROUP
 from accelerate.launch.job import kept
 from accelerate.launch.writing import Keys
@@ -148,29 +149,44 @@ def environment(answers: Answers) -> Question:
 
 
 def cloud(answers: Answers) -> Flow:
-    """A job on somebody else's machines: the settings that only it has, and the precision."""
-    for cls in classes():
-        if getattr(cls, "__compute_environment__", "") == CLOUD:
-            yield from _page(cls, answers)
+    """A job on somebody else's machines: the settings that only it has, and what every job has."""
+    options = [
+        Option(kind.value.lower().replace("_", " "), {("distributed_type",): kind.value})
+        for kind in SageMakerDistributedType
+    ]
+    yield _choice("distributed_type", "How do its processes work together?", options, answers)
+    yield from _rest(answers, ("num_machines",))
+    for cls in filter(_is_of_cloud, classes()):
+        yield from _page(cls, answers)
     yield from _rest(answers, ("mixed_precision",))
 
 
 def cluster(answers: Answers) -> Flow:
     """A job on machines of one's own."""
     yield _choice("machine", "On which devices?", tuple(_machines()), answers)
-    local = [cls for cls in classes() if not getattr(cls, "__compute_environment__", "")]
-    plain_ones = [cls for cls in local if not _is_page(cls)]
-    for cls in plain_ones:
+    local = [cls for cls in classes() if asked(cls) and not _is_of_cloud(cls)]
+    for cls in (cls for cls in local if not _is_page(cls) and _wanted(cls, answers)):
         yield from _page(cls, answers, leave=LAST)
-    pages = [cls for cls in local if _is_page(cls) and asked(cls)]
-    early = [cls for cls in pages if not hasattr(cls, "__when__")]
+    pages = [cls for cls in local if _is_page(cls) and not hasattr(cls, "__when__")]
     engines = {row.name for cls in _switches() for row in declared(cls)}
-    for cls in (cls for cls in early if getattr(cls, "__switch__", "") not in engines):
+    for cls in (cls for cls in pages if getattr(cls, "__switch__", "") not in engines):
         yield from _gated(cls, answers)
-    yield from _engines(early, answers)
+    yield from _engines(pages, answers)
     yield from _rest(answers, LAST)
-    for cls in (cls for cls in pages if hasattr(cls, "__when__") and answers.wanted(cls.__when__)):
-        yield from _gated(cls, answers)
+    for cls in (cls for cls in local if _is_page(cls) and hasattr(cls, "__when__")):
+        if _wanted(cls, answers):
+            yield from _page(cls, answers)
+
+
+def _is_of_cloud(cls: type[Any]) -> bool:
+    only: Mapping[str, Any] = getattr(cls, "__only_with__", {})
+    return only.get("compute_environment") == CLOUD
+
+
+def _wanted(cls: type[Any], answers: Answers) -> bool:
+    """Whether the answers so far lead to a class: ``__when__`` is as a setting's ``when``, or a function."""
+    when: Any = getattr(cls, "__when__", {})
+    return bool(when(answers.value)) if callable(when) else answers.wanted(when)
 
 
 def _switches() -> list[type[Any]]:
@@ -266,7 +282,7 @@ def of(row: Setting, answers: Answers) -> Question:
         text = "" if default is None or not isinstance(default, str | int | float) else str(default)
         return Question(row.name, row.question, row.help, (), row, text)
     options = [Option(_word(word), {path: word}) for word in words]
-    no = next((word for word in words if _word(word) == "no"), None)
+    no = next((word for word in row.choices if _word(word) == "no"), None)
     if row.default is None and no is None:
         options.insert(0, Option("as by default", {path: None}))
     start = known if known is not None else no if row.default is None else row.default

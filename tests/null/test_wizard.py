@@ -1,0 +1,369 @@
+"""The wizard of ``accelerate config``: every path through it, on a terminal that the test types into."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from accelerate import device as devices
+from accelerate.cli.config_classes import ClusterConfig, SageMakerConfig, load_config_from_file
+from accelerate.cli.main import run
+from accelerate.cli.options import HANDED
+from accelerate.cli.wizard import flow, parsers, terminal
+from accelerate.cli.wizard.flow import Answers, Question
+from accelerate.core.setting import Setting, declared
+from accelerate.device import Device
+from accelerate.launch.check import check
+from accelerate.launch.job import read
+
+DOWN, ENTER, CTRL_C = "\x1b[B", "\r", "\x03"
+CPUS = {"machine": "MULTI_CPU"}
+
+
+class Terminal(io.StringIO):
+    """A stdin that looks like a terminal; what is typed comes through the pipe."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the file goes, on a machine without accelerators."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ACCELERATE_CONFIG_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("accelerate.device.probe", lambda machine=None: (Device("cpu"), 0))
+    return tmp_path / "job.yaml"
+
+
+def typed(keys: str, act: Callable[[], Any]) -> Any:
+    """What ``act`` returns when these keys are typed."""
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        pipe.send_text(keys)
+        return act()
+
+
+def config(place: Path, keys: str) -> int:
+    """The exit code of ``accelerate config`` with these keys typed."""
+    code: int = typed(keys, lambda: run(["config", "--config_file", str(place)]))
+    return code
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]) -> list[Question]:
+    """Answers questions instead of typing. The questions, as they are asked.
+
+    ``choices`` tells, by name of the question, the text or the value that the option writes; a gate is
+    opened by True. Other questions get what is offered, and the last one "yes".
+    """
+    seen: list[Question] = []
+
+    def ask(question: Question, offered: Any, answers: Answers, path: Path) -> Any:
+        seen.append(question)
+        wanted = choices.get(question.name)
+        if wanted is None or not question.options:
+            return offered if wanted is None else wanted
+        if question.name.startswith("gate"):
+            return 1
+        return next(n for n, option in enumerate(question.options) if wanted in option.writes.values())
+
+    monkeypatch.setattr(terminal, "ask", ask)
+    return seen
+
+
+def written(path: Path) -> dict[str, Any]:
+    """What the file says; it launches, and programs of 1.x read it too."""
+    check(read({"config_file": str(path), "module": True}, ("train",), HANDED))
+    load_config_from_file(str(path))
+    found: dict[str, Any] = yaml.safe_load(path.read_text())
+    return found
+
+
+def questions(place: Path, choices: dict[str, Any] | None = None) -> list[Question]:
+    """The questions that these answers lead to."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen = answered(patch, choices or {})
+        before = yaml.safe_load(place.read_text()) if place.exists() else {}
+        terminal.walk(flow.flow, place, before, {})
+    return seen
+
+
+# ---------------------------------------------------------------- typed
+
+
+def test_enter_alone_writes_a_file_for_one_process(place: Path) -> None:
+    assert config(place, ENTER * 20) == 0
+    assert (
+        written(place).items()
+        >= {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "NO",
+            "dynamo_config": {"dynamo_backend": "NO"},
+            "mixed_precision": "no",
+            "num_machines": 1,
+            "num_processes": 1,
+            "use_cpu": False,
+        }.items()
+    )
+
+
+def test_arrow_keys_choose_and_text_is_typed(place: Path) -> None:
+    """Several processes on the CPU; the number offered is replaced."""
+    keys = ENTER + DOWN * 2 + ENTER
+    for question in questions(place, CPUS)[2:]:
+        keys += "\x7f3" + ENTER if question.name == "num_processes" else ENTER
+    assert config(place, keys + ENTER) == 0
+    told = written(place)
+    assert (told["distributed_type"], told["use_cpu"], told["num_processes"]) == ("MULTI_CPU", True, 3)
+
+
+def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """The line stays until it is right: zero processes, a word, a rank beyond the machines."""
+    rows = {row.name: row for cls in flow.classes() for row in declared(cls)}
+    answers = Answers({})
+    answers.written = {("num_machines",): 2}
+
+    def ask(name: str, keys: str) -> Any:
+        question = flow.of(rows[name], answers)
+        return typed(keys, lambda: terminal.ask(question, "", answers, place))
+
+    assert ask("num_processes", "0\r\x7f4\r") == "4"
+    assert ask("num_processes", "many\r\x15" + "4\r") == "4"
+    assert ask("machine_rank", "2\r\x7f1\r") == "1"
+    assert ask("main_process_port", "70000\r\x7f\r") == "7000"
+
+
+def test_ctrl_c_writes_nothing_and_ends_with_130(place: Path) -> None:
+    assert config(place, ENTER * 3 + CTRL_C) == 130
+    assert list(place.parent.iterdir()) == []
+
+
+def test_an_end_of_input_writes_nothing(place: Path) -> None:
+    assert config(place, ENTER + DOWN * 2 + ENTER + "\x7f\x04") == 130
+    assert list(place.parent.iterdir()) == []
+
+
+def test_thrown_away_leaves_the_old_file(place: Path) -> None:
+    place.write_text("num_processes: 7  # mine\n")
+    asked = len(questions(place))
+    assert config(place, ENTER * asked + DOWN * 2 + ENTER) == 0
+    assert place.read_text() == "num_processes: 7  # mine\n"
+
+
+def test_an_answer_is_changed_before_writing(place: Path) -> None:
+    """The second question becomes another answer; those that depend on it are asked now."""
+    asked = len(questions(place))
+    change = DOWN + ENTER + DOWN + ENTER  # "change an answer", the second one
+    assert config(place, ENTER * asked + change + DOWN * 2 + ENTER * 20) == 0
+    told = written(place)
+    assert (told["distributed_type"], told["num_processes"]) == ("MULTI_CPU", 2)
+
+
+def test_without_a_terminal_it_says_what_to_type(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert run(["config"]) == 2
+    told = capsys.readouterr().err
+    assert "--set" in told
+    assert "config default" in told
+
+
+# ---------------------------------------------------------------- every path
+
+
+def go(
+    monkeypatch: pytest.MonkeyPatch, place: Path, choices: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The file that these answers write, and the names of the questions."""
+    seen = answered(monkeypatch, choices)
+    assert config(place, ENTER) == 0
+    return written(place), [question.name for question in seen]
+
+
+def test_several_machines_are_asked_about_only_if_there_are_several(
+    monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
+    answers = {"num_machines": "2", "machine_rank": "1", "main_process_ip": "10.0.0.1"}
+    more = {"main_process_port": "29500", "num_processes": "4"}
+    told, _ = go(monkeypatch, place, CPUS | answers | more)
+    assert {name: str(told[name]) for name in answers | more} == answers | more
+    _, names = go(monkeypatch, place.with_name("alone.yaml"), CPUS)
+    assert "num_machines" in names
+    assert not {"machine_rank", "main_process_ip", "main_process_port"} & set(names)
+
+
+def test_compilation_asks_more_only_with_a_backend(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    told, _ = go(monkeypatch, place, {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"})
+    assert told["dynamo_config"] == {
+        "dynamo_backend": "INDUCTOR",
+        "dynamo_mode": "max-autotune",
+        "dynamo_use_fullgraph": False,
+        "dynamo_use_regional_compilation": False,
+    }
+    _, names = go(monkeypatch, place.with_name("no.yaml"), {})
+    assert "dynamo_mode" not in names
+
+
+ENGINES = [kind for cls in flow.classes() if (kind := getattr(cls, "__distributed_type__", ""))]
+GATES = sorted({
+    f"gate {cls.__section__}"
+    for cls in flow.classes()
+    if getattr(cls, "__section__", "") and flow.asked(cls) and not hasattr(cls, "__when__")
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_way_of_training_has_a_page_and_its_file_launches(
+    monkeypatch: pytest.MonkeyPatch, place: Path, engine: str
+) -> None:
+    told, names = go(monkeypatch, place, CPUS | {"engine": engine})
+    assert (told["distributed_type"], told["use_cpu"], told["num_processes"]) == (engine, True, 2)
+    assert names.index("engine") < names.index("num_processes") < names.index("mixed_precision")
+    page = names[names.index("engine") + 1 : names.index("num_processes")]
+    assert page, "it has a page of its own"
+
+
+def test_a_page_of_options_asks_what_depends_on_an_answer(
+    monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
+    choices = {"engine": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
+    told, names = go(monkeypatch, place, CPUS | choices | {"fsdp_min_num_params": "1000"})
+    assert told["fsdp_config"] == {
+        "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+        "fsdp_min_num_params": 1000,
+        "fsdp_version": 2,
+    }
+    assert "fsdp_transformer_layer_cls_to_wrap" not in names
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_other_page_opens_behind_its_question(
+    monkeypatch: pytest.MonkeyPatch, place: Path, gate: str
+) -> None:
+    closed = [question.name for question in questions(place, CPUS)]
+    _, names = go(monkeypatch, place, CPUS | {gate: True})
+    assert set(closed) < set(names) or gate not in closed
+
+
+def test_a_job_on_sagemaker(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    from accelerate.commands.config.sagemaker import get_sagemaker_input
+
+    choices = {
+        "compute_environment": flow.CLOUD,
+        "distributed_type": "DATA_PARALLEL",
+        "ec2_instance_type": "ml.p3.16xlarge",
+        "iam_role_name": "trainer",
+        "num_machines": "2",
+        "mixed_precision": "fp16",
+    }
+    told, names = go(monkeypatch, place, choices)
+    assert told.items() >= (choices | {"num_machines": 2}).items()
+    assert "machine" not in names
+    found = get_sagemaker_input()
+    assert isinstance(found, SageMakerConfig)
+    assert (found.ec2_instance_type, found.num_machines) == ("ml.p3.16xlarge", 2)
+
+
+def test_devices_found_here_come_first(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    monkeypatch.setattr("accelerate.device.probe", lambda machine=None: (Device("cuda"), 4))
+    told, _ = go(monkeypatch, place, {})
+    assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == ("MULTI_GPU", 4, False)
+
+
+def test_every_setting_with_a_question_is_reached(place: Path) -> None:
+    """Whatever declares a question is asked on some path, so none is forgotten."""
+    rows = [row for cls in flow.classes() for row in flow.asked(cls)]
+    by_name = {row.name: row for row in rows}
+    reached: set[str] = set()
+    for choices in leading(by_name):
+        reached |= {question.name for question in questions(place, choices)}
+    assert by_name.keys() - reached == {"use_cpu"}  # that follows from the devices
+
+
+def leading(rows: dict[str, Setting]) -> Iterator[dict[str, Any]]:
+    """Answers that lead to every setting: the devices, the way of training, and what it depends on."""
+    common = {"num_machines": "2"} | dict.fromkeys(GATES, True)
+    kinds = {device.distributed_type for device in devices.accelerators()}
+    ways = [{"machine": kind} for kind in ("MULTI_CPU", *kinds)]
+    ways += [{"compute_environment": flow.CLOUD}, CPUS | {"mixed_precision": "fp8"}]
+    ways += [CPUS | {"engine": engine} for engine in ENGINES]
+    needs = [dict(needed(row, rows)) for row in rows.values()]
+    distinct = {tuple(sorted(need.items(), key=str)): need for need in needs}
+    for way in ways:
+        yield from (common | way | need for need in distinct.values())
+
+
+def needed(row: Setting, rows: dict[str, Setting]) -> Iterator[tuple[str, Any]]:
+    """The answers by which a setting is asked about, and those by which these are."""
+    for name, allowed in row.when.items():
+        if isinstance(allowed, tuple) and None not in allowed:
+            yield from needed(rows[name], rows)
+            yield name, allowed[0]
+
+
+def test_answers_of_the_old_file_are_offered_and_what_is_not_asked_stays(
+    monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
+    place.write_text(
+        "# mine\nlog_dir: logs\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 5\n"
+        "mixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
+    )
+    told, _ = go(monkeypatch, place, {})
+    assert {name: told.get(name) for name in ("log_dir", "num_processes", "mixed_precision")} == {
+        "log_dir": "logs",
+        "num_processes": 5,
+        "mixed_precision": "bf16",
+    }
+    assert "fsdp_config" not in told, "options of a way of training that is not chosen"
+    assert "# mine" in place.read_text()
+
+
+def test_what_is_asked_has_its_place_in_the_classes_of_1_x() -> None:
+    """Programs that load the file by ``load_config_from_file`` find every answer."""
+    fields = {item.name for kind in (ClusterConfig, SageMakerConfig) for item in dataclasses.fields(kind)}
+    asked = {flow.keys(row)[0] for cls in flow.classes() for row in flow.asked(cls)}
+    assert asked - fields == set()
+
+
+# ---------------------------------------------------------------- the functions of 1.x
+
+
+def test_the_functions_of_1_x_return_what_was_answered(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    from accelerate.commands.config.cluster import get_cluster_input
+    from accelerate.commands.config.config import get_user_input
+
+    answered(monkeypatch, CPUS | {"mixed_precision": "bf16"})
+    for found in (get_cluster_input(), get_user_input()):
+        assert isinstance(found, ClusterConfig)
+        assert (found.distributed_type, found.num_processes) == ("MULTI_CPU", 2)
+        assert (found.mixed_precision, found.use_cpu) == ("bf16", True)
+    assert not place.exists()
+
+
+def test_the_parser_of_1_x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.commands.config import get_config_parser
+
+    parser = get_config_parser()
+    path = tmp_path / "basic.yaml"
+    args = parser.parse_args(["default", "--config_file", str(path), "--mixed_precision", "bf16"])
+    assert args.subcommand == "default"
+    args.func(args)
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+    path.write_text("distributed_type: 'NO'\nfp16: true\n")
+    args = parser.parse_args(["update", "--config_file", str(path)])
+    args.func(args)
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "fp16"
+    assert parsers.update_config(args) == str(path)
+    assert parser.parse_args([]).subcommand is None
