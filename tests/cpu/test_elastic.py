@@ -244,6 +244,33 @@ while told["WORLD_SIZE"] == "1":
     assert {each["TORCHELASTIC_RESTART_COUNT"] for each in told(results[0].stdout)} == {"0"}
 
 
+def test_the_others_go_on_without_a_machine_that_is_lost() -> None:
+    """Where fewer machines will do. The one that holds the store must stay."""
+    script = f"""{TELL}
+while told["WORLD_SIZE"] == "2" or count is None:
+    time.sleep(0.05)
+"""
+    port = free_port()
+    flags = ("--cpu", "--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
+    place = ("--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", "last_call_timeout=3")
+    first = start(*flags, *place, "--machine_timeout", "4", script_text=script, env=ONE)
+    second = start(*flags, *place, "--machine_timeout", "4", script_text=script, env=ONE)
+    for job in (first, second):
+        job.wait_for('"WORLD_SIZE": "2"')
+    gone, stays = (first, second) if _hosts_nothing(first, port) else (second, first)
+    gone.signal(signal.SIGKILL)
+    _, result = ends([gone, stays])
+    assert result.returncode == 0, result.output
+    assert told(result.stdout)[-1]["WORLD_SIZE"] == "1"
+    assert "is lost" in result.stderr
+
+
+def _hosts_nothing(job: Running, port: str) -> bool:
+    """Whether no process of a launch listens on a port."""
+    ends = (end for process in job.members() for end in process.net_connections("tcp"))
+    return not any(end.status == "LISTEN" and end.laddr.port == int(port) for end in ends)
+
+
 # ---------------------------------------------------------------- an agent that hangs
 
 

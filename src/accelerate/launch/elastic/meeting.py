@@ -123,6 +123,8 @@ class Dynamic:
         own: dict[str, Any] = {"read_timeout": int(max(1, job["machine_timeout"]))}
         if job["backend"] == "c10d":
             own["is_host"] = here
+            # A machine that is lost is forgotten by then, and the others can meet without it.
+            own["keep_alive_interval"] = int(min(5, max(1, job["machine_timeout"] / 4)))
         conf = {**own, "join_timeout": int(job["join"]), **job["conf"]}
         try:
             return get_rendezvous_handler(
