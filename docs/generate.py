@@ -140,7 +140,11 @@ def _launching() -> Iterator[Claim]:
     yield tested("`notebook_launcher` in Jupyter", "cpu/test_notebook.py::a_function_of_the_notebook_runs")
     yield tested("`debug_launcher` in tests", "cpu/test_notebook.py::a_test_runs_a_function")
     yield from schedulers()
-    yield unflagged("`accelerate launch` on several machines", "rdzv_endpoint", "max_restarts")
+    yield tested(
+        "`accelerate launch` on several machines, and with restarts",
+        "cpu/test_machines.py::a_crash_on_one_host_is_recovered",
+        "cpu/test_elastic.py::started_again_with_the_others",
+    )
     yield unflagged("`mpirun`", "mpirun_hostfile")
     yield faked(
         "TPU and its pods (`--tpu`, `--tpu_use_cluster`, `tpu-config`)",
