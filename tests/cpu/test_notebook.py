@@ -29,7 +29,7 @@ from tests.support.environment import ROOT, clean
 # ------------------------------------------------------------------------------------------- one notebook
 
 SETUP = """
-import os, random, signal, socket, sys, threading, warnings
+import os, pickle, random, signal, socket, sys, threading, warnings
 import numpy, torch
 from accelerate import Accelerator, notebook_launcher
 
@@ -54,6 +54,7 @@ CELLS = {
         def train(x):
             print("start", x)
             print("to stderr", file=sys.stderr)
+            assert type(pickle.loads(pickle.dumps(Net(1)))) is Net  # also found in __main__ there
             sys.stdout.write("no newline at the end")
             return Net(x + int(os.environ["RANK"]))
         results = notebook_launcher(train, (5,), num_processes=2)
@@ -177,7 +178,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
     code = [nbformat.v4.new_code_cell(textwrap.dedent(text).strip()) for text in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=code)
     folder = str(tmp_path_factory.mktemp("notebook"))
-    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=60)
+    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120)
     client.execute(env=clean(), cwd=folder)
     return {name: Cell(cell) for name, cell in zip(CELLS, notebook.cells, strict=True)}
 
@@ -292,7 +293,7 @@ def test_the_kernel_is_as_it_was(cells: dict[str, Cell]) -> None:
 def test_the_page_on_notebooks_shows_what_its_cells_print(tmp_path: Path) -> None:
     page = list(blocks("notebooks.md"))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(block.code) for block in page])
-    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=60)
+    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120)
     client.execute(env=clean(), cwd=str(tmp_path))
     for block, cell in zip(page, map(Cell, notebook.cells), strict=True):
         shown = f"{cell.out}{cell.text}".strip()
@@ -459,7 +460,8 @@ SPAWNED = """
     if __name__ == "__main__":
         torch.multiprocessing.spawn(PrepareForLaunch(train, "MULTI_CPU"), ("rank",), nprocs=2)
         os.environ["ACCELERATE_DEBUG_RDV_FILE"] = os.path.abspath("meeting")
-        torch.multiprocessing.spawn(PrepareForLaunch(train, debug=True), ("debug",), nprocs=2)
+        start = torch.multiprocessing.start_processes
+        start(PrepareForLaunch(train, debug=True), ("debug",), nprocs=2, start_method="fork")
 """
 
 

@@ -51,7 +51,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """(stdout, text of the error) of each cell of one notebook."""
     code = [nbformat.v4.new_code_cell(textwrap.dedent(text).strip()) for text in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=code)
-    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=60)
+    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120)
     client.execute(env=clean(sim.environment(), accelerators=False), cwd=str(ROOT))
     shown: dict[str, Any] = {}
     for name, cell in zip(CELLS, notebook.cells, strict=True):

@@ -54,8 +54,9 @@ def run_parcel(file: BufferedReader, start: dict[str, Any], place: str, number: 
     # Left open for the life of the process: a crash cannot open it.
     faulthandler.enable(report.fault_file(folder, rank).open("w"))
     function, args = pickle.load(file)
-    for name, value in getattr(function, "__globals__", {}).items():
-        vars(main).setdefault(name, value)
+    if getattr(function, "__module__", None) == "__main__":
+        for name, value in getattr(function, "__globals__", {}).items():
+            vars(main).setdefault(name, value)
     call(function, args, folder, rank)
 
 
