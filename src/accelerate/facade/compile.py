@@ -137,7 +137,7 @@ def _not_compiled(plugin: TorchDynamoPlugin, models: Sequence[nn.Module], *, ste
     if plugin.disable:
         return "TorchDynamoPlugin(disable=True) turns compilation off"
     if plugin.backend == DynamoBackend.NO:
-        return "no dynamo_backend is chosen: nothing is compiled"
+        return "no dynamo_backend is chosen, so nothing is compiled"
     if not models:
         return ""
     bare = [model for model in models if not any(map(_is_compiled, model.modules()))]
