@@ -347,6 +347,16 @@ def test_steps_of_accumulation_stand_in_the_section_of_the_engine(asks: Any) -> 
         asks(f"{text}gradient_accumulation_steps: 2\n")
 
 
+def test_steps_of_accumulation_may_be_left_to_the_engine(asks: Any) -> None:
+    """As in files that libraries ship: a script finds nothing, which its reader takes for "auto"."""
+    text = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_accumulation_steps: auto, zero_stage: 1}\n"
+    )
+    told = handed(asks(text))
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in told
+    assert told["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "1"
+
+
 def test_a_misspelt_key_of_an_engine_is_found(asks: Any) -> None:
     """F5."""
     with pytest.raises(UnknownNameError, match=r"'zero_stge'.*line 2") as error:

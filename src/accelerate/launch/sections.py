@@ -38,6 +38,8 @@ def settled(file: ConfigFile, classes: Iterable[type[Any]]) -> ConfigFile:
         for key in getattr(cls, "__elsewhere__", ()):
             if key in file.section(section):
                 file = _moved(file, (section, key), (key,))
+                if file.values[key] == "auto":  # whoever reads it decides, as when nobody says anything
+                    file = replace(file, values={k: v for k, v in file.values.items() if k != key})
     return file
 
 
