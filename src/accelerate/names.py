@@ -21,11 +21,6 @@ def later(text: str, names: str) -> dict[str, Home]:
     return dict.fromkeys(names.split(), Plan(text))
 
 
-def never(text: str, instead: str, names: str) -> dict[str, Home]:
-    """Names without a counterpart in this package."""
-    return dict.fromkeys(names.split(), Plan(text, instead))
-
-
 def words(text: str) -> list[str]:
     """A fresh list of the words of ``text``."""
     return text.split()
@@ -61,7 +56,6 @@ FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
 PIPELINE = "pipeline-parallel inference over several devices"
 TPU = "training on TPU"
-LAUNCHER = "it is an inner part of the launcher of 1.x", "call accelerate.commands.launch.launch_command"
 
 HOMES: dict[str, dict[str, Home]] = {
     "accelerate": {},

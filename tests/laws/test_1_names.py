@@ -41,6 +41,7 @@ GENERIC = {
     "bf16": "a number format, likewise",
     "torchrun": "the protocol that every launcher speaks, ours too",
 }
+_TITLE = "the title of its options in the help of the public parser"
 # How narrow a number is, where it is no choice of how to train: (room or file, name) -> what it says there.
 FACTS = {
     ("device", "fp8"): "which numbers the units of a device take",
@@ -52,6 +53,10 @@ FACTS = {
     },
     ("launch/kinds/deepspeed", "slurm"): "the one of these programs that hands on the environment by itself",
     ("checkpoint/names", "fsdp"): "what the public format calls the folder of a model that is saved in parts",
+    ("cli/arguments", "deepspeed"): _TITLE,
+    ("cli/arguments", "fsdp"): _TITLE,
+    ("cli/arguments", "megatron"): _TITLE,
+    ("cli/arguments", "fp8"): _TITLE,
 }
 # Files that are lists of names.
 TABLES = {

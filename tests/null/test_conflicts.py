@@ -60,6 +60,16 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"use_other": True},
         ["my.yaml, line 1: distributed_type and --use_other", NO],
     ),
+    ("", {"use_deepspeed": True, "use_fsdp": True}, [NO, "--use_deepspeed", "--use_fsdp"]),
+    ("", {"use_megatron_lm": True, "use_deepspeed": True}, [NO, "--use_deepspeed", "--use_megatron_lm"]),
+    ("", {"use_cpu": True, "tpu": True}, ["--cpu and --tpu", NO]),
+    ("", {"multi_gpu": True, "tpu": True}, ["--multi_gpu and --tpu", NO]),
+    ("", {"use_fsdp": True, "tpu": True}, ["--use_fsdp and --tpu", NO]),
+    (
+        "fsdp_config: {fsdp_version: 1}",
+        {"use_fsdp": True, "use_parallelism_config": True},
+        ["--use_parallelism_config is True", "my.yaml, line 1: fsdp_config.fsdp_version is 1"],
+    ),
     ("distributed_type: OTHER", {"use_fsdp": True}, ["--use_fsdp and my.yaml, line 1: distributed_type", NO]),
     (
         "distributed_type: 'NO'\nnum_processes: 2",

@@ -148,7 +148,10 @@ class TopicCommand(click.Command):
 
 def folded_topics() -> set[str]:
     """The topics that belong to one way of training or of launching alone."""
-    classes = [cls for cls in HANDED if hasattr(cls, "__switch__") or hasattr(cls, "__distributed_type__")]
+    switches = {switch for cls in HANDED if (switch := getattr(cls, "__switch__", ""))}
+    classes = [
+        cls for cls in HANDED if hasattr(cls, "__switch__") or switches & {r.name for r in declared(cls)}
+    ]
     classes += [cls for kind in KINDS for cls in kind.settings]
     common = {row.topic for cls in (Job, *HANDED) if cls not in classes for row in declared(cls)}
     topics = [row.topic for cls in classes for row in declared(cls) if row.flags]

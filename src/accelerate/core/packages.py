@@ -1,20 +1,22 @@
-"""Which optional packages are installed. Asking never imports one."""
+"""Which optional packages are installed. Asking never imports one.
+
+The launcher asks too, so what takes long to import is imported where a version is asked for.
+"""
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from typing import ParamSpec, TypeVar
-
-from packaging.requirements import Requirement
-from packaging.version import Version, parse
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,6 +51,10 @@ def _is_real(spec: ModuleSpec) -> bool:
 @functools.cache
 def version(module: str) -> Version | None:
     """The version of the distribution that brings ``module``; None when that cannot be told."""
+    import importlib.metadata
+
+    from packaging.version import parse
+
     top = module.partition(".")[0]
     try:
         return parse(importlib.metadata.version(top))
@@ -63,6 +69,8 @@ def satisfied(requirement: str) -> bool:
 
     A module whose version cannot be told passes only when no version is asked for.
     """
+    from packaging.requirements import Requirement
+
     wanted = Requirement(requirement)
     if not installed(wanted.name):
         return False

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from importlib import metadata
 
 from accelerate.core.errors import LaunchError
 
@@ -82,6 +81,8 @@ def facts(device: str, processes: int | None) -> dict[str, str]:
         device: the type of the devices of this machine.
         processes: how many of them it uses; None where somebody has said so, on each machine what he wants.
     """
+    from importlib import metadata  # slow to import; a launch on one machine does not ask
+
     counted = {} if processes is None else {"devices": f"{processes} x {device}"}
     return {
         "accelerate": metadata.version("accelerate"),
