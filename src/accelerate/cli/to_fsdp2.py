@@ -175,7 +175,9 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
     try:
         _check(config, path)
         new = convert_config_to_fsdp2(config)
-    except UnknownNameError as error:
+    except SettingError as error:
+        if str(path) in error.what:
+            raise
         raise SettingError(f"{path}: {error.what}", why=error.why, fix=error.fix) from error
     writing.write(target, writing.text_of(new, target))
     return [*_dropped(config), f"written to {target}"]

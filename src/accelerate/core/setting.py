@@ -329,7 +329,7 @@ class _Book:
         return f"{self._at(self.keys[row.name])}: {row.path}"
 
     def _at(self, key: str) -> str:
-        line = self.lines.get(key)
+        line = self.lines.get(str(key))
         return f"{self.file_name}, line {line}" if line else self.file_name
 
 

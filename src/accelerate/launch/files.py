@@ -97,7 +97,12 @@ def read(path: Path, *, named: bool = True) -> ConfigFile:
         SettingError: it is missing, unreadable, not valid, or not a table of keys.
     """
     values, lines = raw(path)
-    return ConfigFile(path, modern(values), lines, named)
+    new = modern(values)
+    for old, key in (("fp16", "mixed_precision"), ("dynamo_backend", "dynamo_config")):
+        if (old,) in lines and key in new:
+            lines.setdefault((key,), lines[(old,)])
+            lines.setdefault((key, old), lines[(old,)])
+    return ConfigFile(path, new, lines, named)
 
 
 def raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:
@@ -141,6 +146,9 @@ def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]
     try:
         node = loader.get_single_node()
         values = {} if node is None else loader.construct_document(node)
+        lines = {} if node is None else dict(_lines(path, node, loader))
+    except SettingError:
+        raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
@@ -150,17 +158,24 @@ def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]
         raise SettingError(f"{path}: this is not valid YAML", why=str(error)) from error
     finally:
         loader.dispose()
-    return values, {} if node is None else dict(_lines(path, node))
+    return values, lines
 
 
-def _lines(path: Path, node: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(path of a key, its line) for two levels; a key that stands twice is an error, YAML takes the last."""
+def _lines(
+    path: Path, node: Any, loader: Any, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """(path of a key, its line) for two levels; a key that stands twice is an error, YAML takes the last.
+
+    What a table takes over from others (``<<``) is among its keys by now, with the lines of the others;
+    keys of its own win over it.
+    """
     if node.id != "mapping" or len(above) == 2:
         return
     seen: dict[str, int] = {}
     for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        if name in seen and name != "<<":
+        name, line = str(loader.construct_object(key, deep=True)), key.start_mark.line + 1
+        own = node.start_mark.line < line <= node.end_mark.line + 1
+        if name in seen and own and seen[name] > node.start_mark.line:
             raise SettingError(
                 f"{path}, line {line}: the key {name!r} stands twice",
                 why=f"it stands on line {seen[name]} too",
@@ -174,7 +189,7 @@ def _lines(path: Path, node: Any, above: tuple[str, ...] = ()) -> Iterator[tuple
             )
         seen[name] = line
         yield (*above, name), line
-        yield from _lines(path, value, (*above, name))
+        yield from _lines(path, value, loader, (*above, name))
 
 
 def _parse_json(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.cli.options import rows
+from accelerate.cli.wizard.flow import classes
 from accelerate.cli.wizard.keys import Change, plain, refusal
 from accelerate.core.errors import UnknownNameError
 from accelerate.core.setting import Setting, checked
@@ -41,7 +42,7 @@ def current(values: Mapping[Any, Any], path: Path) -> dict[str, Any]:
             new[key] = _typed(known[key], value, path) if key in known else value
     for name, value in _USUAL.items():
         new.setdefault(name, value)
-    if new.get("distributed_type") == "NO":
+    if (new.get("distributed_type"), new["compute_environment"]) == ("NO", "LOCAL_MACHINE"):
         new.setdefault("num_processes", 1)
     return dict(sorted(new.items()))
 
@@ -50,7 +51,10 @@ def _section(
     section: str, table: Mapping[Any, Any], known: Mapping[str, Setting], path: Path
 ) -> Iterator[tuple[str, Any]]:
     prefixes = {row.prefix for row in known.values() if row.section == section} or {""}
+    owners = [cls for cls in classes() if getattr(cls, "__section__", "") == section]
+    old_keys = {old: new for cls in owners for old, new in getattr(cls, "__old_keys__", {}).items()}
     for key, value in table.items():
+        key = old_keys.get(str(key), key)
         names = (str(key), *(f"{prefix}{key}" for prefix in sorted(prefixes)))
         row = next((known[f"{section}.{name}"] for name in names if f"{section}.{name}" in known), None)
         if value is not None:
