@@ -34,7 +34,11 @@ $(VENV)/ready-%: $(VENV)/constraints.txt pyproject.toml
 demo: $(VENV)/ready-examples  ## train on real data with two processes
 	$(BIN)/accelerate launch --num_processes 2 examples/digits.py $(ARGS)
 
-test: $(VENV)/ready-test  ## the whole test suite
+$(VENV)/system-packages: tests/support/system_packages.sh $(VENV)/constraints.txt
+	@sh $<
+	@touch $@
+
+test: $(VENV)/ready-test $(VENV)/system-packages  ## the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/ready-dev  ## lint, format, types

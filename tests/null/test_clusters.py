@@ -158,6 +158,8 @@ def test_alone_by_name_is_alone() -> None:
             "srun in sbatch -N2 -n4",
             [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)],
         ),
+        ("srun -N1 -n1 : -N1 -n2", [(0, 3, 0, 1, 0, 2), (1, 3, 0, 2, 1, 2), (2, 3, 1, 2, 1, 2)]),
+        ("srun -N2 --ntasks-per-node=1", [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]),
         ("srun -N1 -n2 in sbatch -N2 -n4", [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]),
         ("srun -N1 -n2 --mpi=pmi2", [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]),
         ("mpirun (Open MPI) -np 2", [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]),
@@ -197,6 +199,8 @@ def test_who_started_it_is_told() -> None:
         "srun -N2 -n4": "SLURM",
         "srun -N2 -n3": "SLURM",
         "srun -N2 -n4 -m cyclic": "SLURM",
+        "srun -N1 -n1 : -N1 -n2": "SLURM",
+        "srun -N2 --ntasks-per-node=1": "SLURM",
         "srun in sbatch -N2 -n4": "SLURM",
         "srun -N1 -n2 in sbatch -N2 -n4": "SLURM",
         "srun -N1 -n2 --mpi=pmi2": "SLURM",
@@ -300,6 +304,14 @@ def test_ranks_exported_by_a_slurm_script_are_completed_by_slurm() -> None:
     """``export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS`` and no more."""
     cluster = found(slurm(5, 1, 2, RANK="5", WORLD_SIZE="10", MASTER_ADDR="gpu01-ib0"))
     assert (cluster.name, place(cluster)) == ("torchrun", (5, 10, 1, 2, 2, 7))
+
+
+def test_devices_stay_narrowed_below_the_protocol() -> None:
+    """srun --gpus-per-task shows each task its own devices, also when our launcher has become the rank."""
+    protocol = {"RANK": "5", "WORLD_SIZE": "10", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place = {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "7", "MASTER_ADDR": "gpu01-ib0"}
+    assert found(slurm(5, 1, 2, **protocol, **place)).narrows
+    assert not found(protocol | place | {"GROUP_WORLD_SIZE": "5"}).narrows
 
 
 def test_a_wrong_scheduler_below_a_complete_protocol_does_not_matter() -> None:

@@ -9,6 +9,7 @@ have to resolve, because a job is told its machines by name: they are added to /
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -18,6 +19,8 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 from tests.support.environment import clean
 
@@ -91,13 +94,18 @@ class Slurm:
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(self._daemons):
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            _reap(daemon)
+        self._end_steps()
         _name_nodes(False)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_steps(self) -> None:
+        """Ends what manages a step and has nobody left to report to; it has a log of this folder open."""
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                files = process.open_files() if process.info["name"] == "slurmstepd" else []
+                if any(file.path.startswith(f"{self.folder}/") for file in files):
+                    process.kill()
 
     def _start(self) -> None:
         for name in ("state", "spool_n1", "spool_n2", "munge"):
@@ -122,14 +130,19 @@ class Slurm:
         (folder / "key").chmod(0o600)
         files = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={folder / name}" for option, name in files.items()]
-        as_munge = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
+        as_munge = (f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
         self._run(*as_munge, "munged", "--foreground", f"--key-file={folder / 'key'}", *options)
         self._wait("munge", (folder / "socket").exists)
 
     def _run(self, *command: str) -> None:
         with (self.folder / f"daemon_{len(self._daemons)}.out").open("wb") as out:
+            # Whatever becomes of the tests, the daemons go with them.
             daemon = subprocess.Popen(
-                command, env=clean(self.env), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                ["setpriv", "--pdeathsig=TERM", *command],
+                env=clean(self.env),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
             )
         self._daemons.append(daemon)
 
@@ -161,6 +174,14 @@ class Slurm:
             [*self.folder.glob("*.log"), *self.folder.glob("*.out"), *self.folder.glob("munge/log")]
         )
         return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in files)
+
+
+def _reap(daemon: subprocess.Popen[bytes]) -> None:
+    try:
+        daemon.wait(10)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
 
 
 def _path() -> str:
