@@ -16,7 +16,7 @@ from accelerate.launch.base import choose
 from accelerate.launch.job import read
 from accelerate.launch.kinds import sagemaker
 from accelerate.launch.kinds.sagemaker import SageMakerPlan, hyperparameters, prepare_sagemager_args_inputs
-from tests.support.command import Finished, launch
+from tests.support.command import Finished, accelerate, launch
 
 FILE = """
 compute_environment: AMAZON_SAGEMAKER
@@ -107,6 +107,10 @@ def test_a_dry_run_needs_no_sdk_and_shows_no_secret(folder: Path) -> None:
     assert "ml.p4d.24xlarge" in result.stdout
     assert "AKIA" not in result.output
     assert "HUSH" not in result.output
+    told = accelerate("env", "--explain", "--aws_secret_access_key", "HUSH", cwd=folder)
+    assert told.returncode == 0, told.output
+    assert "aws_secret_access_key\t***\t--aws_secret_access_key" in told.stdout
+    assert "HUSH" not in told.output
     request = read(
         {"config_file": str(folder / "job.yaml"), "aws_secret_access_key": "HUSH"}, ("t.py",), HANDED
     )

@@ -40,7 +40,7 @@ def world_size(): return int(os.environ["FAKE_SIZE"])
 def global_ordinal(): return int(os.environ["FAKE_ORDINAL"])
 def local_ordinal(): return int(os.environ["FAKE_ORDINAL"])
 def local_process_count(): return int(os.environ["FAKE_SIZE"])
-def process_index(): return int(os.environ["FAKE_ORDINAL"])
+def addressable_device_count(): return int(os.environ.get("FAKE_THREADS", "1"))
 """
 SCRIPT = """
 import json, os, sys
@@ -140,6 +140,14 @@ def test_mistakes_are_told(folder: Path) -> None:
     result = start(folder, "--tpu", "--main_training_function", "broken")
     assert result.returncode == 1
     assert "KeyError: 'broken on purpose'" in result.stderr
+
+
+def test_a_tpu_whose_processes_have_several_devices_is_refused(folder: Path) -> None:
+    """Their threads would write over each other's rank."""
+    env = {"PYTHONPATH": str(folder / "fakes"), "FAKE_THREADS": "2"}
+    result = launch("--tpu", path="train.py", cwd=folder, env=env)
+    assert result.returncode == 1
+    assert "this TPU has several devices in each process" in result.stderr
 
 
 def test_without_torch_xla_it_is_said_what_to_install(folder: Path) -> None:

@@ -12,7 +12,8 @@ from accelerate.cli.options import HANDED, TopicCommand, options, rows
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
 from accelerate.launch import files
-from accelerate.launch.job import Request, as_text, read
+from accelerate.launch.effects import shown
+from accelerate.launch.job import Request, read
 
 if TYPE_CHECKING:
     import argparse
@@ -109,7 +110,12 @@ def _file_facts(named: str | None) -> str:
 def _explain(request: Request) -> None:
     """Prints a table of every setting: value, origin, and all that it overrides."""
     lines = [
-        (row.name, as_text(first.value), first.where or "default", "; ".join(map(_other, others)))
+        (
+            row.name,
+            shown(row.name, first.value),
+            first.where or "default",
+            "; ".join(_other(row.name, each) for each in others),
+        )
         for row in rows()
         for first, *others in [request.origins(row.name)]
     ]
@@ -125,10 +131,6 @@ def _explain(request: Request) -> None:
     for line in lines:
         table.add_row(*line, style=None if line[2] != "default" else "dim")
     Console().print(table)
-
-
-def _other(origin: Any) -> str:
-    return f"{as_text(origin.value)} ({origin.where or 'default'})"
 
 
 PLUGIN = TopicCommand(

@@ -49,6 +49,12 @@ def rank(index: int, function: str, count: int, port: int, kind: str) -> None:
             why="there is one process for each device",
             fix=f"--num_processes {size}, or leave it out",
         )
+    if count != 1 and runtime.addressable_device_count() > 1:
+        raise LaunchError(
+            "this TPU has several devices in each process",
+            why="torch_xla runs a thread for each (v2 and v3), and they would share one rank",
+            fix="start one process, -n 1, or use a TPU from v4 on",
+        )
     local = runtime.local_process_count()
     environ.write(
         {
@@ -56,8 +62,8 @@ def rank(index: int, function: str, count: int, port: int, kind: str) -> None:
             "WORLD_SIZE": size,
             "LOCAL_RANK": runtime.local_ordinal(),
             "LOCAL_WORLD_SIZE": local,
-            "GROUP_RANK": runtime.process_index() // local,
-            "MASTER_ADDR": HERE if size == local else _first_machine(),
+            "GROUP_RANK": runtime.global_ordinal() // local,
+            "MASTER_ADDR": HERE if size == local else runtime.get_master_ip(),
             "MASTER_PORT": port,
             "FORK_LAUNCHED": 1,
         }
@@ -65,11 +71,6 @@ def rank(index: int, function: str, count: int, port: int, kind: str) -> None:
     found = _found(_imported(kind, sys.argv[0]), function)
     # A function for torch_xla's own spawn takes its index.
     found(*([index] if _needs_one(found) else []))
-
-
-def _first_machine() -> str:
-    """The address of the pod's first machine, as torch_xla's own rendezvous finds it."""
-    return str(importlib.import_module("torch_xla._internal.tpu").discover_master_worker_ip())
 
 
 def _imported(kind: str, target: str) -> ModuleType:
