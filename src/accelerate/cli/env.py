@@ -133,6 +133,10 @@ def _explain(request: Request) -> None:
     Console().print(table)
 
 
+def _other(name: str, origin: Any) -> str:
+    return f"{shown(name, origin.value)} ({origin.where or 'default'})"
+
+
 PLUGIN = TopicCommand(
     "env",
     callback=_run,
