@@ -97,6 +97,17 @@ def test_it_takes_jobs_of_the_engine_on_several_machines(asks: Any, flags: Any, 
     assert PLUGIN.takes(asks(**flags)) is takes
 
 
+def test_its_options_on_one_machine_are_said_to_do_nothing(
+    asks: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """F15."""
+    (Path.cwd() / "train.py").write_text("print('runs')")
+    base.launch(asks(num_machines="1", use_cpu=True, program=("train.py",)))
+    found = capfd.readouterr()
+    assert found.out == "runs\n"
+    assert "--deepspeed_hostfile has no effect: it is for launches of the kind" in found.err
+
+
 # ---------------------------------------------------------------- the command
 
 

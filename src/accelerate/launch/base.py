@@ -25,11 +25,13 @@ class Kind(ABC, Generic[P]):
         name: how it is called in plans.
         priority: of those that take a request, the highest runs it.
         settings: classes of settings that only this kind reads; they are not handed on to the script.
+        reads: settings of other classes that only this kind reads.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
     settings: ClassVar[tuple[type[Any], ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def takes(self, request: Request) -> bool:

@@ -79,11 +79,14 @@ def asked(request: Request, kind: Any, plan: Plan) -> tuple[Asked, ...]:
 
 def _of_others(kind: Any) -> Iterator[tuple[str, str]]:
     """The settings that other kinds of launch read."""
-    own = {row.name for cls in kind.settings for row in declared(cls)}
+    own = _read_by(kind)
     for other in KINDS:
-        for row in (row for cls in other.settings for row in declared(cls)):
-            if row.name not in own:
-                yield row.name, f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
+        for name in _read_by(other) - own:
+            yield name, f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
+
+
+def _read_by(kind: Any) -> set[str]:
+    return {row.name for cls in kind.settings for row in declared(cls)} | set(kind.reads)
 
 
 def _effect(row: Setting, value: object, *, handed: bool) -> str:

@@ -46,6 +46,11 @@ class Engine(Kind[EnginePlan]):
 
     name: ClassVar[str] = "DeepSpeed's launcher"
     priority: ClassVar[int] = 20
+    reads: ClassVar[tuple[str, ...]] = (
+        "deepspeed_hostfile",
+        "deepspeed_inclusion_filter",
+        "deepspeed_exclusion_filter",
+    )
 
     def takes(self, request: Request) -> bool:
         """Jobs of this engine on several machines, unless somebody wants the standard launcher."""
