@@ -46,6 +46,9 @@ class Job:
         help="how many machines take part: a number, or from 1 to 4 as 1:4",
         question="How many machines take part?",
     )
+    standalone: bool = setting(
+        False, variable=None, in_file=False, help="the job is on one machine and waits for no other"
+    )
     machine_rank: int = setting(
         0,
         flags=("--node_rank",),

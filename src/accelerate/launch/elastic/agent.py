@@ -186,10 +186,14 @@ class Attempt:
                 self.heard[other] = (sign, now)
             elif now - since > self.job["machine_timeout"]:
                 return self._lost(other)
-        if number == 0 and self.job["least"] < self.job["most"] and self.meet.waiting() > 0:
+        if number == 0 and self._is_open() and self.meet.waiting() > 0:
             self.post({"kind": "join", "restart": True})
         self.launcher.tell("beat")
         return None
+
+    def _is_open(self) -> bool:
+        """Whether more machines may join: nobody has finished, who would have to work again."""
+        return self.job["least"] < self.job["most"] and self.store.add("done", 0) == 0
 
     def _is_time(self) -> bool:
         return time.monotonic() > self.beaten + min(BEAT, self.job["machine_timeout"] / 4)

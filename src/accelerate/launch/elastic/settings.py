@@ -51,9 +51,6 @@ class Rendezvous:
         question="Do they share a network?",
         when=SEVERAL,
     )
-    standalone: bool = setting(
-        False, variable=None, in_file=False, help="the job is on one machine and waits for no other"
-    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def refuse(request: Request) -> None:
     for name in ("max_restarts", "monitor_interval", "machine_timeout"):
         if request.get(name) < 0:
             raise SettingError(f"{request.origin(name).where} is {request.get(name)}, but it is at least 0")
-    if asked.standalone and most > 1:
+    if request.settings.standalone and most > 1:
         raise SettingError(
             f"--standalone and {request.origin('num_machines').where} {request.settings.num_machines} do not "
             "go together",
