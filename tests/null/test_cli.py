@@ -218,6 +218,12 @@ def test_explain_shows_every_source_of_every_setting(
     assert table["num_machines"] == ["1", "default", ""]
 
 
+def test_explain_keeps_secrets(cli: Run) -> None:
+    out = cli("env", "--explain", "--aws_secret_access_key", "hidden-word").out
+    assert "hidden-word" not in out
+    assert "aws_secret_access_key\t***\t--aws_secret_access_key" in out
+
+
 # ---------------------------------------------------------------- as functions
 
 

@@ -118,7 +118,7 @@ def _variables(told: Mapping[str, object | None]) -> Iterator[Row]:
 def _text(name: str, value: object | None) -> str:
     if name == "ACCELERATE_ASKED":
         return "what was asked, as listed below"
-    return "taken away" if value is None else shown(name, value)
+    return "taken away" if value is None else shown(name, value) or '""'
 
 
 def _listed(words: Sequence[str]) -> str:
