@@ -17,8 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.cli.options import HANDED
 from accelerate.core.effects import Effect, Ledger, Option
 from accelerate.core.errors import SettingError
+from accelerate.launch.job import read
+from accelerate.launch.told import told
 from accelerate.precision import autocast
 from accelerate.precision.fp8 import Float8
 from accelerate.utils import (
@@ -365,6 +368,23 @@ def test_what_the_launcher_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     effects = found(Accelerator(cpu=True))
     assert str(effects["num_processes"]) == "--num_processes 2 was not applied: this is one of 1 processes"
     assert effects["num_cpu_threads_per_process"].applied
+
+
+def test_what_a_launch_tells_the_script(tmp_path: Any) -> None:
+    """Where each option came from; nothing if nothing was asked, and no line if the launch is to be quiet."""
+    file = tmp_path / "c.yaml"
+    file.write_text("mixed_precision: bf16\n")
+    flags = {"config_file": str(file), "num_processes": "2", "gradient_accumulation_steps": "4"}
+    variables = told(read(flags, ["x.py"], HANDED))
+    assert json.loads(variables["ACCELERATE_ASKED"]) == {
+        "mixed_precision": [f"{file}, line 1: mixed_precision", "bf16"],
+        "gradient_accumulation_steps": ["--gradient_accumulation_steps", 4],
+        "num_processes": ["--num_processes", 2],
+    }
+    assert variables["ACCELERATE_EFFECTS"] == "line"
+    assert "ACCELERATE_EFFECTS" not in told(read({**flags, "quiet": True}, ["x.py"], HANDED))
+    file.write_text("# nothing\n")
+    assert told(read({"config_file": str(file)}, ["x.py"], HANDED)) == {}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes")

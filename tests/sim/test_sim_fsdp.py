@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -91,3 +92,26 @@ def test_no_process_ever_holds_the_whole_model(ranks: RankServer) -> None:
     for most, after, block in ranks(2, peak, 8):
         assert after <= 4.1 * block
         assert most <= after + 3 * block
+
+
+def where_they_lie(offload: bool) -> Any:
+    from torch.distributed.fsdp import OffloadPolicy
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.strategy.fsdp2 import shard
+
+    plugin = FullyShardedDataParallelPlugin(**LAYERS, cpu_offload=True)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not offload:
+            nowhere = property(lambda self: OffloadPolicy())
+            patch.setattr(shard.Sharder, "offload", nowhere)
+        accelerator.prepare(tiny())
+    return next(e for e in accelerator.effects() if e.option == "fsdp_offload_params").applied
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_parameters_on_the_host_are_seen_there(ranks: RankServer, offload: bool) -> None:
+    """F15"""
+    assert same_on_all(ranks(2, where_they_lie, offload)) is offload

@@ -7,8 +7,10 @@ import json
 from accelerate.core.setting import declared
 from accelerate.launch.job import Request, kept
 
-# Settings that stay with the launcher and whose effect shows in the processes only.
+# Settings that stay with the launcher and whose effect shows in the processes only; and, of those, what a
+# process of several machines cannot judge, since machines may come and go.
 _SEEN_INSIDE = ("num_processes", "num_cpu_threads_per_process", "gpu_ids")
+_OF_ONE_MACHINE = ("num_processes",)
 
 
 def told(request: Request) -> dict[str, str]:
@@ -23,6 +25,8 @@ def told(request: Request) -> dict[str, str]:
             origin = request.origin(row.name)
             if origin.source in ("flag", "file") and (cls not in here or row.name in _SEEN_INSIDE):
                 asked[row.name] = origin.where, origin.value
+    if str(request.settings.num_machines) != "1":
+        asked = {name: row for name, row in asked.items() if name not in _OF_ONE_MACHINE}
     for name, origin in request.engines.items():
         asked[name] = origin.where, True
     if not asked:
