@@ -15,7 +15,6 @@ from accelerate import device as devices
 from accelerate.cli.options import HANDED
 from accelerate.cli.wizard.keys import plain
 from accelerate.core.setting import Setting, checked, declared
-from accelerate.facade.enums import SageMakerDistributedType
 from accelerate.launch.check import ALONE, CPU_GROUP
 from accelerate.launch.job import kept
 from accelerate.launch.writing import Keys
@@ -150,6 +149,8 @@ def environment(answers: Answers) -> Question:
 
 def cloud(answers: Answers) -> Flow:
     """A job on somebody else's machines: the settings that only it has, and what every job has."""
+    from accelerate.facade.enums import SageMakerDistributedType  # not before the first question
+
     options = [
         Option(kind.value.lower().replace("_", " "), {("distributed_type",): kind.value})
         for kind in SageMakerDistributedType
