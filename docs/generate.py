@@ -58,6 +58,14 @@ def faked(text: str, *tests: str) -> Claim:
     return Claim(text, "unrun", lambda: all(map(_is_tested, tests)), f"there are tests {', '.join(tests)}")
 
 
+def unflagged(text: str, *flags: str) -> Claim:
+    """Flags of ``accelerate launch`` that are refused until their part is built."""
+    from accelerate.launch import later as refused_flags
+
+    known = refused_flags.flags().keys() | refused_flags.switches().keys()
+    return Claim(text, "planned", lambda: known >= {*flags}, f"accelerate.launch.later refuses {flags}")
+
+
 def _is_tested(name: str) -> bool:
     file, _, words = name.partition("::")
     path = ROOT / "tests" / file
@@ -91,14 +99,6 @@ def later(text: str, *names: str) -> Claim:
     return Claim(text, "planned", holds, f"{', '.join(names)} are planned in accelerate.names")
 
 
-def unflagged(text: str, *flags: str) -> Claim:
-    """Flags of ``accelerate launch`` that are refused until their part is built."""
-    from accelerate.launch import later as refused_flags
-
-    known = refused_flags.flags().keys() | refused_flags.switches().keys()
-    return Claim(text, "planned", lambda: known >= {*flags}, f"accelerate.launch.later refuses {flags}")
-
-
 def plugins(registry: Registry[Any], column: Callable[[Any], Column], leave_out: str = "") -> list[Claim]:
     """A claim per plug-in of a registry; it holds by being made from it."""
     names = (name for name in registry.names() if name != leave_out)
@@ -118,6 +118,13 @@ def by_run(device: Any) -> Column:
     return "built" if re.search(r"\bRun on\b", type(device).__doc__ or "") else "unrun"
 
 
+RUN_HERE = {
+    "SLURM": "cpu/test_schedulers.py::a_task_for_each_process_is_a_rank",
+    "Open MPI": "cpu/test_schedulers.py::a_launcher_under_mpirun_is_a_rank",
+    "MPI (Hydra)": "cpu/test_schedulers.py::a_launcher_under_mpirun_is_a_rank",
+}
+
+
 def schedulers() -> Iterator[Claim]:
     """Who may have started the processes, from world/clusters.py."""
     from accelerate.world import clusters
@@ -126,7 +133,9 @@ def schedulers() -> Iterator[Claim]:
     for kind in kinds:
         if issubclass(kind, clusters.Scheduler) and kind is not clusters.Scheduler:
             proof = "world/clusters.py, tested on recorded environments"
-            if kind.name != "torchrun":
+            if kind.name in RUN_HERE:
+                yield tested(kind.name, RUN_HERE[kind.name])
+            elif kind.name != "torchrun":
                 yield Claim(kind.name, "unrun", lambda: True, proof)
 
 
@@ -145,7 +154,10 @@ def _launching() -> Iterator[Claim]:
         "cpu/test_machines.py::a_crash_on_one_host_is_recovered",
         "cpu/test_elastic.py::started_again_with_the_others",
     )
-    yield unflagged("`mpirun`", "mpirun_hostfile")
+    yield tested(
+        "`mpirun` on the machines of a file (`--mpirun_hostfile`)",
+        "cpu/test_schedulers.py::file_of_machines_is_launched",
+    )
     yield faked(
         "TPU and its pods (`--tpu`, `--tpu_use_cluster`, `tpu-config`)",
         "null/test_tpu_launch.py::once_for_each_device",

@@ -389,9 +389,12 @@ class Kubeflow(Scheduler):
 class Machines(Kubeflow):
     """A launcher that is told the number of its machine by torchrun's names, as in pods of any cluster."""
 
+    name = Torchrun.name
+
     def __init__(self, env: Env) -> None:
         super().__init__(env)
-        self.name = Kubeflow.name if Kubeflow.detect(env) else Torchrun.name
+        if Kubeflow.detect(env):
+            self.name = Kubeflow.name
 
     def local_rank(self) -> int:
         return 0
