@@ -54,7 +54,7 @@ def tested(text: str, *tests: str) -> Claim:
 
 
 def faked(text: str, *tests: str) -> Claim:
-    """Something that is not run here: tests cover it with a fake of what is outside; names as in ``tested``."""
+    """Something that is not run here: tests use a fake of what is outside; names as for ``tested``."""
     return Claim(text, "unrun", lambda: all(map(_is_tested, tests)), f"there are tests {', '.join(tests)}")
 
 

@@ -109,7 +109,17 @@ def wrong_pip(words: list[str]) -> Iterator[str]:
             yield f"is {word} to be installed?"
 
 
+def wrong_under(words: list[str]) -> Iterator[str]:
+    """A launcher of others around ours: its own flags are its affair."""
+    if "accelerate" not in words:
+        yield "it does not start accelerate"
+        return
+    yield from wrong_accelerate(words[words.index("accelerate") + 1 :])
+
+
 CHECKS = {
+    "mpirun": wrong_under,
+    "srun": wrong_under,
     "make": wrong_make,
     "accelerate": wrong_accelerate,
     "torchrun": wrong_script,

@@ -210,8 +210,7 @@ def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-    ],
+    [],
 )
 def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: str) -> None:
     with pytest.raises(NotBuiltError, match="is not built yet") as error:

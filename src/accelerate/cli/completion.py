@@ -18,7 +18,7 @@ _HOMES = {
 }
 _HELP = """Print the script by which a shell completes commands, flags, their values and file names.
 
-\\b
+\b
 accelerate completion bash > ~/.local/share/bash-completion/completions/accelerate
 accelerate completion fish > ~/.config/fish/completions/accelerate.fish
 accelerate completion zsh > "${fpath[1]}/_accelerate"

@@ -40,7 +40,8 @@ def _test(given: dict[str, Any]) -> None:
     wrong = next((name for name in ("module", "no_python") if given.get(name)), None)
     if wrong:
         raise SettingError(f"--{wrong} says what kind of script is launched, but the script is a fixed one")
-    launch(read(given, (str(SCRIPT),), HANDED))
+    # The checks make many an Accelerator, and the table says what came of the options.
+    launch(read({**given, "effects": given.get("effects") or "none"}, (str(SCRIPT),), HANDED))
     click.echo(f"\n{SUCCESS}")
 
 

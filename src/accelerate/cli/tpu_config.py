@@ -103,7 +103,8 @@ def _option(name: str) -> click.Option:
     kind: dict[str, Any] = {"is_flag": True} if name in _SWITCHES else {"default": None}
     kind |= {"multiple": True} if name == "command" else {}
     kind |= {"default": "latest", "show_default": True} if name == "accelerate_version" else {}
-    return click.Option([f"--{name}", f"--{name.replace('_', '-')}", name], help=_HELP[name], **kind)
+    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+    return click.Option([*spellings, name], help=_HELP[name], **kind)
 
 
 PLUGIN = click.Command(

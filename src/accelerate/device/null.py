@@ -34,7 +34,7 @@ class Null(Device):
         super().__init__()
         self.size, self.capacity = size, capacity
         self.calls: Counter[str] = Counter()
-        self.used: Counter[int] = Counter()
+        self.taken: Counter[int] = Counter()
         self.highest: Counter[int] = Counter()
         self._current = 0
         self._seeds: dict[int, int] = {}
@@ -112,22 +112,22 @@ class Null(Device):
         import torch
 
         where = self._index(index)
-        if self.used[where] + size > self.capacity:
+        if self.taken[where] + size > self.capacity:
             raise torch.OutOfMemoryError(f"null device {where}: out of memory, {size} bytes wanted")
-        self.used[where] += size
-        self.highest[where] = max(self.highest[where], self.used[where])
+        self.taken[where] += size
+        self.highest[where] = max(self.highest[where], self.taken[where])
 
     def memory(self, index: int | None = None) -> tuple[int, int]:
-        return self.capacity - self.used[self._index(index)], self.capacity
+        return self.capacity - self.taken[self._index(index)], self.capacity
 
     def allocated(self, index: int | None = None) -> int | None:
-        return self.used[self._index(index)]
+        return self.taken[self._index(index)]
 
     def peak(self, index: int | None = None) -> int | None:
         return self.highest[self._index(index)]
 
     def reset_peak(self, index: int | None = None) -> bool:
-        self.highest[self._index(index)] = self.used[self._index(index)]
+        self.highest[self._index(index)] = self.taken[self._index(index)]
         return True
 
     def empty_cache(self) -> None:

@@ -40,6 +40,10 @@ from accelerate.world.world import InitProcessGroupKwargs
 _numbers = count()
 
 
+# Lines of this process that were printed: a second Accelerator that was asked the same says nothing new.
+_PRINTED: set[str] = set()
+
+
 class Effects(Processes):
     """Collects and reports effects."""
 
@@ -230,7 +234,9 @@ class Effects(Processes):
         ledger = Ledger(fresh)
         if ledger and self._settings.effects in ("line", "table"):
             text = ledger.line if self._settings.effects == "line" else f"\n{ledger}"
-            print(f"accelerate: {text}", file=sys.stderr, flush=True)
+            if text not in _PRINTED:
+                _PRINTED.add(text)
+                print(f"accelerate: {text}", file=sys.stderr, flush=True)
 
     def _hear_ranks(self, depth: int = 3) -> None:
         """On process 0: warns of what other processes found, and this one did not."""
