@@ -58,14 +58,6 @@ def faked(text: str, *tests: str) -> Claim:
     return Claim(text, "unrun", lambda: all(map(_is_tested, tests)), f"there are tests {', '.join(tests)}")
 
 
-def unflagged(text: str, *flags: str) -> Claim:
-    """Flags of ``accelerate launch`` that are refused until their part is built."""
-    from accelerate.launch import later as refused_flags
-
-    known = refused_flags.flags().keys() | refused_flags.switches().keys()
-    return Claim(text, "planned", lambda: known >= {*flags}, f"accelerate.launch.later refuses {flags}")
-
-
 def _is_tested(name: str) -> bool:
     file, _, words = name.partition("::")
     path = ROOT / "tests" / file
@@ -350,7 +342,6 @@ def settings_page() -> str:
     """docs/settings.md."""
     from accelerate.cli.options import rows as every_setting
     from accelerate.core import environ
-    from accelerate.launch import later as refused_flags
 
     topics: dict[str, list[list[str]]] = {}
     for row in every_setting():
@@ -361,13 +352,6 @@ def settings_page() -> str:
     parts += ["## Variables that describe a run", _PROTOCOL]
     parts.append(table(["Variable", "Meaning"], ([code(n), cell(t)] for n, t in environ.PROTOCOL.items())))
     parts += ["## Which devices a process sees", _VISIBLE, table(["Device", "Variable"], _visible())]
-    parts += ["## Known and not built yet", _REFUSED]
-    parts.append(
-        table(
-            ["What will come", "Flags", "Keys of its table", "Other keys"],
-            ([cell(part.plan), *_promised(part)] for part in refused_flags.PARTS),
-        )
-    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -410,9 +394,6 @@ _PROTOCOL = "They have no flag and no key: a launcher, a scheduler or the shell 
 
 _VISIBLE = "`accelerate launch --gpu_ids 0,2` sets the variable of the device at hand for what it starts."
 
-_REFUSED = """These flags and keys are known. A key that asks for nothing (`false`, `none`, an empty table) is
-accepted. Everything else is refused with the plan, never ignored."""
-
 
 def _setting(row: Any) -> list[str]:
     """The cells of one setting."""
@@ -434,14 +415,6 @@ def _visible() -> Iterator[list[str]]:
 
     for device in accelerators():
         yield [code(device.type), code(device.visible_variable or "")]
-
-
-def _promised(part: Any) -> Iterator[str]:
-    known = [f"--{name}" for name in (*part.switches.split(), *part.flags.split())]
-    yield " ".join(map(code, known))
-    keys = " ".join(code(key) for key in (*part.keys.split(), *part.old_keys.split()))
-    yield f"{code(part.section)}: {keys}" if part.section else ""
-    yield " ".join(map(code, part.top_keys.split()))
 
 
 # --- options of a class -------------------------------------------------------------------------------------

@@ -61,7 +61,6 @@ FACTS = {
 # Files that are lists of names.
 TABLES = {
     "names": "the table of public names spells them all",
-    "launch/later": "settings whose part is not built; each row moves to the file of its part",
 }
 
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
-from accelerate.world.clusters import DEFAULT_PORT, PORTS, Cluster, detect
+from accelerate.world.clusters import Cluster, detect
 from accelerate.world.hosts import expand_counts, expand_nodes
+from accelerate.world.variables import DEFAULT_PORT, PORTS
 from tests.support.launchers import RECORDED, environments
 
 TORCHRUN = {

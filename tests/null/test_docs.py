@@ -156,11 +156,9 @@ def test_a_wrong_command_is_seen() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_is_named_exists(page: str) -> None:
     from accelerate.cli.main import COMMANDS
-    from accelerate.launch import later
 
     params = [param for name in COMMANDS.names() for param in COMMANDS.get(name).params]
     known = {name for param in params for name in param.opts} | {"--help"}
-    known |= {f"--{name}" for name in (*later.flags(), *later.switches())}
     # Of the example script, and of the examples for contributors.
     known |= {*re.findall(r"\"(--[a-z-]+)\"", text("examples/digits.py")), "--report_every", "--report-every"}
     named = {word.split()[0].split("=")[0] for word in inline(page) if word.startswith("--")}
@@ -324,7 +322,6 @@ def test_false_claims_are_seen() -> None:
         generate.tested("x", "null/no_such_file.py"),
         generate.refused("x", lambda: None, "nothing"),
         generate.later("x", "accelerator:Accelerator"),
-        generate.unflagged("x", "num_processes"),
     ]
     assert [claim.text for claim in false if claim.holds()] == []
     assert generate.tested("x", "null/test_docs.py::false_claims").holds()

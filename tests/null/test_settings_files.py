@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from accelerate.cli.options import HANDED
-from accelerate.core.errors import NotBuiltError, SettingError, UnknownNameError
-from accelerate.launch import files, later
+from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.launch import files
 from accelerate.launch.job import Request, read
-from tests.laws.source import contract
 
 
 def write(path: Path, text: str) -> Path:
@@ -206,22 +205,6 @@ def test_a_file_of_the_public_package_is_read_as_it_is(config: Any) -> None:
 )
 def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:
     assert config(text).get(name) == value
-
-
-@pytest.mark.parametrize(
-    "text",
-    [],
-)
-def test_what_is_not_built_yet_is_refused_and_never_ignored(config: Any, text: str) -> None:
-    with pytest.raises(NotBuiltError, match="is not built yet") as error:
-        config(text)
-    assert error.value.why
-
-
-def test_the_table_of_what_will_come_names_only_promised_flags() -> None:
-    promised = {flag.lstrip("-").replace("-", "_") for flag in contract()["flags"]["launch"]}
-    torchruns = {"fp8_format", "tpu_use_cluster"}
-    assert {*later.flags(), *later.switches()} - torchruns <= promised
 
 
 def test_json_text_in_a_yaml_file_is_fine(config: Any) -> None:

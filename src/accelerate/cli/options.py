@@ -11,7 +11,6 @@ from accelerate.core.setting import Setting, declared
 from accelerate.facade.asked import EffectsSettings
 from accelerate.facade.gradient import GradientSettings
 from accelerate.facade.resume import ResumeSettings
-from accelerate.launch import later
 from accelerate.launch.job import Job, declarations
 from accelerate.launch.kinds import KINDS
 from accelerate.precision.recipes import RECIPES
@@ -87,19 +86,8 @@ def rows() -> tuple[Setting, ...]:
 
 
 def options() -> list[click.Parameter]:
-    """The flags of a launch, and hidden those that are promised and not built, to refuse them in words."""
-    return [*(SettingOption(row) for row in rows() if row.flags), *_refused()]
-
-
-def _refused() -> list[click.Parameter]:
-    found: list[click.Parameter] = []
-    for names, switch in ((later.switches(), True), (later.flags(), False)):
-        for name in names:
-            spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
-            kind: dict[str, Any] = {"is_flag": True, "flag_value": True} if switch else {}
-            kind |= {"default": None, "hidden": True, "type": click.UNPROCESSED}
-            found.append(click.Option([name, *spellings], **kind))
-    return found
+    """The flags of a launch."""
+    return [SettingOption(row) for row in rows() if row.flags]
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -14,7 +14,7 @@ from accelerate.core.errors import LaunchError, SettingError, UnknownNameError, 
 from accelerate.core.setting import Origin
 from accelerate.device import Device
 from accelerate.device.machine import Machine
-from accelerate.launch import conflicts, later
+from accelerate.launch import conflicts
 from accelerate.launch.conflicts import ALONE, said
 from accelerate.launch.job import Request
 
@@ -109,7 +109,6 @@ def place(request: Request, machine: Machine) -> Place:
 
     Raises:
         SettingError: what was asked does not fit the machine; the error names both.
-        NotBuiltError: processes on these devices are started in a way that is not built yet.
     """
     device, count, ids = chosen(request, machine)
     processes = _processes(request, machine, count)
@@ -119,10 +118,6 @@ def place(request: Request, machine: Machine) -> Place:
             f"but there are {count} {device.type} devices ({_limit(request, device, machine, ids)})",
             why="each process needs a device of its own",
             fix=f"start {count}, or use the CPU: accelerate launch --cpu ...",
-        )
-    if processes > 1:
-        later.refuse_values(
-            [("distributed_type", f"the {device.type} devices here", device.distributed_type)]
         )
     return Place(device, count, ",".join(map(str, ids)) if ids is not None else None, processes)
 
@@ -176,7 +171,7 @@ def _of_type(request: Request, machine: Machine) -> tuple[Device, int] | None:
     if _typed(kind, ALONE) or str(kind.value).upper() in request.types:
         return None
     if str(kind.value).upper() not in known:
-        values = (ALONE, CPU_GROUP, *known, *request.types, *later.values("distributed_type"))
+        values = (ALONE, CPU_GROUP, *known, *request.types)
         raise UnknownNameError("distributed_type", str(kind.value), values, where=f"in {kind.where}")
     counts = ((device, device.probe(machine)) for device in known[str(kind.value).upper()])
     for device, count in counts:

@@ -9,14 +9,14 @@ code says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import SOURCES, Loaded, Origin, Setting, declared, load, setting
-from accelerate.launch import files, later, sections
+from accelerate.launch import files, sections
 from accelerate.launch.around import Around, around
 from accelerate.launch.files import ConfigFile
 from accelerate.launch.kinds import KINDS
@@ -340,12 +340,10 @@ def read(flags: Mapping[str, Any], program: Sequence[str], handed: Sequence[type
     Raises:
         SettingError: a value is wrong; the error names its place.
         UnknownNameError: a key of the configuration file is unknown at any depth.
-        NotBuiltError: something is asked for that is not built yet.
     """
     named = flags.get("config_file") or environ.get("ACCELERATE_CONFIG_FILE")
     # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
     file = files.find(named, use_default=not flags.get("use_cpu"))
-    later.refuse_flags(flags)
     return of(file, flags, program, handed)
 
 
@@ -367,24 +365,15 @@ def of(
 
     Raises:
         SettingError: as for ``read``.
-        NotBuiltError: as for ``read``.
     """
     if file is not None:
         file = sections.settled(file, (*kept(), *handed))
         _check_keys(file, handed)
-        later.refuse_keys(file)
     scheduler = around(environ.snapshot() if env is None else env)
     loaded = {cls: _load(cls, flags, file, env, scheduler) for cls in (*kept(), *handed)}
     request = Request(loaded[Job].value, loaded, tuple(program), file, scheduler)
-    later.refuse_values(_winners(request))
     request.check_switches()
     return request
-
-
-def _winners(request: Request) -> Iterator[tuple[str, str, Any]]:
-    for loaded in request.loaded.values():
-        for name, found in loaded.origins.items():
-            yield name, found[0].where, found[0].value
 
 
 def _load(
@@ -407,7 +396,7 @@ def _load(
 def _check_keys(file: ConfigFile, handed: Sequence[type[Any]]) -> None:
     """Refuses unknown keys at the top level; each section checks its own."""
     rows = [row for row in declarations(handed) if row.in_file]
-    known = {row.section or row.name for row in rows} | later.top_keys().keys()
+    known = {row.section or row.name for row in rows}
     for cls in kept():
         # Some keys exist only in files that are for such a job: {"compute_environment": "AMAZON_..."}.
         needs: Mapping[str, str] = getattr(cls, "__only_with__", {})

@@ -14,18 +14,11 @@ is filled in from a scheduler that tells the same rank and size.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from accelerate.core.errors import WorldError
 from accelerate.world.hosts import expand_counts, expand_nodes
-
-DEFAULT_PORT = 29500
-# Ports derived from a job's number stay below 32768, where Linux begins to hand out its own.
-PORTS = 3000
-
-Env = Mapping[str, str]
+from accelerate.world.variables import DEFAULT_PORT, Env, is_loopback, job_port, node_of, number
 
 
 @dataclass(frozen=True)
@@ -80,31 +73,31 @@ class Scheduler:
     @classmethod
     def detect(cls, env: Env) -> bool:
         """Whether this launcher started the process."""
-        return _int(env, *cls.rank_names) is not None and _int(env, *cls.size_names) is not None
+        return number(env, *cls.rank_names) is not None and number(env, *cls.size_names) is not None
 
     def rank(self) -> int | None:
-        return _int(self.env, *self.rank_names)
+        return number(self.env, *self.rank_names)
 
     def size(self) -> int | None:
-        return _int(self.env, *self.size_names)
+        return number(self.env, *self.size_names)
 
     def local_rank(self) -> int | None:
-        return _int(self.env, *self.local_rank_names)
+        return number(self.env, *self.local_rank_names)
 
     def local_size(self) -> int | None:
-        return _int(self.env, *self.local_size_names)
+        return number(self.env, *self.local_size_names)
 
     def node(self) -> int | None:
-        return _int(self.env, *self.node_names, *NODE)
+        return number(self.env, *self.node_names, *NODE)
 
     def nodes(self) -> int | None:
-        return _int(self.env, *self.nodes_names, *NODES)
+        return number(self.env, *self.nodes_names, *NODES)
 
     def address(self) -> str | None:
         return self.env.get("MASTER_ADDR") or None
 
     def port(self) -> int | None:
-        return _int(self.env, "MASTER_PORT")
+        return number(self.env, "MASTER_PORT")
 
     def cluster(self) -> Cluster:
         """The values, completed and checked.
@@ -144,7 +137,7 @@ class Scheduler:
 
     def _local(self, rank: int, size: int) -> tuple[int, int]:
         local_rank, local_size = self.local_rank(), self.local_size()
-        alone = size == 1 or self.nodes() == 1 or _is_loopback(self.address())
+        alone = size == 1 or self.nodes() == 1 or is_loopback(self.address())
         if local_size is None:
             nodes = self.nodes()
             node = self.node()
@@ -167,7 +160,7 @@ class Scheduler:
         if nodes is None:
             nodes = -(-size // max(1, local_size))
         if node is None:
-            node = _node_of(rank, local_rank, local_size, size, nodes)
+            node = node_of(rank, local_rank, local_size, size, nodes)
         return self._need("machine", node, NODE), nodes
 
     def _need(self, what: str, value: int | None, names: tuple[str, ...]) -> int:
@@ -231,7 +224,7 @@ class Lsf(Scheduler):
 
     def port(self) -> int | None:
         told = super().port()
-        return _job_port(self.env, "LSB_JOBID") if told is None else told
+        return job_port(self.env, "LSB_JOBID") if told is None else told
 
 
 class OpenMpi(Scheduler):
@@ -245,7 +238,7 @@ class OpenMpi(Scheduler):
     local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
 
     def nodes(self) -> int | None:
-        return _int(self.env, *NODES, *self.nodes_names)
+        return number(self.env, *NODES, *self.nodes_names)
 
 
 class Mvapich(Scheduler):
@@ -273,7 +266,7 @@ class Hydra(Scheduler):
     @classmethod
     def detect(cls, env: Env) -> bool:
         # srun --mpi=pmi2 sets the first two alone; SLURM then tells more.
-        own = _int(env, *cls.local_rank_names) is not None or "SLURM_PROCID" not in env
+        own = number(env, *cls.local_rank_names) is not None or "SLURM_PROCID" not in env
         return own and super().detect(env)
 
 
@@ -308,7 +301,7 @@ class Slurm(Scheduler):
         for name in self.local_size_names[:2]:
             if self.env.get(name):
                 return expand_counts(self.env[name], where=name)
-        each, nodes = _int(self.env, "SLURM_NTASKS_PER_NODE"), self.nodes()
+        each, nodes = number(self.env, "SLURM_NTASKS_PER_NODE"), self.nodes()
         return [each] * nodes if each and nodes else []
 
     def hosts(self) -> list[str]:
@@ -331,10 +324,10 @@ class Slurm(Scheduler):
         return counts[node] if node is not None and node < len(counts) else None
 
     def node(self) -> int | None:
-        return _int(self.env, *self.node_names)
+        return number(self.env, *self.node_names)
 
     def nodes(self) -> int | None:
-        return _int(self.env, *self.nodes_names)
+        return number(self.env, *self.nodes_names)
 
     def address(self) -> str | None:
         hosts = self.hosts() if self.nodes() != 1 else []
@@ -342,7 +335,7 @@ class Slurm(Scheduler):
 
     def port(self) -> int | None:
         told = super().port()
-        return _job_port(self.env, "SLURM_JOB_ID", "SLURM_STEP_ID") if told is None else told
+        return job_port(self.env, "SLURM_JOB_ID", "SLURM_STEP_ID") if told is None else told
 
     def _told(self, names: tuple[str, ...]) -> str:
         return next((f"{name}={self.env[name]}" for name in names if self.env.get(name)), names[0])
@@ -366,7 +359,7 @@ class Kubeflow(Scheduler):
 
     def local_rank(self) -> int | None:
         per_pod = (
-            _int(self.env, "PET_NPROC_PER_NODE") if self.env.get("PET_NPROC_PER_NODE", "").isdigit() else 1
+            number(self.env, "PET_NPROC_PER_NODE") if self.env.get("PET_NPROC_PER_NODE", "").isdigit() else 1
         )
         if per_pod and per_pod > 1:
             raise WorldError(
@@ -413,7 +406,7 @@ def detect(env: Env) -> Cluster | None:
         WorldError: the variables are incomplete or contradict each other.
     """
     found = scheduler(env)
-    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
+    rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
     if rank is not None and size is not None:
         if Kubeflow.detect(env) and found is None:
             return Kubeflow(env).cluster()
@@ -479,7 +472,7 @@ def _as_protocol(cluster: Cluster) -> dict[str, str]:
 
 def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
     """No launcher is recognised: then a part of torchrun's protocol is a mistake, unless it says 'alone'."""
-    local_rank = _int(env, "LOCAL_RANK")
+    local_rank = number(env, "LOCAL_RANK")
     if rank is None and (size or 1) == 1 and not local_rank:
         return
     told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
@@ -507,46 +500,3 @@ def _checked(cluster: Cluster) -> Cluster:
             fix="check WORLD_SIZE, LOCAL_WORLD_SIZE and the number of machines",
         )
     return cluster
-
-
-def _int(env: Env, *names: str) -> int | None:
-    """The first of ``names`` that holds a number of zero or more; -1 means unset, as torch has it."""
-    for name in names:
-        text = env.get(name, "").strip()
-        if not text:
-            continue
-        try:
-            value = int(text)
-        except ValueError:
-            raise WorldError(
-                f"{name}={text!r} is not a whole number", fix=f"unset {name}, or set it right"
-            ) from None
-        if value >= 0:
-            return value
-    return None
-
-
-def _node_of(rank: int, local_rank: int, local_size: int, size: int, nodes: int) -> int | None:
-    """The machine of a rank: ranks fill the machines one by one, or are dealt to them in turn.
-
-    Filling wins where both would explain the numbers, since it is every launcher's default. None where
-    the machines hold different numbers: then a rank alone cannot tell.
-    """
-    if rank == local_rank:
-        return 0
-    if nodes * local_size != size:
-        return None
-    if rank == (rank // local_size) * local_size + local_rank:
-        return rank // local_size
-    return rank % nodes if rank // nodes == local_rank else None
-
-
-def _is_loopback(address: str | None) -> bool:
-    return address is not None and (address in ("localhost", "::1") or address.startswith("127."))
-
-
-def _job_port(env: Env, job: str, step: str = "") -> int:
-    """A port that two jobs on one machine are unlikely to share, the same on every rank of a job."""
-    digits = re.sub(r"\D", "", env.get(job, ""))
-    number = int(digits or 0) * 8 + (_int(env, step) or 0 if step else 0)
-    return DEFAULT_PORT + number % PORTS

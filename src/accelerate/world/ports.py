@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from accelerate.world.clusters import DEFAULT_PORT
+from accelerate.world.variables import DEFAULT_PORT
 
 LOCAL = "127.0.0.1"
 

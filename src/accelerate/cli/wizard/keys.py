@@ -9,9 +9,9 @@ from typing import Any
 
 from accelerate.cli.options import HANDED, rows
 from accelerate.core import environ
-from accelerate.core.errors import AccelerateError, NotBuiltError, SettingError, UnknownNameError
+from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
 from accelerate.core.setting import Setting, checked
-from accelerate.launch import files, later, writing
+from accelerate.launch import files, writing
 from accelerate.launch.check import check
 from accelerate.launch.files import ConfigFile
 from accelerate.launch.job import of
@@ -29,7 +29,6 @@ def find(key: str) -> Setting:
 
     Raises:
         UnknownNameError: there is none; the nearest is suggested.
-        NotBuiltError: it is promised and not built yet.
     """
     known = [row for row in rows() if row.in_file]
     section, _, name = key.rpartition(".")
@@ -38,10 +37,6 @@ def find(key: str) -> Setting:
             return row
         if not section and name == row.name:
             return row
-    parts = later.top_keys() | later.flags() | later.switches()
-    part = parts.get(section) or parts.get(name)
-    if part is not None:
-        raise NotBuiltError(f"{key} is not built yet", why=part.plan, fix="leave it out")
     spellings = [row.path if section else row.name for row in known]
     raise UnknownNameError("key", key, spellings, where="in --set")
 

@@ -27,7 +27,7 @@ from accelerate.launch.kinds.local import become, own_folder, program_of, shared
 from accelerate.launch.logs import Logs
 from accelerate.launch.plan import Plan, Start, Variables
 from accelerate.launch.ranks import Command, Ranks
-from accelerate.world.clusters import DEFAULT_PORT
+from accelerate.world.variables import DEFAULT_PORT
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from accelerate.launch.kinds.local import program_of, shared_variables, startabl
 from accelerate.launch.plan import Plan, Start, Variables
 from accelerate.launch.port import Port
 from accelerate.launch.several import SEVERAL
-from accelerate.world.clusters import DEFAULT_PORT, PORTS
+from accelerate.world.variables import DEFAULT_PORT, PORTS
 
 # Variables of this process that the ranks get besides those of the job.
 PASSED = re.compile(r"ACCELERATE_\w+|HF_\w+|TORCH_\w+|GLOO_\w+|PYTHON\w+|OMP_\w+|KMP_\w+|CCL_\w+")
