@@ -267,7 +267,8 @@ def _processes(answers: Answers) -> str:
     """How many processes to offer: two on a CPU, else one per device; "" where none is known."""
     if answers.value("use_cpu"):
         return "2"
-    count = devices.probe()[1] * answers.value("num_machines")
+    fewest = str(answers.value("num_machines")).partition(":")[0]
+    count = devices.probe()[1] * (int(fewest) if fewest.isdigit() else 1)
     return str(count) if count else ""
 
 

@@ -126,7 +126,9 @@ def endpoint(request: Request) -> Endpoint:
     if asked.rdzv_endpoint is None:
         return Endpoint(job.main_process_ip or "", default, address.where)
     host, port = _parts(asked.rdzv_endpoint, given.where)
-    both = asked.rdzv_backend == STATIC and job.main_process_ip is not None
+    # Where a scheduler would have them meet does not contradict what somebody wrote.
+    written = job.main_process_ip is not None and address.source != "scheduler"
+    both = asked.rdzv_backend == STATIC and written
     if both and (host != job.main_process_ip or port not in (None, job.main_process_port)):
         raise SettingError(
             f"{given.where} is {given.value}, but {address.where} is {address.value}",

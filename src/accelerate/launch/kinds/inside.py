@@ -205,7 +205,9 @@ def _supervise(request: Request, rank: int, variables: Variables, logs: Logs) ->
             outcome = ranks.run()
         logs.finish()
         ends = [dataclasses.replace(end, rank=rank) for end in outcome.ends]
-        error = report.failure(dataclasses.replace(outcome, ends=ends), folder)
+        error = report.failure(
+            dataclasses.replace(outcome, ends=ends), folder, request.around.size if request.around else None
+        )
     if error is not None:
         raise error
 
