@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import RankServer
+
+# Under nohup, or in the background of a script, these come ignored, and what is started here inherits that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
