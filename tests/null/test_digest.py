@@ -7,7 +7,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -134,18 +135,19 @@ def test_without_pwrite_the_file_is_the_same(tmp_path: Path, monkeypatch: pytest
     assert written(tmp_path / "b", content(50_000), 3000) == expected == digest(tmp_path / "b")
 
 
-@pytest.fixture
-def small_limit() -> Generator[None]:
-    """Files of this process may have 20,000 bytes."""
+@contextmanager
+def small_limit() -> Iterator[None]:
+    """Files of this process may have 20,000 bytes; the one to which the tests are logged may have more."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("small_limit")
 def test_a_limit_of_the_system_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="File too large"):
+    with small_limit(), pytest.raises(OSError, match="File too large"):
         written(tmp_path / "file", content(50_000), 3000)
