@@ -262,8 +262,8 @@ def test_flags_ask_for_it(config: Any) -> None:
 
 
 def test_options_that_nobody_asked_for_are_refused(config: Any) -> None:
-    with pytest.raises(SettingError, match="--fsdp_offload_params is given, but nothing asks") as error:
+    with pytest.raises(SettingError, match="--fsdp_offload_params is given, but --use_fsdp is not") as error:
         config("{}", fsdp_offload_params="true")
     assert "--use_fsdp" in str(error.value)
-    with pytest.raises(SettingError, match="nothing asks for this way of training"):
+    with pytest.raises(SettingError, match="nothing asks for the way of training"):
         config("fsdp_config: {version: 2}")
