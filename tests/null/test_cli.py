@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +169,22 @@ def test_a_new_command_is_one_file(cli: Run) -> None:
         assert cli("say-hello").out == "hello\n"
         assert "say-hello" in cli("--help").out
         assert "did you mean 'say-hello'?" in cli("sayhello").err
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    """What a command says of itself is read from the first line of its file: a list is shown at once."""
+    code = (
+        "import sys; from accelerate.cli import main; code = main.run(['--help']); "
+        "print(sorted(n for n in sys.modules if n.startswith('accelerate.cli.'))); "
+        "print(main.COMMANDS.files)"
+    )
+    *shown, loaded, files = subprocess.run(
+        [sys.executable, "-c", code], check=True, text=True, capture_output=True
+    ).stdout.splitlines()
+    assert ast.literal_eval(loaded) == ["accelerate.cli.main", "accelerate.cli.show"]
+    for name in ast.literal_eval(files):
+        line = next(line for line in shown if line.split()[:1] == [name.replace("_", "-")])
+        assert len(line.split()) > 3
 
 
 # ---------------------------------------------------------------- env

@@ -1,4 +1,4 @@
-"""``accelerate completion``: the script by which a shell completes what is typed after ``accelerate``."""
+"""``accelerate completion``: print the script by which a shell completes commands and flags."""
 
 from __future__ import annotations
 

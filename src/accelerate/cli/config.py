@@ -1,4 +1,4 @@
-"""``accelerate config``: the file with the settings of launches, by questions or key by key."""
+"""``accelerate config``: write the file that launches take settings from, by questions or key by key."""
 
 from __future__ import annotations
 

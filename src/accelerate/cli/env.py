@@ -1,4 +1,4 @@
-"""``accelerate env``: what a bug report needs, and with ``--explain`` where every setting comes from."""
+"""``accelerate env``: print what a bug report needs, or where every setting comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``accelerate launch``."""
+"""``accelerate launch``: start a script with one process per device, or as many as you say."""
 
 from __future__ import annotations
 

@@ -37,6 +37,16 @@ class Commands(click.Group):
         name = cmd_name.replace("-", "_")
         return COMMANDS.get(name) if name in COMMANDS else None
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists them. What a command says of itself is the first line of its file, which is not imported."""
+        rows: list[tuple[str, str]] = []
+        for typed in self.list_commands(ctx):
+            said = COMMANDS.summary(typed.replace("-", "_"))
+            command = None if said else self.get_command(ctx, typed)
+            rows.append((typed, command.get_short_help_str() if command else said))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

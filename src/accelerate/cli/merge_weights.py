@@ -1,4 +1,4 @@
-"""``accelerate merge-weights``: the parts of a sharded model as files that every library reads."""
+"""``accelerate merge-weights``: join the parts of a sharded model into files that every library reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``accelerate test``: a quick real check of the set-up that a launch would use."""
+"""``accelerate test``: try ranks, collectives, data, precision and checkpoints of a set-up."""
 
 from __future__ import annotations
 

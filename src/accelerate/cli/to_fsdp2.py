@@ -1,4 +1,4 @@
-"""``accelerate to-fsdp2``: a configuration of the first sharded engine as one of the second."""
+"""``accelerate to-fsdp2``: turn a configuration of the first sharded engine into the second's."""
 
 from __future__ import annotations
 

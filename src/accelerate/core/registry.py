@@ -91,6 +91,21 @@ class Registry(Generic[T]):
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
+    def summary(self, name: str) -> str:
+        """What the first line of a file of the folder says after its name and a colon, without importing it.
+
+        Empty for plug-ins that are no files: those have to be asked themselves.
+        """
+        if name in self._added or name not in self.files:
+            return ""
+        for folder in importlib.import_module(self.package).__path__:
+            source = os.path.join(folder, f"{name}.py")
+            if os.path.exists(source):
+                with open(source, encoding="utf-8") as text:
+                    said = text.readline().strip().strip('"').partition(": ")[2]
+                return said[:1].upper() + said[1:]
+        return ""
+
     def _load(self, name: str) -> T:
         if name in self.files:
             return cast(T, importlib.import_module(f"{self.package}.{name}").PLUGIN)
