@@ -203,8 +203,17 @@ def lane() -> _Lane:
         world = worlds.current()
         timeout = None if world is None else world.timeout
         _lane = _Lane(dist.new_group(backend="gloo", timeout=timeout), behind)
-        atexit.register(_lane.flush)  # before the group is closed, which was registered earlier
+        worlds.before_close(_leave)
+        atexit.register(_leave)  # before the group is closed, which was registered earlier
     return _lane
+
+
+def _leave() -> None:
+    """Sends off what is under way and lets go of the group: its threads must not outlive the interpreter."""
+    global _lane
+    left, _lane = _lane, None
+    if left is not None:
+        left.flush()
 
 
 def wait(work: Any, what: str) -> None:

@@ -204,6 +204,18 @@ class Office:
         self._wasted, self._larger = 0, False
         self._group: Any = None
         self._sheets: dict[int, Sheet] = {}
+        watch.at_end(self.close)
+
+    def close(self) -> None:
+        """Ends the group and its threads.
+
+        One that lets go of a tensor needs the interpreter for it, and aborts the process when that has begun
+        to end.
+        """
+        global _office
+        self._group = None
+        if _office is self:
+            _office = None
 
     def exchange(
         self,

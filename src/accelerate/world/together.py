@@ -150,6 +150,7 @@ class Watch:
         self._looking = threading.Lock()
         self._counters = counters
         self.group: object = None
+        self._last: list[Callable[[], None]] = []
         self._told: Position | None = None
         self._mark: object = None
         self._alarmed = self._failed = False
@@ -221,12 +222,19 @@ class Watch:
                 self._farewell("ended")
         self.stop()
 
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` when this process takes part in nothing more."""
+        self._last.append(action)
+
     def stop(self) -> None:
-        """Ends the watcher."""
+        """Ends the watcher, and lets go of the group: whoever destroys it must be the last who knows it."""
         self._stop.set()
         self._wake.set()
         # It must not be inside torch while the interpreter ends.
         self._thread.join(10.0)
+        for action in self._last:
+            action()
+        self._last, self._counters, self.group = [], (), None
 
     def _farewell(self, key: str) -> None:
         others = [f"{key}/{rank}" for rank in range(self.size) if rank != self.rank]
