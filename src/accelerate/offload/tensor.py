@@ -1,0 +1,139 @@
+"""A weight that is not here: to torch a tensor on the meta device, and right wherever it is used.
+
+The parameter of an offloaded module is one of these between forwards. Whoever reads it elsewhere (a parent
+that calls ``F.linear(x, child.weight)``, a head that uses the embedding) meets ``__torch_dispatch__``, which
+brings the values to where the other operands are. So an offloaded weight is never uninitialised memory.
+
+It says ``device(type="meta")``, by which existing code tells what is offloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._utils import _rebuild_parameter
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from accelerate.offload.source import HostSource, Source
+
+_aten: Any = torch.ops.aten
+_VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
+
+
+class OffloadedTensor(torch.Tensor):
+    """The stand-in for a weight.
+
+    Args:
+        source: where the values are.
+        device: where they are brought when no operand says so: the device that its module computes on.
+    """
+
+    source: Source
+    execution: torch.device
+
+    @staticmethod
+    def __new__(cls, source: Source, device: torch.device) -> OffloadedTensor:
+        meta = torch.device("meta")
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=meta)
+        made.source, made.execution = source, device
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        source = copy.copy(self.source)
+        if isinstance(source, HostSource):
+            source.tensor = source.tensor.clone()
+        made = memo[id(self)] = offloaded(self, source, self.execution)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A pickled one is an ordinary tensor: values are read when it is written, one tensor at a time."""
+        value = self.source.host().detach()
+        if isinstance(self, nn.Parameter):
+            return _rebuild_parameter, (value, self.requires_grad, OrderedDict())
+        return value.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Every operation on one, below autograd."""
+        kwargs = kwargs or {}
+        if func in _VIEWS_OF_ALL:
+            return OffloadedTensor(args[0].source, args[0].execution)
+        if func._schema.is_mutable and any(map(_is_offloaded, _written(func, args, kwargs))):
+            return _change(func, args, kwargs)
+        device = _where(args, kwargs)
+
+        def real(tensor: OffloadedTensor) -> torch.Tensor:
+            return tensor.source.read(device or tensor.execution)
+
+        return func(
+            *tree_map_only(OffloadedTensor, real, args), **tree_map_only(OffloadedTensor, real, kwargs)
+        )
+
+
+def _is_offloaded(value: object) -> bool:
+    return isinstance(value, OffloadedTensor)
+
+
+def _where(args: Any, kwargs: Any) -> torch.device | None:
+    """The device of the first real operand that has dimensions; scalars go anywhere."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and not _is_offloaded(leaf) and leaf.ndim:
+            return leaf.device
+    return None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return [given[a.name] for a in func._schema.arguments if a.is_write and a.name in given]
+
+
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation in place: done on the host, then written back."""
+    changed = {id(t): (t, t.source.host()) for t in _written(func, args, kwargs) if _is_offloaded(t)}
+
+    def host(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in changed:
+            return changed[id(tensor)][1]
+        return tensor.source.host() if isinstance(tensor, OffloadedTensor) else tensor.cpu()
+
+    for target, value in changed.values():
+        target.source.write(value)  # refuses a file before anything is computed
+    result = func(*tree_map_only(torch.Tensor, host, args), **tree_map_only(torch.Tensor, host, kwargs))
+    for target, value in changed.values():
+        target.source.write(value)
+        if result is value:
+            result = target
+    return result
+
+
+def offloaded(tensor: torch.Tensor, source: Source, device: torch.device) -> torch.Tensor:
+    """The stand-in for a parameter or buffer; attributes that others have set on it stay.
+
+    Args:
+        tensor: the one to replace.
+        source: where its values are now.
+        device: where its module computes.
+    """
+    made: torch.Tensor = OffloadedTensor(source, device)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        if name not in ("source", "execution"):
+            setattr(made, name, value)
+    return made
+
+
+def source_of(tensor: torch.Tensor | None) -> Source | None:
+    """Where the values of an offloaded tensor are; None for any other."""
+    return tensor.source if isinstance(tensor, OffloadedTensor) else None
