@@ -34,6 +34,11 @@ class Source:
         """Bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the values lie in memory, and so can be changed."""
+        return type(self).write is not Source.write
+
     def host(self) -> torch.Tensor:
         """The values on the CPU: the memory they lie in where there is one, else a fresh or mapped tensor."""
         raise NotImplementedError
@@ -69,7 +74,8 @@ class HostSource(Source):
     def write(self, value: torch.Tensor) -> None:
         """Copies ``value`` into it."""
         if value is not self.tensor:
-            self.tensor.copy_(value)
+            with torch.no_grad():
+                self.tensor.copy_(value)
 
 
 class MapSource(Source):
@@ -77,17 +83,34 @@ class MapSource(Source):
 
     Args:
         key: the name within the mapping.
-        like: a tensor of the same shape and dtype; its values do not matter.
+        like: a tensor of the same shape and of the dtype that is wanted; its values do not matter.
     """
 
     def __init__(self, name: str, weights: Mapping[str, torch.Tensor], key: str, like: torch.Tensor) -> None:
         self.name, self.weights, self.key = name, weights, key
         self.shape, self.dtype = like.shape, like.dtype
 
+    @property
+    def in_memory(self) -> bool:
+        """What the mapping says of the entry; any other mapping is asked twice for it."""
+        ask = getattr(self.weights, "in_memory", None)
+        return bool(ask(self.key)) if ask is not None else self.weights[self.key] is self.weights[self.key]
+
     def host(self) -> torch.Tensor:
-        """What the mapping holds now."""
-        value: Any = self.weights[self.key]
-        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        """What the mapping holds now, in the dtype that is wanted.
+
+        Raises:
+            OffloadError: it has no such entry, or one of another shape.
+        """
+        value = self._entry()
+        if value.shape != self.shape:
+            raise OffloadError(
+                f"the offloaded values of {self.name} have the shape {list(value.shape)}, "
+                f"and the module expects {list(self.shape)}",
+                why="they belong to another version of the model",
+            )
+        same = value.dtype == self.dtype or not value.is_floating_point()
+        return value if same else value.to(self.dtype)
 
     def write(self, value: torch.Tensor) -> None:
         """Copies ``value`` into the mapping's tensor, if that is memory and not a file.
@@ -95,7 +118,18 @@ class MapSource(Source):
         Raises:
             OffloadError: the mapping reads it from a file.
         """
-        now = self.host()
-        if self.host() is not now:  # made anew at each look
+        if not self.in_memory:
             super().write(value)
-        now.copy_(value)
+        with torch.no_grad():
+            self._entry().copy_(value)
+
+    def _entry(self) -> torch.Tensor:
+        try:
+            value: Any = self.weights[self.key]
+        except KeyError as error:
+            raise OffloadError(
+                f"the values of {self.name} are not there",
+                why=f"the mapping of offloaded weights has no entry {self.key!r}",
+                fix="dispatch the model again",
+            ) from error
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)

@@ -19,7 +19,7 @@ from torch import nn
 from torch._utils import _rebuild_parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from accelerate.offload.source import HostSource, Source
+from accelerate.offload.source import Source
 
 _aten: Any = torch.ops.aten
 _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
@@ -35,6 +35,10 @@ class OffloadedTensor(torch.Tensor):
 
     source: Source
     execution: torch.device
+    # Results are plain tensors: torch must not make them look like their operands.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    # Torch asks this one to learn whether there are values, as when it loads a state dict; there are.
+    is_meta = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(cls, source: Source, device: torch.device) -> OffloadedTensor:
@@ -47,11 +51,17 @@ class OffloadedTensor(torch.Tensor):
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        source = copy.copy(self.source)
-        if isinstance(source, HostSource):
-            source.tensor = source.tensor.clone()
-        made = memo[id(self)] = offloaded(self, source, self.execution)
+        # The memo keeps a hook's mapping and the stand-ins over it together; files are not copied.
+        made = memo[id(self)] = offloaded(self, copy.deepcopy(self.source, memo), self.execution)
         return made
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array."""
+        return self.source.host().detach().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values as numbers."""
+        return self.source.host().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A pickled one is an ordinary tensor: values are read when it is written, one tensor at a time."""
@@ -68,6 +78,8 @@ class OffloadedTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func in _VIEWS_OF_ALL:
             return OffloadedTensor(args[0].source, args[0].execution)
+        if func is _aten._to_copy.default and kwargs.get("device") is not None:
+            return func(args[0].source.host(), **kwargs)  # straight to where it is wanted
         if func._schema.is_mutable and any(map(_is_offloaded, _written(func, args, kwargs))):
             return _change(func, args, kwargs)
         device = _where(args, kwargs)
@@ -99,25 +111,31 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation in place: done on the host, then written back."""
-    changed = {id(t): (t, t.source.host()) for t in _written(func, args, kwargs) if _is_offloaded(t)}
+    """An operation in place: done on the host, in a file's stead refused, then written back."""
+    changed = {id(t): (t, t.source) for t in _written(func, args, kwargs) if _is_offloaded(t)}
+    if func is _aten.copy_.default and source_of(args[1]) is args[0].source:
+        return args[0]
+    values: dict[int, torch.Tensor] = {}
+    for key, (_, source) in changed.items():
+        if not source.in_memory:
+            source.write(torch.empty(0))  # says why not
+        values[key] = source.host()
 
     def host(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in changed:
-            return changed[id(tensor)][1]
+        if id(tensor) in values:
+            return values[id(tensor)]
         return tensor.source.host() if isinstance(tensor, OffloadedTensor) else tensor.cpu()
 
-    for target, value in changed.values():
-        target.source.write(value)  # refuses a file before anything is computed
     result = func(*tree_map_only(torch.Tensor, host, args), **tree_map_only(torch.Tensor, host, kwargs))
-    for target, value in changed.values():
-        target.source.write(value)
-        if result is value:
+    for key, (target, source) in changed.items():
+        if source.host() is not values[key]:
+            source.write(values[key])
+        if result is values[key]:
             result = target
     return result
 
 
-def offloaded(tensor: torch.Tensor, source: Source, device: torch.device) -> torch.Tensor:
+def offloaded(tensor: torch.Tensor, source: Source, device: torch.device) -> OffloadedTensor:
     """The stand-in for a parameter or buffer; attributes that others have set on it stay.
 
     Args:
@@ -125,12 +143,14 @@ def offloaded(tensor: torch.Tensor, source: Source, device: torch.device) -> tor
         source: where its values are now.
         device: where its module computes.
     """
-    made: torch.Tensor = OffloadedTensor(source, device)
+    made: Any = OffloadedTensor(source, device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():
         if name not in ("source", "execution"):
             setattr(made, name, value)
+    if type(tensor) not in (torch.Tensor, nn.Parameter, OffloadedTensor):
+        made._kind = type(tensor)
     return made
 
 
