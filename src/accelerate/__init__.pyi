@@ -32,9 +32,10 @@ from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.facade.accelerator import Accelerator as Accelerator
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.state import PartialState as PartialState
-from accelerate.inference import prepare_pippy as prepare_pippy
 from accelerate.launch.notebook.start import debug_launcher as debug_launcher
 from accelerate.launch.notebook.start import notebook_launcher as notebook_launcher
+from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
+from accelerate.offload.pipeline import prepare_pippy as prepare_pippy
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
@@ -43,7 +44,6 @@ from accelerate.strategy.ddp import DistributedDataParallelKwargs as Distributed
 from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.utils.imports import is_rich_available as is_rich_available
-from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
