@@ -269,13 +269,10 @@ def _watching() -> Iterator[Claim]:
 
 
 def _commands() -> Iterator[Claim]:
-    from accelerate.cli.main import COMMANDS, PLANNED
+    from accelerate.cli.main import COMMANDS
 
     for name in COMMANDS.names():
         yield Claim(f"`accelerate {name.replace('_', '-')}`", "built", lambda: True, "the folder cli/")
-    for name in PLANNED:
-        here = name.replace("-", "_") not in COMMANDS
-        yield Claim(f"`accelerate {name}`", "planned", lambda here=here: here, "PLANNED in cli/main.py")
 
 
 def claims() -> dict[str, list[Claim]]:

@@ -153,8 +153,8 @@ HOMES: dict[str, dict[str, Home]] = {
         "description=UPDATE update_command_parser update_config update_config_command",
     ),
     "accelerate.commands.env": at("cli.env", "env_command env_command_parser main"),
-    "accelerate.commands.estimate": later(
-        "this command",
+    "accelerate.commands.estimate": at(
+        "cli.estimate_memory",
         "add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command "
         "estimate_command_parser estimate_training_usage gather_data main verify_on_hub",
     ),

@@ -75,10 +75,10 @@ def wrong_make(words: list[str]) -> Iterator[str]:
 
 
 def wrong_accelerate(words: list[str]) -> Iterator[str]:
-    from accelerate.cli.main import COMMANDS, PLANNED
+    from accelerate.cli.main import COMMANDS
 
     shown = {f"src/accelerate/cli/{word.replace('-', '_')}.py" for word in words[:1]} & examples()
-    if not words or words[0] in PLANNED or words == ["--help"] or shown:
+    if not words or words == ["--help"] or shown:
         return
     if words[0].replace("-", "_") not in COMMANDS:
         yield f"there is no command {words[0]}"

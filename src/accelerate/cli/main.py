@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from accelerate.cli.show import USAGE, in_our_words, show
-from accelerate.core.errors import AccelerateError, NotBuiltError, UnknownNameError
+from accelerate.core.errors import AccelerateError, UnknownNameError
 from accelerate.core.registry import Registry
 from accelerate.launch.errors import RankError
 
@@ -16,13 +16,8 @@ COMMANDS: Registry[click.Command] = Registry(
     "command",
     "accelerate.cli",
     "accelerate.commands",
-    exclude=("arguments", "config_classes", "functions", "main", "options", "parser", "show"),
+    exclude=("arguments", "bars", "config_classes", "functions", "main", "options", "parser", "show"),
 )
-
-# Commands that are promised and not built yet, with what will come. Whoever adds the file removes the line.
-PLANNED = {
-    "estimate-memory": "a table of how much memory a model takes, from its configuration",
-}
 
 
 class Commands(click.Group):
@@ -54,10 +49,8 @@ class Commands(click.Group):
         if ctx.resilient_parsing:  # a shell asks what a half-typed line may become
             return super().resolve_command(ctx, args)
         name = args[0].replace("_", "-")
-        if name in PLANNED and self.get_command(ctx, name) is None:
-            raise NotBuiltError(f"accelerate {name} is not built yet", why=PLANNED[name])
         if self.get_command(ctx, name) is None:
-            raise UnknownNameError("command", args[0], [*self.list_commands(ctx), *PLANNED])
+            raise UnknownNameError("command", args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
 
 

@@ -116,7 +116,7 @@ def _of_file(file: Path) -> dict[str, Header]:
 
 
 def _header(row: dict[str, Any], file: Path) -> Header:
-    name = _NAMES.get(row["dtype"], row["dtype"].lower())
+    name = str(_NAMES.get(row["dtype"], row["dtype"].lower()))
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{file} holds numbers of the kind {row['dtype']}, which torch does not have")

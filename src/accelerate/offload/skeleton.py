@@ -40,6 +40,7 @@ def skeleton(
     trust_remote_code: bool = False,
     dtype: torch.dtype | str | None = None,
     head: bool = True,
+    token: str | None = None,
 ) -> nn.Module:
     """Builds a model on the meta device.
 
@@ -54,6 +55,7 @@ def skeleton(
         dtype: of floating point weights; None is what the configuration says.
         head: the architecture that a configuration of transformers names; False is the model below its
             head, which 1.x measures.
+        token: of the hub, for models that not everybody may see; None is the one that is logged in.
 
     Raises:
         SkeletonError: there is no such model, or its configuration does not describe one.
@@ -64,7 +66,7 @@ def skeleton(
         raise UnknownNameError("library", library, LIBRARIES)
     if _FACTORY.fullmatch(name) and not os.path.exists(name):
         return _cast(_made(name), wanted)
-    place = _Place(name)
+    place = _Place(name, token)
     if library in (None, "diffusers") and (index := place.file(PIPELINE)):
         return _cast(_pipeline(place, index, trust_remote_code), wanted)
     path = place.file(CONFIG)
@@ -115,8 +117,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class _Place:
     """Where a model is described: a folder, or a repository on the hub, whose small files are fetched."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.folder = name, Path(name).expanduser()
+    def __init__(self, name: str, token: str | None) -> None:
+        self.name, self.token, self.folder = name, token, Path(name).expanduser()
         if self.folder.name == CONFIG and self.folder.is_file():
             self.folder = self.folder.parent
         self.local = self.folder.exists()
@@ -135,10 +137,10 @@ class _Place:
         if self.local:
             path = self.folder / name
             return path if path.is_file() else None
-        return _fetched(self.name, name)
+        return _fetched(self.name, name, self.token)
 
 
-def _fetched(repository: str, name: str) -> Path | None:
+def _fetched(repository: str, name: str, token: str | None) -> Path | None:
     """A file of a repository on the hub, from the cache where it is there."""
     if not packages.installed("huggingface_hub"):
         raise MissingExtraError("huggingface_hub", f"the model {repository!r}, which is no folder here,")
@@ -146,7 +148,7 @@ def _fetched(repository: str, name: str) -> Path | None:
 
     here = "a folder with config.json: accelerate estimate-memory ./my-model"
     try:
-        return Path(hf_hub_download(repository, name))
+        return Path(hf_hub_download(repository, name, token=token))
     except errors.GatedRepoError as error:
         what, why = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
         raise SkeletonError(what, why=why, fix="ask for access on its page, then: hf auth login") from error
@@ -259,7 +261,8 @@ def _diffusers(place: _Place, config: dict[str, Any]) -> nn.Module:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         known = [each for each in dir(diffusers) if each.endswith(("Model", "2D", "3D", "KL"))]
         raise UnknownNameError("class of diffusers", name, known, where=f"in the config.json of {place.name}")
-    model: nn.Module = kind.from_config(config)
+    make: Any = kind.from_config  # type: ignore[attr-defined]
+    model: nn.Module = make(config)
     return model
 
 
@@ -293,7 +296,8 @@ def _transformers(
             )
         if not remote:
             raise UnknownNameError("model_type", str(sort), list(transformers.CONFIG_MAPPING), where=where)
-    options: dict[str, Any] = {"trust_remote_code": trust, **({"subfolder": part} if part else {})}
+    options: dict[str, Any] = {"trust_remote_code": trust, "token": place.token}
+    options |= {"subfolder": part} if part else {}
     described: Any = transformers.AutoConfig.from_pretrained(place.source, **options)
     extra: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     kind = _architecture(described, remote, trust, where) if head else None
@@ -375,14 +379,22 @@ def from_headers(found: Mapping[str, Header]) -> nn.Module:
         holder: nn.Module = root
         for part in path:
             if part not in holder._modules:
+                _refuse_twice(holder, part, name)
                 holder.add_module(part, Named())
             holder = holder.get_submodule(part)
+        _refuse_twice(holder, last, name)
         weight = torch.empty(header.shape, dtype=header.dtype, device="meta")
         if weight.is_floating_point():
             holder.register_parameter(last, nn.Parameter(weight, requires_grad=False))
         else:
             holder.register_buffer(last, weight)
     return root
+
+
+def _refuse_twice(holder: nn.Module, part: str, name: str) -> None:
+    if hasattr(holder, part):
+        what = f"the weight {name!r} cannot be an attribute of a module: {part!r} is something else already"
+        raise SkeletonError(what, fix="a config.json beside the weights says which model to build")
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
