@@ -30,7 +30,7 @@ from accelerate.offload.assign import (
     table_of,
     unrecorded,
 )
-from accelerate.offload.hooks import ModelHook, remove_hook_from_module
+from accelerate.offload.hooks import ModelHook, _compiler_disable, remove_hook_from_module
 from accelerate.offload.source import MapSource, OffloadError, Source
 from accelerate.offload.tensor import OffloadedTensor, offloaded, source_of
 from accelerate.world.tensors import find_device, send_to_device
@@ -254,6 +254,7 @@ class AlignDevicesHook(ModelHook):
             inputs["devices"] = []
         return inputs["devices"]
 
+    @_compiler_disable
     def _enter(self, module: nn.Module, called: bool) -> None:
         with self._lock:
             self._users += called
@@ -263,6 +264,7 @@ class AlignDevicesHook(ModelHook):
                 self._leave()
                 raise
 
+    @_compiler_disable
     def _leave(self) -> None:
         with self._lock:
             self._users = max(self._users - 1, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,20 +19,25 @@ from accelerate.offload.tensor import OffloadedTensor, offloaded, source_of
 
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 DeviceLike = int | str | torch.device
+_KNOWN: dict[DeviceLike, torch.device] = {}  # asked at each forward
 _OWN = ("source", "execution", "_kind", "_is_param")  # what a stand-in has that its values do not get
 
 
 # ------------------------------------------------------------------------------------------------ devices
 
 
-@functools.lru_cache(maxsize=64)
 def as_device(device: DeviceLike) -> torch.device:
     """A device as torch knows it: a number is one of the accelerators, ``cpu:0`` is ``cpu``."""
-    if isinstance(device, int):
-        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.device(current.type, device) if current else torch.device(device)
-    found = torch.device(device)
-    return torch.device(found.type) if found.type in ("cpu", "meta") else found
+    found = _KNOWN.get(device)
+    if found is None:
+        if isinstance(device, int):
+            current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            found = torch.device(current.type, device) if current else torch.device(device)
+        else:
+            found = torch.device(device)
+            found = torch.device(found.type) if found.type in ("cpu", "meta") else found
+        _KNOWN[device] = found
+    return found
 
 
 def check_device_same(first_device: DeviceLike, second_device: DeviceLike) -> bool:
