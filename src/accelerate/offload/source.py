@@ -78,6 +78,34 @@ class HostSource(Source):
                 self.tensor.copy_(value)
 
 
+class ViewSource(HostSource):
+    """A view of another source's values: what is written to it is written there.
+
+    Args:
+        whole: the other source.
+        view: a view of ``whole.host()``.
+    """
+
+    def __init__(self, whole: Source, view: torch.Tensor) -> None:
+        super().__init__(whole.name, view)
+        self.whole = whole
+
+    @property
+    def in_memory(self) -> bool:
+        """As the whole."""
+        return self.whole.in_memory
+
+    def write(self, value: torch.Tensor) -> None:
+        """Copies ``value`` into the view.
+
+        Raises:
+            OffloadError: the whole is in a file.
+        """
+        if not self.in_memory:
+            self.whole.write(value)
+        super().write(value)
+
+
 class MapSource(Source):
     """An entry of a mapping of tensors, the ``weights_map`` of a hook: read when it is asked for.
 

@@ -10,6 +10,7 @@ It says ``device(type="meta")``, by which existing code tells what is offloaded.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from torch._utils import _rebuild_parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from accelerate.offload.source import Source
+from accelerate.offload.source import Source, ViewSource
 
 _aten: Any = torch.ops.aten
 _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
@@ -31,6 +32,7 @@ class OffloadedTensor(torch.Tensor):
     Args:
         source: where the values are.
         device: where they are brought when no operand says so: the device that its module computes on.
+        strides: of the values, if they are not contiguous.
     """
 
     source: Source
@@ -41,9 +43,14 @@ class OffloadedTensor(torch.Tensor):
     is_meta = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls, source: Source, device: torch.device) -> OffloadedTensor:
+    def __new__(
+        cls, source: Source, device: torch.device, strides: tuple[int, ...] | None = None
+    ) -> OffloadedTensor:
         meta = torch.device("meta")
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=meta)
+        with torch.inference_mode(False):  # views of an ordinary tensor are ordinary tensors
+            made: Any = torch.Tensor._make_wrapper_subclass(
+                cls, source.shape, strides, dtype=source.dtype, device=meta
+            )
         made.source, made.execution = source, device
         return made
 
@@ -54,6 +61,10 @@ class OffloadedTensor(torch.Tensor):
         # The memo keeps a hook's mapping and the stand-ins over it together; files are not copied.
         made = memo[id(self)] = offloaded(self, copy.deepcopy(self.source, memo), self.execution)
         return made
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # Torch would make a tensor of a number on "this" device, where it has no value.
+        super().__setitem__(index, torch.as_tensor(value, dtype=self.dtype))
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as an array."""
@@ -80,6 +91,8 @@ class OffloadedTensor(torch.Tensor):
             return OffloadedTensor(args[0].source, args[0].execution)
         if func is _aten._to_copy.default and kwargs.get("device") is not None:
             return func(args[0].source.host(), **kwargs)  # straight to where it is wanted
+        if _makes_view(func) and isinstance(args[0], OffloadedTensor):
+            return _view(args[0], func(args[0].source.host(), *args[1:], **kwargs))
         if func._schema.is_mutable and any(map(_is_offloaded, _written(func, args, kwargs))):
             return _change(func, args, kwargs)
         device = _where(args, kwargs)
@@ -108,6 +121,25 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     """The arguments that an operation writes to."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return [given[a.name] for a in func._schema.arguments if a.is_write and a.name in given]
+
+
+@functools.cache
+def _makes_view(func: Any) -> bool:
+    """Whether an operation surely returns views: one that may also copy is like any other."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return views and not torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+
+
+def _view(whole: OffloadedTensor, views: Any) -> Any:
+    """Stand-ins for views of a weight, so that what is written to them is not lost."""
+
+    def stand_in(view: torch.Tensor) -> OffloadedTensor:
+        return OffloadedTensor(ViewSource(whole.source, view), whole.execution, view.stride())
+
+    return tree_map_only(torch.Tensor, stand_in, views)
 
 
 def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
