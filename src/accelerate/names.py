@@ -60,10 +60,10 @@ HOMES: dict[str, dict[str, Home]] = {
     "accelerate": {},
     "accelerate.accelerator": at("facade.accelerator", "Accelerator"),
     "accelerate.big_modeling": at("offload.casting", "attach_layerwise_casting_hooks")
+    | at("offload.dispatch", "cpu_offload cpu_offload_with_hook disk_offload dispatch_model")
     | later(
         BIG,
-        "cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights init_on_device "
-        "load_checkpoint_and_dispatch",
+        "init_empty_weights init_on_device load_checkpoint_and_dispatch",
     ),
     "accelerate.checkpointing": at(
         "checkpoint.loose",
