@@ -6,8 +6,10 @@ A device map is a dict from names of modules or tensors to devices: a number is 
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -214,11 +216,12 @@ def infer_auto_device_map(
         DeviceError: a device is unknown.
     """
     limits = get_max_memory() if max_memory is None else _planned(max_memory)
-    part = tree(model, dtype, special_dtypes)
+    closed = _classes(no_split_module_classes)
+    with _uncollected():
+        part = tree(model, dtype, special_dtypes)
+        plan = place(part, limits, Rules(closed, offload_buffers, fallback_allocation))
     if check_tied_parameters_in_config(model) and not tied_groups(part):
         _warn("the model says that weights are to be tied, and none are: call its tie_weights() first")
-    closed = _classes(no_split_module_classes)
-    plan = place(part, limits, Rules(closed, offload_buffers, fallback_allocation))
     if verbose:
         print(plan)
     unknown = [note for note in plan.notes if note.startswith("no module")]
@@ -230,6 +233,22 @@ def infer_auto_device_map(
         return dict(plan.device_map)
     own = [(weight.name, plan.homes[weight.name]) for weight in part.weights]
     return dict(own + [pair for child in part.parts for pair in merged(child, plan.homes)])
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """No garbage collection for a moment.
+
+    A tree of many small values makes Python look through everything that torch has loaded, several times,
+    which takes longer than the plan. Nothing here is part of a cycle.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _warn(text: str) -> None:

@@ -142,7 +142,7 @@ def _sizer(dtype: Dtype | None, special_dtypes: Mapping[str, Dtype]) -> Callable
         own = tensor.dtype
         if own not in widths:
             widths[own] = width(own)
-        return math.ceil(tensor.numel() * widths[own])
+        return math.ceil(widths[own] * tensor.numel())
 
     return size
 

@@ -81,7 +81,9 @@ class Group(NamedTuple):
     cache: int
 
 
-def _distinct(weights: Iterable[Weight]) -> int:
+def _distinct(weights: Sequence[Weight]) -> int:
+    if len(weights) == 1:
+        return weights[0].size
     return sum({weight.tie: weight.size for weight in weights}.values())
 
 
@@ -107,7 +109,7 @@ def units(part: Part, no_split: Iterable[str] = (), cache: Mapping[str, int] | N
 def _units(part: Part, closed: frozenset[str], cache: Mapping[str, int]) -> list[Unit]:
     if not part.parts or part.kind in closed:
         below = sum(cache.get(each.name, 0) for each in part.walk()) if cache else 0
-        return [Unit(part.name, tuple(part.all()), below)]
+        return [Unit(part.name, tuple(part.all()) if part.parts else part.weights, below)]
     found = [Unit(weight.name, (weight,), 0) for weight in part.weights if not weight.buffer]
     for child in part.parts:
         found += _units(child, closed, cache)
@@ -129,8 +131,10 @@ def groups(found: Sequence[Unit]) -> list[Group]:
     holder: dict[Hashable, int] = {}
     for index, unit in enumerate(found):
         for weight in unit.weights:
-            one, other = first(index), first(holder.setdefault(weight.tie, index))
-            lead[max(one, other)] = min(one, other)
+            known = holder.setdefault(weight.tie, index)
+            if known != index:
+                one, other = first(index), first(known)
+                lead[max(one, other)] = min(one, other)
     members: dict[int, list[Unit]] = {}
     for index, unit in enumerate(found):
         members.setdefault(first(index), []).append(unit)
@@ -143,7 +147,7 @@ def _group(members: tuple[Unit, ...]) -> Group:
     return Group(
         members,
         size,
-        _distinct(weight for weight in weights if weight.buffer),
+        _distinct([weight for weight in weights if weight.buffer]),
         size if len(members) == 1 else max(unit.size for unit in members),
         sum(unit.cache for unit in members),
     )

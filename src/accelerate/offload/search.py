@@ -224,18 +224,20 @@ class Search:
     def reasons(self, trial: Trial) -> dict[str, str]:
         """Unit -> why it is not with its neighbours."""
         away = {id(group) for group in trial.stored}
+        texts = {CPU: self._full(self.accelerators), DISK: self._full([*self.accelerators, CPU])}
         found: dict[str, str] = {}
         for group, home in zip(self.groups, trial.homes, strict=True):
-            if id(group) in away:
-                full = [str(d) for d in self.limits if self.room[d] > 0 and d != home]
-                full = (
-                    full[: full.index(CPU)] if home == CPU and CPU in full else [d for d in full if d != DISK]
-                )
-                text = f"{' and '.join(full)} {'is' if len(full) == 1 else 'are'} full" if full else ""
-                found |= dict.fromkeys((unit.name for unit in group.units), text)
-            elif len(group.units) > 1 and home is not None:
-                found |= {unit.name: f"tied to {group.units[0].name}" for unit in group.units[1:]}
+            if home in texts and id(group) in away:
+                for unit in group.units:
+                    found[unit.name] = texts[home]
+            elif len(group.units) > 1:
+                for unit in group.units[1:]:
+                    found[unit.name] = f"tied to {group.units[0].name}"
         return found
+
+    def _full(self, devices: Sequence[Device]) -> str:
+        names = [str(device) for device in devices if self.room.get(device, 0) > 0]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} full" if names else ""
 
     def notes(self, trial: Trial) -> Iterator[str]:
         """What is worth knowing about the plan."""
