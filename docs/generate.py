@@ -236,7 +236,11 @@ def _big_models() -> Iterator[Claim]:
         "utils.modeling:infer_auto_device_map",
     )
     yield later("8-bit and 4-bit quantization", "utils.bnb:load_and_quantize_model")
-    yield later("pipeline-parallel inference", "inference:prepare_pippy")
+    yield tested(
+        "pipeline-parallel inference (`prepare_pippy`)",
+        "cpu/test_pippy.py::what_the_plain_model_gives",
+        "sim/test_sim_pippy.py",
+    )
 
 
 def _trackers() -> Iterator[Claim]:

@@ -93,11 +93,14 @@ class Traced:
     Args:
         model: its weights may be anywhere, also on the meta device.
         call: calls it.
-        inputs: tensors whose values do not matter.
+        inputs: makes tensors for a number of samples; their values do not matter.
+        rows: how many samples.
         device: where the stages will run.
 
     Attributes:
         form: of what the model gives.
+        per_row: of each tensor of the result, how long its dimension 0 is for one sample; 0 if it does not
+            depend on how many there are.
         computed: the names of all modules that compute something, in the order of their first computation.
 
     Raises:
@@ -105,7 +108,12 @@ class Traced:
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, inputs: Iterable[torch.Tensor], device: torch.device
+        self,
+        model: nn.Module,
+        call: Call,
+        inputs: Callable[[int], Iterable[torch.Tensor]],
+        rows: int,
+        device: torch.device,
     ) -> None:
         seen: list[Any] = []  # outside of the module: torch.export takes back what a forward changes there
 
@@ -118,9 +126,17 @@ class Traced:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with _fake_weights(model, mode, device), torch.no_grad():
             with mode:
-                fakes = tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in inputs)
+                fakes, more = (
+                    tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in inputs(n))
+                    for n in (rows, rows + 1)
+                )
             self.program = _exported(flat, fakes)
-        self.form, self.device = seen[-1], device
+            with mode:
+                grown = call_and_keep(more)
+        self.form, self.device = seen[0], device
+        (output,) = self.program.graph.find_nodes(op="output")
+        results = [node.meta["val"] for node in output.args[0]][-len(grown) :]
+        self.per_row = [_per_row(one, two, rows) for one, two in zip(results, grown, strict=True)]
         self.places: dict[str, int] = {}
         for index, node in enumerate(self.program.graph.nodes):
             for name, _ in (node.meta.get("nn_module_stack") or {}).values():
@@ -199,6 +215,21 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
     finally:
         for table, values in zip(tables, real, strict=True):
             table.update(values)  # type: ignore[arg-type]
+
+
+def _per_row(one: torch.Tensor, two: torch.Tensor, rows: int) -> int:
+    """How long dimension 0 is for one sample, of a tensor for ``rows`` and one for ``rows + 1`` samples."""
+    if one.shape == two.shape:
+        return 0
+    each = two.shape[0] - one.shape[0] if one.shape[1:] == two.shape[1:] else 0
+    if each <= 0 or one.shape[0] != each * rows:
+        raise PrepareError(
+            f"a tensor of the result has the shape {tuple(one.shape)} for {rows} samples "
+            f"and {tuple(two.shape)} for {rows + 1}",
+            why="chunks of a batch are put in a row again along dimension 0",
+            fix="give a result whose first dimension is the batch",
+        )
+    return each
 
 
 class _Cutter:

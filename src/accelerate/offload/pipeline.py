@@ -23,7 +23,7 @@ from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.units import parse_bytes
 from accelerate.offload import chain, forms, split
 from accelerate.offload.graph import Stage, Traced, TraceError
-from accelerate.offload.stages import Pipeline, Shapes, together
+from accelerate.offload.stages import Pipeline, Result, Shapes, together
 from accelerate.world import collective
 from accelerate.world import world as worlds
 from accelerate.world.tensors import ignorant_find_batch_size, pad_input_tensors, send_to_device
@@ -252,15 +252,15 @@ class _Cut:
     def _training(self) -> bool:
         return self.model.training
 
-    def trace(self, shapes: Shapes, rows: int, tensors: Sequence[torch.Tensor]) -> tuple[Stage, Any]:
-        """This rank's stage for inputs of these shapes, and the form of the result."""
+    def trace(self, shapes: Shapes, rows: int, tensors: Sequence[torch.Tensor]) -> tuple[Stage, Result]:
+        """This rank's stage for inputs of these shapes, and what the model gives."""
 
         def call(flat: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
             args, kwargs = forms.put_together(shapes.form, flat)
             # A cache of keys and values would be spread over the stages, and is of no use to one forward.
             return forms.take_apart(self.forward(*args, **(self.uncached | kwargs)), "the result")
 
-        traced = Traced(self.model, call, shapes.inputs(rows), self.world.device)
+        traced = Traced(self.model, call, shapes.inputs, rows, self.world.device)
         if self.auto and not self.points:
             self._choose(split.blocks(self.model, self.closed, self.world.size, traced.computed))
         stage = traced.stages(self.points)[self.world.rank]
@@ -271,7 +271,7 @@ class _Cut:
                 why="the example did not, so this process has let go of it",
                 fix="give prepare_pippy an example that calls the model in the same way",
             )
-        return stage, traced.form
+        return stage, Result(traced.form, traced.per_row)
 
     def _choose(self, blocks: list[split.Block]) -> None:
         self.points = [blocks[index].name for index in split.even_cuts(blocks, self.world.size)]
@@ -311,13 +311,13 @@ class _Cut:
         self.kept = mine
         _keep(self.model, mine, self.world.device)
 
-    def rehearse(self, shapes: Shapes, rows: int, tensors: Sequence[torch.Tensor]) -> tuple[Stage, Any]:
+    def rehearse(self, shapes: Shapes, rows: int, tensors: Sequence[torch.Tensor]) -> tuple[Stage, Result]:
         """As ``trace``, for a chain of blocks."""
         chunk = None
         if self.world.rank == 0:
             chunk = tensors[0][: min(rows, len(tensors[0]))]
             chunk = torch.cat([chunk, chunk[-1:].expand(rows - len(chunk), *chunk.shape[1:])])
-        return chain.rehearse(self.model, self.parts, chunk, self.world), forms.Slot(0)
+        return chain.rehearse(self.model, self.parts, chunk, self.world), Result(forms.Slot(0), [1])
 
 
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -329,21 +329,21 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _keep(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Moves some weights to ``device``, as the parameters that they are, and lets go of all others."""
+    """Moves some weights to ``device`` and lets go of all others; what was tied stays tied."""
     named = _named(model)
     mine = {id(named[name]) for name in names}
     made: dict[int, torch.Tensor] = {}
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in mine and isinstance(tensor, nn.Parameter):
-            tensor.data = tensor.data.to(device)
-            return tensor
         there = device if id(tensor) in mine else torch.device("meta")
+        if tensor.device == there:
+            return tensor
         if id(tensor) not in made:
             moved = tensor.detach().to(there)
-            made[id(tensor)] = (
-                nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-            )
+            if isinstance(tensor, nn.Parameter):
+                moved = nn.Parameter(moved, tensor.requires_grad)
+            vars(moved).update(vars(tensor))
+            made[id(tensor)] = moved
         return made[id(tensor)]
 
     for module in model.modules():

@@ -70,6 +70,19 @@ class Shapes:
         ]
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a model gives.
+
+    Attributes:
+        form: with its tensors left out.
+        per_row: of each tensor, how long its dimension 0 is for one sample; 0: not of the batch.
+    """
+
+    form: Any
+    per_row: list[int]
+
+
 def together(action: Callable[[], T]) -> T:
     """What ``action`` gives; if it refuses on one rank, its error is raised on every rank."""
     error: AccelerateError | None = None
@@ -135,13 +148,13 @@ class Plan:
 
     Args:
         stage: with its weights, on the world's device.
-        result: the form of what the model gives.
+        result: what the model gives.
         rows: of a chunk.
         chunks: how many a batch is cut into.
     """
 
     def __init__(
-        self, stage: Stage, result: Any, shapes: Shapes, rows: int, chunks: int, world: World
+        self, stage: Stage, result: Result, shapes: Shapes, rows: int, chunks: int, world: World
     ) -> None:
         self.result, self.shapes, self.rows, self.chunks = result, shapes, rows, chunks
         self.world = world
@@ -181,20 +194,18 @@ class Plan:
             self.worker.results, self.worker.shared = [], []
 
     def _joined(self, size: int) -> Any:
-        rows = list(zip(*self.worker.results, strict=True))
-        return forms.put_together(
-            self.result, [self._joined_leaf(index, parts, size) for index, parts in enumerate(rows)]
-        )
+        leaves = zip(self.result.per_row, zip(*self.worker.results, strict=True), strict=True)
+        joined = [torch.cat(parts)[: size * each] if each else self._common(parts) for each, parts in leaves]
+        return forms.put_together(self.result.form, joined)
 
-    def _joined_leaf(self, index: int, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """A tensor of the result: chunks in a row, or what all chunks have in common."""
-        if parts[0].dim() and parts[0].shape[0] == self.rows:
-            return torch.cat(list(parts))[:size]
+    def _common(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What all chunks gave alike."""
         if all(torch.equal(part, parts[0]) for part in parts[1:]):
             return parts[0].clone()
         raise PrepareError(
-            f"tensor {index} of the result has the shape {tuple(parts[0].shape)} and differs between chunks",
-            why=f"a chunk has {self.rows} samples: only values for each sample can be put in a row again",
+            f"a tensor of the result has the shape {tuple(parts[0].shape)} for any batch, "
+            "and differs between the chunks of this one",
+            why="only values for each sample can be put in a row again",
             fix="compute sums and means over the batch (such as a loss) outside of the model",
         )
 
@@ -209,7 +220,7 @@ class Pipeline:
     """A model on several processes.
 
     Args:
-        make: makes this rank's stage and the form of the result, for some shapes, a number of rows, and a
+        make: makes this rank's stage and says what the model gives, for some shapes, a number of rows, and a
             batch that has them (on rank 0).
         settle: brings a stage's weights to where they belong.
         chunks: how many a batch is cut into.
@@ -218,7 +229,7 @@ class Pipeline:
 
     def __init__(
         self,
-        make: Callable[[Shapes, int, Sequence[torch.Tensor]], tuple[Stage, Any]],
+        make: Callable[[Shapes, int, Sequence[torch.Tensor]], tuple[Stage, Result]],
         settle: Callable[[Stage], None],
         chunks: int,
         world: World,
