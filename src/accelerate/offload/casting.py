@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from accelerate.offload.hooks import ModelHook, add_hook_to_module
+from accelerate.offload.source import HostSource
+from accelerate.offload.tensor import OffloadedTensor, offloaded
 
 # Layers that change of themselves to another number format without losing what makes them work.
 LAYERS = (
@@ -54,8 +56,17 @@ class LayerwiseCastingHook(ModelHook):
         self._begin()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """The weights take the format in which they are kept."""
+        """The weights take the format in which they are kept; offloaded ones where they are."""
+        for owner in module.modules():
+            for table in (owner._parameters, owner._buffers):
+                for name, tensor in table.items():
+                    if isinstance(tensor, OffloadedTensor) and tensor.is_floating_point():
+                        table[name] = self._stored(tensor)
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def _stored(self, tensor: OffloadedTensor) -> Any:
+        value = tensor.source.host().detach().to(self.storage_dtype)
+        return offloaded(tensor, HostSource(tensor.source.name, value), tensor.execution)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The weights in the format in which they compute; the stored ones are kept beside them."""
