@@ -280,11 +280,15 @@ class AlignDevicesHook(ModelHook):
         with unrecorded():
             for key, owner, name, tensor in absent:
                 place = device or getattr(tensor, "execution", torch.device("cpu"))
-                source = self._source(key, tensor)
+                source = self.source_for(key, tensor)
                 self._brought.append((key, self._shared(owner, name, place, source)))
 
-    def _source(self, key: str, tensor: torch.Tensor) -> Source:
-        """Where the values of a tensor are: a map that a client gave the hook meanwhile comes first."""
+    def source_for(self, key: str, tensor: torch.Tensor) -> Source:
+        """Where the values of a tensor are: a map that a client gave the hook meanwhile comes first.
+
+        Raises:
+            OffloadError: nobody knows.
+        """
         weights: Mapping[str, Any] = self.weights_map or {}
         if isinstance(tensor, OffloadedTensor) and self.weights_map is self._map:
             return tensor.source

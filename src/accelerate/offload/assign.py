@@ -288,13 +288,18 @@ def unrecorded() -> Generator[None, None, None]:
         yield
 
 
-def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a hook brings the module's own weights in and out."""
+def _offloading_hook(module: nn.Module) -> Any:
+    """The hook that brings the module's weights in and out, or None."""
     hook = vars(module).get("_hf_hook")
     hooks = getattr(hook, "hooks", (hook,))
-    return any(getattr(each, "offload", False) is True for each in hooks) or any(
-        isinstance(tensor, OffloadedTensor) for tensor in module._parameters.values()
-    )
+    return next((each for each in hooks if getattr(each, "offload", False) is True), None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether the module's own weights are elsewhere between forwards."""
+    if _offloading_hook(module) is not None:
+        return True
+    return any(isinstance(tensor, OffloadedTensor) for tensor in module._parameters.values())
 
 
 @contextmanager
@@ -316,11 +321,14 @@ def align_module_device(
     here: list[Brought] = []
     moved: dict[str, torch.device] = {}
     target = None if execution_device is None else as_device(execution_device)
+    source_for = getattr(_offloading_hook(module), "source_for", None)
     try:
         for name, tensor in list(module._parameters.items()):
-            if isinstance(tensor, OffloadedTensor):
+            if isinstance(tensor, OffloadedTensor) or (tensor is not None and tensor.is_meta and source_for):
+                source = source_for(name, tensor) if source_for else None
+                place = target or getattr(tensor, "execution", torch.device("cpu"))
                 with unrecorded():
-                    here.append(bring(module, name, target or tensor.execution))
+                    here.append(bring(module, name, place, source))
             elif tensor is not None and target is not None and not check_device_same(tensor.device, target):
                 moved[name] = tensor.device
                 set_module_tensor_to_device(module, name, target)
