@@ -241,11 +241,14 @@ class Search:
 
     def notes(self, trial: Trial) -> Iterator[str]:
         """What is worth knowing about the plan."""
-        for device in self._idle(trial) if trial.stored else ():
+        if trial.computers == self.accelerators and not trial.stored:
+            return
+        buffers = 0 if self.rules.offload_buffers else sum(group.buffers for group in self.groups)
+        for device in self._idle(trial):
             yield (
                 f"nothing is on {device}, of insufficient memory: {size(self.room[device])} do not hold what "
-                f"comes first beside room for the largest block ({size(self.later[0])})"
-                + (f" and for buffers ({size(trial.pinned)})" if trial.pinned else "")
+                f"comes first beside the largest block ({size(self.later[0])})"
+                + (f" and the buffers of others (up to {size(buffers)})" if buffers else "")
             )
 
     def _name(self, group: Group) -> str:
