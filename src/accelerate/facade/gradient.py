@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.frozen import frozen
 from accelerate.core.handler import KwargsHandler
 from accelerate.core.setting import setting
 from accelerate.data.active import UNOWNED, ActiveLoaders
 
 
-@dataclass(frozen=True)
+@frozen
 class GradientSettings:
     """How gradients are accumulated."""
 

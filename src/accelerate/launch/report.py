@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from accelerate.core.frozen import frozen
 from accelerate.launch.errors import RankError
 from accelerate.launch.ranks import Armed, End, Outcome
 
@@ -25,7 +25,7 @@ _HINTS: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class Failure:
     """How one rank failed.
 
