@@ -89,7 +89,7 @@ def _require_known(device: Any) -> None:
     except DeviceError as error:
         known = ["cpu", "disk", *(found.type for found in devices.accelerators())]
         raise UnknownNameError(
-            "device", device, known, why="accelerators are numbers, or named by type"
+            "device", device, known, why="an accelerator is a number, or named by its type"
         ) from error
 
 
@@ -265,13 +265,13 @@ def clean_device_map(device_map: MutableMapping[str, Device], module_name: str =
     root = _Names()
     for name, device in device_map.items():
         root.add(name, device)
-    start, above = root, root.home
-    for key in filter(None, module_name.split(".")):
+    start, above = root, None
+    for key in module_name.split(".") if module_name else ():
+        above = start.home if start.home is not None else above
         if key not in start.below:
             return device_map
         start = start.below[key]
-        above = start.home if start.home is not None else above
-    start.merge(above, has_above=start is not root and above is not None)
+    start.merge(above)
     device_map.clear()
     device_map.update(root.flat(""))
     return device_map
@@ -290,22 +290,19 @@ class _Names:
             node = node.below.setdefault(key, _Names())
         node.home = device
 
-    def merge(self, above: Device | None, *, has_above: bool) -> None:
-        """Joins what can be joined; ``above`` is the device of the nearest name above, if there is one."""
-        own = self.home if self.home is not None else above
-        covered = has_above or self.home is not None
+    def merge(self, above: Device | None) -> None:
+        """Joins what can be joined; ``above`` is the device of the nearest name above, or None."""
+        covers = self.home if self.home is not None else above
         for child in self.below.values():
-            child.merge(own, has_above=covered)
-        homes = {home for _, home in self._entries()}
-        if len(homes) != 1:
+            child.merge(covers)
+        if covers is not None:
+            # What is not listed here has that device: only what says the same can go.
+            kept = {key: child for key, child in self.below.items() if child.below or child.home != covers}
+            self.below = kept
             return
-        home = homes.pop()
-        # Under a name that covers the rest, parts that are not listed have its device, and no other.
-        if self.below and (home == own if covered else sum(1 for _ in self._entries()) > 1):
-            self.home, self.below = home, {}
-
-    def _entries(self) -> Iterator[tuple[str, Device]]:
-        return (pair for key, child in self.below.items() for pair in child.flat(key))
+        found = [home for key, child in self.below.items() for _, home in child.flat(key)]
+        if len(found) > 1 and len(set(found)) == 1:
+            self.home, self.below = found[0], {}
 
     def flat(self, name: str) -> Iterator[tuple[str, Device]]:
         if self.home is not None:
