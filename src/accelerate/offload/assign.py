@@ -235,9 +235,14 @@ class Brought:
 
     def changed(self) -> bool:
         """Whether values were changed in place, elsewhere than in their home."""
-        if _version(self.tensor) == self.version:
+        if _version(self.tensor) == self.version and not self._is_statistic():
             return False
         return self.tensor.device.type != "cpu" or address_of(self.source.host()) != address_of(self.tensor)
+
+    def _is_statistic(self) -> bool:
+        """Whether it is one that torch's normalisation changes in place without counting a version."""
+        statistic = self.name in ("running_mean", "running_var")
+        return statistic and self.owner.training and bool(getattr(self.owner, "track_running_stats", False))
 
     def drop(self, stand_in: torch.Tensor | None = None) -> None:
         """Puts the stand-in back (or ``stand_in``); values that were changed in place go home first.
