@@ -245,9 +245,10 @@ def test_a_training_that_cannot_be_is_refused(options: dict[str, Any], words: st
 
 
 def test_what_is_left_out_is_said() -> None:
-    assert "no formula" in training(plain(3), Training(length=5)).notes[0]
+    (note,) = training(plain(3), Training(length=5), "Net takes no tokens").notes
+    assert note == "activations are left out: Net takes no tokens"
     layered = Facts("x", "x", (((3,), True),), layers=gpt())
-    assert "--length" in training(layered, Training()).notes[0]
-    assert training(layered, Training(length=5)).notes == ()
+    assert "left out: --length" in training(layered, Training()).notes[0]
+    assert "by the formula of Korthikanti et al. 2022" in training(layered, Training(length=5)).notes[0]
     with pytest.raises(UnknownNameError, match="float64"):
         rule(100, "float64")

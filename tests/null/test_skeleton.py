@@ -260,7 +260,7 @@ def test_a_name_on_the_hub_gives_its_configuration_only(
     folder = write(tmp_path, {**unet, "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]})
     asked: list[str] = []
 
-    def fetch(repository: str, name: str, token: str | None = None) -> str:
+    def fetch(repository: str, name: str, token: str | None = None, **options: Any) -> str:
         asked.append(f"{repository}/{name} {token}")
         if not Path(folder, name).is_file():
             raise errors.EntryNotFoundError(name)

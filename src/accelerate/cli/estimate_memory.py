@@ -63,9 +63,9 @@ FLAGS = {
     "mixed_precision": Flag("weights in float32, forward in 16 bits", str, "no", tuple(sums.MIXED), True),
     "optimizer": Flag("its kind", str, "adamw", tuple(sums.OPTIMIZERS), True),
     "batch": Flag("samples of one process in one forward", int, 1, (), True),
-    "length": Flag("tokens of a sample; activations are left out without it", int, None, (), True),
+    "length": Flag("tokens of a sample; without it, activations are left out", int, None, (), True),
     "recompute": Flag("what the backward computes again", str, "none", RECOMPUTE, True),
-    "attention": Flag("whether scores of attention are kept", str, "fused", ("fused", "eager"), True),
+    "attention": Flag("fused keeps no scores, eager keeps them", str, "fused", ("fused", "eager"), True),
     "strategy": Flag("how training is spread", str, "single", tuple(sums.STRATEGIES), True),
     "num_processes": Flag("over how many devices", int, 1, (), True),
     "plot": Flag("draw the bars into this picture"),
@@ -111,7 +111,7 @@ def _estimate(model_name: str, given: Mapping[str, Any]) -> None:
     kinds = _kinds(given) if wanted else []
     facts, below = _facts(model_name, given, head=bool(given["head"] or wanted))
     rows = table(facts, given["dtypes"])
-    bills = [sums.training(facts, kind) for kind in kinds]
+    bills = [sums.training(facts, kind, _kept(model_name, given, kind)) for kind in kinds]
     if given["plot"]:
         plot(
             Path(given["plot"]),
@@ -137,7 +137,7 @@ def _facts(model_name: str, given: Mapping[str, Any], *, head: bool) -> tuple[su
     """The sizes of the model, and what should be known about them."""
     from accelerate.offload import skeleton
 
-    options = {"library": given["library_name"], "trust_remote_code": given["trust_remote_code"]}
+    options = _options(given)
     whole = skeleton.skeleton(model_name, **options)
     facts, notes = sums.facts_of(whole, model_name), _stored(model_name)
     config: Any = getattr(whole, "config", None)
@@ -153,6 +153,27 @@ def _facts(model_name: str, given: Mapping[str, Any], *, head: bool) -> tuple[su
     return base, notes
 
 
+def _kept(model_name: str, given: Mapping[str, Any], how: sums.Training) -> Any:
+    """What a forward of that training keeps; None where it is not asked."""
+    if how.length is None:
+        return None
+    import torch
+
+    from accelerate.offload import skeleton, trace
+
+    narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(how.mixed_precision)
+    dtype = torch.float32 if narrow else getattr(torch, how.dtype)
+    if narrow and how.narrow_weights:
+        dtype, narrow = narrow, None
+    attention = "fused" if how.recompute == "selective" else how.attention
+    model = skeleton.skeleton(model_name, **_options(given))
+    return trace.kept(model, how.batch, how.length, dtype, narrow, attention)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"library": given["library_name"], "trust_remote_code": given["trust_remote_code"]}
+
+
 def _stored(model_name: str) -> list[str]:
     """What lies in the folder, if it holds weights."""
     from accelerate.offload import headers
@@ -163,7 +184,7 @@ def _stored(model_name: str) -> list[str]:
     found = headers.headers(path).values()
     kinds = sorted({str(header.dtype).removeprefix("torch.") for header in found})
     size = size_text(sum(header.nbytes for header in found))
-    return [f"Its files hold {size}: {len(found)} tensors of {', '.join(kinds)}."]
+    return [f"Its files hold {size}: {len(found)} tensor(s) of {', '.join(kinds)}."]
 
 
 # ---------------------------------------------------------------- what is shown

@@ -77,6 +77,13 @@ def activations(
     return kept + tokens * layers.vocabulary * _logit(size)
 
 
+def recomputed(layers: Layers, batch: int, length: int, size: int, kept: int) -> int:
+    """Bytes with full recomputation, from ``kept``, those without: the input of each block, and one block."""
+    tokens = batch * length
+    head = min(kept, tokens * layers.vocabulary * _logit(size))
+    return layers.count * tokens * layers.hidden * size + (kept - head) // layers.count + head
+
+
 def _token(layers: Layers, size: int) -> int:
     """Bytes that one block keeps of one token, scores left out."""
     query, key = layers.heads * layers.head_size, layers.kv_heads * layers.head_size

@@ -5,7 +5,8 @@ Arithmetic over the sizes of a model that is never loaded. What is counted, with
 - A rule of thumb for training with Adam, batch size 1 and no activations (``rule``): weights once, gradients
   once, the optimizer's step four times the model; under a 16-bit format half of that.
 - Everything that a rank holds during a step (``training``): weights, gradients and optimizer state by their
-  shapes, exactly; copies that a precision or strategy makes; activations by a formula (``activations.py``).
+  shapes, exactly; copies that a precision or strategy makes; activations as a forward on empty tensors shows
+  them (``trace.py``), or else by a formula (``activations.py``).
 - What a strategy divides among the ranks: the stages of Rajbhandari et al. 2020, "ZeRO", section 5.
 """
 
@@ -17,10 +18,13 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.offload.activations import RECOMPUTE, Layers, activations
+from accelerate.core.units import show_bytes
+from accelerate.offload.activations import RECOMPUTE, Layers, activations, recomputed
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from accelerate.offload.trace import Kept
 
 # Bits of one number. The names of the formats that a table may have a row for.
 BITS = {
@@ -37,6 +41,7 @@ TRAINED = ("float32", "float16", "bfloat16")  # formats in which gradients are n
 MIXED = {"no": None, "fp16": 2, "bf16": 2}  # bytes of the copies in which a forward computes
 # How much each rank holds a part of: 1 optimizer state, 2 gradients too, 3 weights too.
 STRATEGIES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+PAPER = "Korthikanti et al. 2022"
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations")
 _BLOCK = 256  # numbers that share a scale, in optimizers of 8 bits (Dettmers et al. 2022)
 _SMALL = 4096  # parameters with fewer numbers keep 32 bits there
@@ -216,6 +221,11 @@ class Training:
             raise SettingError(what, fix=f"--strategy {' or '.join(list(STRATEGIES)[1:])}")
 
     @property
+    def narrow_weights(self) -> bool:
+        """Whether mixed precision keeps weights in 16 bits, and those in float32 with the optimizer."""
+        return self.strategy.startswith("zero")
+
+    @property
     def title(self) -> str:
         """The format in words: ``float32``, ``float32 + bf16``."""
         return self.dtype if self.mixed_precision == "no" else f"float32 + {self.mixed_precision}"
@@ -248,37 +258,58 @@ class Bill:
         return {**asdict(self.training), **self.parts, "total": self.total, "notes": list(self.notes)}
 
 
-def training(facts: Facts, how: Training) -> Bill:
+def training(facts: Facts, how: Training, kept: Kept | str | None = None) -> Bill:
     """What one rank holds during a training step.
 
     ``weights`` (with buffers), ``gradients`` and ``optimizer`` are exact sums over the parameters. ``copies``
     are 16-bit copies of the weights, blocks gathered from the other ranks, buckets of gradients on their way.
-    ``activations`` is a formula. Left out: what kernels and the optimizer's step take for a moment, the
-    caching allocator's reserve, and the device's own context.
+    ``activations`` is what autograd saves. Left out: what kernels and the optimizer's step take for a moment,
+    the caching allocator's reserve, and the device's own context.
+
+    Args:
+        facts: the model.
+        how: its training.
+        kept: what a forward keeps (``trace.kept``), or why that is not known; then a formula counts.
     """
     stage, ranks, mixed = STRATEGIES[how.strategy], how.num_processes, MIXED[how.mixed_precision]
     size = 4 if mixed else bits(how.dtype) // 8
     trained = sum(map(math.prod, facts.trained))
     state = sum(OPTIMIZERS[how.optimizer](shape, size) for shape in facts.trained)
     weights, gradients = facts.parameters * size, trained * size
-    engine = how.strategy.startswith("zero")
-    if mixed and engine:  # both in 16 bits; float32 weights belong to the optimizer (ZeRO, section 3.1)
+    if (
+        mixed and how.narrow_weights
+    ):  # both in 16 bits; float32 weights belong to the optimizer (ZeRO, section 3.1)
         weights, gradients, state = facts.parameters * mixed, trained * mixed, state + 4 * trained
     share = [
         math.ceil(part / ranks) if stage >= least else part
         for part, least in _divided(weights, gradients, state)
     ]
     whole = weights // max(facts.parameters, 1)  # bytes of one number as a forward needs it
-    notes = []
-    if facts.layers is None or how.length is None:
-        kept = 0
-        notes.append(
-            "activations are left out: " + ("give --length" if facts.layers else "no formula fits this model")
-        )
-    else:
-        kept = activations(facts.layers, how.batch, how.length, mixed or size, how.recompute, how.attention)
-    copies = _copies(facts, how, whole, gradients)
-    return Bill(how, share[0] + facts.buffers, share[1], share[2], copies, kept, tuple(notes))
+    saved, note = _saved(facts, how, mixed or size, kept)
+    casts = None if kept is None or isinstance(kept, str) else kept.casts
+    copies = _copies(facts, how, whole, gradients, casts)
+    return Bill(how, share[0] + facts.buffers, share[1], share[2], copies, saved, (note,))
+
+
+def _saved(facts: Facts, how: Training, size: int, kept: Kept | str | None) -> tuple[int, str]:
+    """Bytes of activations, and how they are known."""
+    layers = facts.layers
+    if how.length is None:
+        return 0, "activations are left out: --length says how many tokens a sample has"
+    formula = None
+    if layers is not None:
+        formula = activations(layers, how.batch, how.length, size, how.recompute, how.attention)
+    if kept is not None and not isinstance(kept, str):
+        said = f"; the formula of {PAPER} says {show_bytes(formula)}" if formula is not None else ""
+        note = f"activations: what a forward on empty tensors saves for the backward{said}"
+        if how.recompute != "full":
+            return kept.activations, note
+        if layers is not None:
+            return recomputed(layers, how.batch, how.length, size, kept.activations), note
+    why = kept if isinstance(kept, str) else "no forward was traced"
+    if formula is None:
+        return 0, f"activations are left out: {why}"
+    return formula, f"activations by the formula of {PAPER}: {why}"
 
 
 def _divided(weights: int, gradients: int, state: int) -> tuple[tuple[int, int], ...]:
@@ -286,12 +317,19 @@ def _divided(weights: int, gradients: int, state: int) -> tuple[tuple[int, int],
     return (weights, 3), (gradients, 2), (state, 1)
 
 
-def _copies(facts: Facts, how: Training, whole: int, gradients: int) -> int:
-    """Bytes of what a step has besides."""
+def _copies(facts: Facts, how: Training, whole: int, gradients: int, casts: int | None) -> int:
+    """Bytes of what a step has besides.
+
+    Args:
+        whole: bytes of one number of a gathered block.
+        casts: copies of weights that autocast makes, where a trace has counted them.
+    """
     stage, mixed = STRATEGIES[how.strategy], MIXED[how.mixed_precision]
     if stage == 3:  # the block that computes, and the next one on its way
         return 2 * facts.largest[0] * (mixed or whole) // 4
-    cast = facts.parameters * mixed if mixed and not how.strategy.startswith("zero") else 0
+    cast = 0
+    if mixed and not how.narrow_weights:
+        cast = facts.parameters * mixed if casts is None else casts
     buckets = (
         gradients if how.strategy == "ddp" else 0
     )  # gradients are copied into them, unless they are views

@@ -5,16 +5,20 @@ Only configurations and the headers of files are read: no weight, and no memory 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -148,7 +152,7 @@ def _fetched(repository: str, name: str, token: str | None) -> Path | None:
 
     here = "a folder with config.json: accelerate estimate-memory ./my-model"
     try:
-        return Path(hf_hub_download(repository, name, token=token))
+        return Path(hf_hub_download(repository, name, token=token, local_files_only=not _reachable()))
     except errors.GatedRepoError as error:
         what, why = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
         raise SkeletonError(what, why=why, fix="ask for access on its page, then: hf auth login") from error
@@ -163,6 +167,21 @@ def _fetched(repository: str, name: str, token: str | None) -> Path | None:
         raise SkeletonError(what, why=why, fix=here) from error
     except errors.EntryNotFoundError:
         return None
+
+
+@functools.cache
+def _reachable() -> bool:
+    """Whether the hub's name can be looked up: without a network its library tries for half a minute."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    if host is None or getproxies():  # a proxy looks names up itself
+        return True
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- module:factory
