@@ -243,8 +243,7 @@ class _Lent(torch.autograd.Function):
         raise OffloadError(
             f"{ctx.name} is offloaded, and cannot be trained",
             why="its values are dropped after each forward, and a gradient for them has nowhere to go",
-            fix="freeze what is offloaded, model.requires_grad_(False), and train adapters on top of it; "
-            "or shard the model: see docs/sharded.md",
+            fix="freeze what is offloaded, model.requires_grad_(False), and train adapters on top of it",
         )
 
 

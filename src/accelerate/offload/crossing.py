@@ -254,7 +254,7 @@ class _Walk:
         }
         same = all(map(_is, moved.values(), content.values()))
         given = value if same else tree.like_mapping(value, moved)
-        self._watch(value, given, moved, path)
+        self._watch(value, given, dict(moved), path)
         return given
 
     def _sequence(self, value: Any, path: Path, depth: int) -> Any:

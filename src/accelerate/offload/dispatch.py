@@ -121,11 +121,11 @@ def _main(homes: Mapping[str, Home], asked: DeviceLike | None) -> torch.device:
 
 def dispatch_model(
     model: nn.Module,
-    device_map: dict[str, str | int | torch.device],
-    main_device: torch.device | None = None,
+    device_map: Mapping[str, str | int | torch.device],
+    main_device: DeviceLike | None = None,
     state_dict: dict[str, torch.Tensor] | None = None,
     offload_dir: Folder | None = None,
-    offload_index: dict[str, str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
@@ -197,7 +197,7 @@ def _spread(model: nn.Module, home: Callable[[str], Home | None], values: Values
     """Does it."""
     places = places_of(model, home, options.main)
     computing = {place.device for place in places if place.home is not None}
-    settle([p for p in places if p.device == CPU], values)
+    settle([p for p in places if p.device == CPU], values, options)
     place_residents([p for p in places if p.device != CPU], values, options)
     paged = put_stand_ins([p for p in places if p.device != CPU], values)
     if not paged and len(computing) < 2 and not options.force:
@@ -267,7 +267,7 @@ def _device_of_model(model: nn.Module, asked: DeviceLike | None) -> torch.device
 
 def cpu_offload(
     model: nn.Module,
-    execution_device: torch.device | None = None,
+    execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     state_dict: dict[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
@@ -296,7 +296,7 @@ def cpu_offload(
 def disk_offload(
     model: nn.Module,
     offload_dir: Folder,
-    execution_device: torch.device | None = None,
+    execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:

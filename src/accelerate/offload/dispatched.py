@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from accelerate.offload.align import AlignDevicesHook, Keys
-from accelerate.offload.assign import table_of
-from accelerate.offload.block import Block
+from accelerate.offload.assign import as_device, table_of
+from accelerate.offload.block import Block, moved
 from accelerate.offload.crossing import Crossing
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
 from accelerate.offload.pager import Pager
@@ -98,8 +99,9 @@ class DispatchedHook(AlignDevicesHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Remembers where the offloaded tensors belong; they have been offloaded already."""
         owned = [tensor for _, _, _, tensor in self._offloadable(module)]
-        if self.offload and not all(isinstance(tensor, OffloadedTensor) for tensor in owned):
-            return super().init_hook(module)  # the hook was moved to a module that has real ones
+        if self.offload and not any(isinstance(tensor, OffloadedTensor) for tensor in owned):
+            return super().init_hook(module)  # it comes back, or goes to another module: they have real ones
+        self._module = weakref.ref(module)
         if self.offload:
             self.original_devices = {key: _home(tensor) for key, _, _, tensor in self._tensors(module)}
         return module
@@ -109,6 +111,7 @@ class DispatchedHook(AlignDevicesHook):
         for _, owner, name, tensor in list(self._offloadable(module)):
             if isinstance(tensor, OffloadedTensor):
                 table_of(owner, name)[name] = restored(tensor)
+        _send_home(module)
         self.block = self._pager = self._crossing = None
         self._watched = []
         for name in ("to", "_apply"):
@@ -122,8 +125,7 @@ class DispatchedHook(AlignDevicesHook):
         if self.offload:
             self._enter(module, bool(args or kwargs))
         if self._crossing is not None and (args or kwargs):
-            device = self.execution_device
-            assert isinstance(device, torch.device)
+            device = as_device(self.execution_device or 0)
             try:
                 return self._crossing.arrive(module, device, args, kwargs, self._skip, self._root)
             except BaseException:
@@ -150,6 +152,8 @@ class DispatchedHook(AlignDevicesHook):
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module with its block brought, whatever hooks others have added to it."""
         pager, block, crossing = self._pager, self.block, self._crossing
+        if pager is not None and as_device(self.execution_device or 0) != pager.device:
+            pager = None  # somebody has assigned another device: weights go there one by one
         depth = 0 if crossing is None else crossing.depth
         for place, (table, key, watched) in enumerate(self._watched):
             if table.get(key) is not watched:
@@ -183,6 +187,21 @@ def _home(tensor: torch.Tensor) -> torch.device:
     if isinstance(tensor, OffloadedTensor):
         return torch.device("cpu" if tensor.source.in_memory else "meta")
     return tensor.device
+
+
+def _send_home(module: nn.Module) -> None:
+    """What stood on the device beside offloaded weights goes back, here and in parts that have no hook."""
+    parts = [part for part in module.modules() if part is module or hook_of(part) is None]
+    tables: list[dict[str, Any]] = [table for part in parts for table in (part._parameters, part._buffers)]
+    for table in tables:
+        for key, tensor in table.items():
+            if hasattr(tensor, "_belongs"):
+                sent = moved(tensor, tensor._belongs)
+                del tensor._belongs
+                if sent is not tensor:
+                    tensor._sent = sent
+            if hasattr(tensor, "_sent"):  # it may stand in several places
+                table[key] = tensor._sent
 
 
 def restored(stand_in: Any) -> torch.Tensor:

@@ -238,7 +238,11 @@ class Pager:
         arrival = self.arrivals.get(page)
         if arrival is None:
             arrival = self.arrivals[page] = self._fetch_somehow(page)
-        self._land(arrival)
+        try:
+            self._land(arrival)
+        except BaseException:
+            del self.arrivals[page]
+            raise
         arrival.users += 1
 
     def _let_go(self, pages: list[Page]) -> None:
@@ -257,8 +261,8 @@ class Pager:
                 and page not in keep
                 and not (page.shared and self._passes and arrival.landed)
             ):
-                self._land(arrival)  # the copy must not write into memory that others have got
                 del self.arrivals[page]
+                self._land(arrival)  # the copy must not write into memory that others have got
 
     def _ahead(self, block: Block) -> None:
         """Asks for a block's pages, if there is room for them now."""
@@ -301,7 +305,7 @@ class Pager:
             if page.host is not None:
                 return Arrival(buffer, self._copy(page.host, buffer, free), stream)
             assert self._reader is not None
-            return Arrival(buffer, self._reader.submit(self._read_and_copy, page, buffer, free), stream)
+            return Arrival(buffer, self._reader.submit(self._read_and_copy, page, [buffer], free), stream)
 
     def _start(self) -> None:
         """The stream and the thread; the first copy is the first use of the device."""
@@ -319,17 +323,18 @@ class Pager:
             buffer.copy_(host, non_blocking=True)
             return self.driver.mark(self._copies)
 
-    def _read_and_copy(self, page: Page, buffer: torch.Tensor, free: Any) -> Any:
-        """In the reading thread: files -> pinned memory -> device."""
+    def _read_and_copy(self, page: Page, holder: list[torch.Tensor], free: Any) -> Any:
+        """In the reading thread: files -> pinned memory -> device. It keeps no memory of the device."""
         assert self._staging is not None
         with torch.no_grad():
-            event = self._copy(self._staging.fill(page), buffer, free)
+            event = self._copy(self._staging.fill(page), holder.pop(), free)
         self._staging.leaves(event)
         return event
 
     def _land(self, arrival: Arrival) -> None:
         """From here on the current stream computes with the page."""
         if arrival.done is None:
+            arrival.landed = True
             return
         now = self.driver.current_stream(self.device.index)
         if isinstance(arrival.done, Future):
@@ -353,14 +358,15 @@ class Pager:
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        # Detached: a node that held its own output through here would never be freed.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device != self.device:
-            return tensor
+            return tensor.detach()
         address = tensor.untyped_storage().data_ptr()
         for page, arrival in self.arrivals.items():
             if arrival.buffer.data_ptr() == address and page.nbytes:
                 where = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
                 return _Saved(page, where)
-        return tensor
+        return tensor.detach()
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):

@@ -102,13 +102,16 @@ def places_of(model: nn.Module, home: Callable[[str], Home | None], main: torch.
 # ------------------------------------------------------------------------------------------------ on the CPU
 
 
-def settle(places: Sequence[Place], values: Values) -> None:
+def settle(places: Sequence[Place], values: Values, options: Options) -> None:
     """Gives tensors that compute on the CPU their values: in memory, or mapped from files.
+
+    Buffers that are in memory stay there, like those that would stay on an accelerator.
 
     Raises:
         PrepareError: an offload folder is needed.
         OffloadError: a file is gone, or cannot be written.
     """
+    places = [p for p in places if not (_keeps(p, options) and _is_there(p.tensor, CPU))]
     disk = {p.name: p.tensor for p in places if p.home == "disk"}
     values.write({name: disk[name] for name in values.to_write(disk)})
     made: dict[int, torch.Tensor] = {}
@@ -146,6 +149,7 @@ def _is_there(tensor: torch.Tensor, device: torch.device) -> bool:
 def place_residents(places: Sequence[Place], values: Values, options: Options) -> None:
     """Puts on its device what stays there: what the map says, and buffers of what is offloaded."""
     stays = _stays(places, options)
+    resident = {(id(p.tensor), p.device) for p in places if isinstance(p.home, torch.device)}
     made: dict[tuple[int, torch.device], torch.Tensor] = {}
     kept: dict[int, torch.Tensor] = {}  # the first of several copies is the same parameter, if it can be
     for place in places:
@@ -156,6 +160,8 @@ def place_residents(places: Sequence[Place], values: Values, options: Options) -
         if key not in made:
             made[key] = _on_device(place, old, values, first=id(old) not in kept)
             kept[id(old)] = old
+            if key not in resident:
+                made[key]._belongs = CPU  # pyright: ignore[reportAttributeAccessIssue]
         place.table[place.key] = made[key]
 
 
@@ -180,10 +186,15 @@ def _stays(places: Sequence[Place], options: Options) -> set[tuple[int, torch.de
     if frozen and sum(p.tensor.nbytes for p in trained) <= BLOCK:
         resident |= {(id(p.tensor), p.device) for p in trained}
     for p in paged:
-        kept = p.is_buffer and (not options.offload_buffers or p.key in p.module._non_persistent_buffers_set)
-        if kept or p.tensor.layout != torch.strided or p.tensor.is_quantized:
+        if _keeps(p, options) or p.tensor.layout != torch.strided or p.tensor.is_quantized:
             resident.add((id(p.tensor), p.device))
     return resident
+
+
+def _keeps(place: Place, options: Options) -> bool:
+    """Whether it is a buffer that is not offloaded with the weights of its module."""
+    lasting = place.key not in place.module._non_persistent_buffers_set
+    return place.is_buffer and not (options.offload_buffers and lasting)
 
 
 def put_stand_ins(places: Sequence[Place], values: Values) -> list[Place]:

@@ -16,8 +16,32 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.offload.assign import as_parameter
 from accelerate.offload.folder import INDEX, Folder, OffloadedWeightsLoader, offload_state_dict
-from accelerate.offload.source import HostSource, MapSource, Source
+from accelerate.offload.source import HostSource, MapSource, OffloadError, Source
 from accelerate.offload.tensor import OffloadedTensor
+
+
+class Held(dict[str, torch.Tensor]):
+    """Weights that a device is fed from: another value for one is copied into its memory."""
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        """Sets a new entry, or the values of one that is there.
+
+        Raises:
+            OffloadError: the value has another shape or dtype than the entry.
+        """
+        held = self.get(name)
+        if held is None:
+            super().__setitem__(name, value)
+        elif (held.shape, held.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                held.copy_(value)
+        else:
+            raise OffloadError(
+                f"{name} is offloaded as {held.dtype} of shape {list(held.shape)}, "
+                f"and cannot become {value.dtype} of shape {list(value.shape)}",
+                why="it has its place in memory that is copied to the device as one",
+                fix="take the hooks off, change the weight, and dispatch the model again",
+            )
 
 
 class Values:
@@ -41,7 +65,7 @@ class Values:
         self.given = state_dict or {}
         self.folder = folder
         self.explicit = index or {}
-        self.in_memory: dict[str, torch.Tensor] = {}
+        self.in_memory: dict[str, torch.Tensor] = Held()
         self.loader = self._open()
 
     def _open(self) -> OffloadedWeightsLoader:
