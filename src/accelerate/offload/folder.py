@@ -246,7 +246,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if index is None:
             index = _read_index(Path(save_folder, INDEX)) if save_folder is not None else {}
         self.index, self.save_folder, self.device = index, save_folder, device
-        self.all_keys = list(dict.fromkeys((*self.state_dict, *index)))
+        # Those in checkpoints come first: clients take the first name and look for its file in the index.
+        linked = [name for name, entry in index.items() if entry.get("safetensors_file")]
+        self.all_keys = list(dict.fromkeys((*linked, *self.state_dict, *index)))
         for file in {entry["safetensors_file"] for entry in index.values() if entry.get("safetensors_file")}:
             if not os.path.exists(file):
                 raise _missing(file)
