@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,46 @@ def test_a_class_whose_weights_come_in_together(net: Net) -> None:
     assert torch.equal(net(X), expected)
     assert seen == [{"cpu"}]
     assert devices_of(net) == {"meta"}
+
+
+def test_a_compiled_model_gives_what_it_gave(net: Net) -> None:
+    """E1, E8: the compiler is told to leave what moves weights alone."""
+    expected = net(X)
+    offload(net)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="aot_eager")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(X), expected)
+    assert devices_of(net) == {"meta"}
+
+
+def test_blocks_that_come_in_whole_are_compiled_whole() -> None:
+    """E8: at most one graph break for each block."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(x)))
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Block(), Block(), Block())
+    expected = model(torch.ones(1, 4))
+    attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=["Block"])
+    graphs: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(len([node for node in graph.graph.nodes if node.op.startswith("call")]))
+        return graph.forward
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend=count)(torch.ones(1, 4)), expected)
+    assert sum(graphs) in (4, 12)  # one graph serves the three of them, or each has its own
+    assert len(graphs) in (1, 3)
 
 
 def test_gradients_reach_the_inputs(net: Net) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch._utils import _rebuild_parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from accelerate.offload.hooks import _compiler_disable
 from accelerate.offload.source import Source, ViewSource
 
 _aten: Any = torch.ops.aten
@@ -82,6 +83,7 @@ class OffloadedTensor(torch.Tensor):
         return value.__reduce_ex__(protocol)
 
     @classmethod
+    @_compiler_disable
     def __torch_dispatch__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
