@@ -19,13 +19,11 @@ from accelerate import state as state
 from accelerate import test_utils as test_utils
 from accelerate import tracking as tracking
 from accelerate import utils as utils
-from accelerate.big_modeling import init_empty_weights as init_empty_weights
-from accelerate.big_modeling import init_on_device as init_on_device
-from accelerate.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accelerate.checkpoint.into import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.facade.accelerator import Accelerator as Accelerator
+from accelerate.facade.big import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.state import PartialState as PartialState
 from accelerate.launch.notebook.start import debug_launcher as debug_launcher
@@ -34,6 +32,8 @@ from accelerate.offload.dispatch import cpu_offload as cpu_offload
 from accelerate.offload.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from accelerate.offload.dispatch import disk_offload as disk_offload
 from accelerate.offload.dispatch import dispatch_model as dispatch_model
+from accelerate.offload.empty import init_empty_weights as init_empty_weights
+from accelerate.offload.empty import init_on_device as init_on_device
 from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
 from accelerate.offload.pipeline import prepare_pippy as prepare_pippy
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig

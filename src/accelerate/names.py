@@ -61,10 +61,8 @@ HOMES: dict[str, dict[str, Home]] = {
     "accelerate.accelerator": at("facade.accelerator", "Accelerator"),
     "accelerate.big_modeling": at("offload.casting", "attach_layerwise_casting_hooks")
     | at("offload.dispatch", "cpu_offload cpu_offload_with_hook disk_offload dispatch_model")
-    | later(
-        BIG,
-        "init_empty_weights init_on_device load_checkpoint_and_dispatch",
-    ),
+    | at("offload.empty", "init_empty_weights init_on_device")
+    | at("facade.big", "load_checkpoint_and_dispatch"),
     "accelerate.checkpointing": at(
         "checkpoint.loose",
         "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
@@ -358,7 +356,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("facade.precision", "get_grad_scaler get_mixed_precision_context_manager")
     | at("checkpoint.names", "WEIGHTS_INDEX_NAME")
     | at("checkpoint.export", "load_state_dict id_tensor_storage")
-    | at("checkpoint.into", "load_checkpoint_in_model")
+    | at("facade.big", "load_checkpoint_in_model")
     | at(
         "offload.assign",
         "align_module_device check_device_same get_state_dict_from_offload get_state_dict_offloaded_model "

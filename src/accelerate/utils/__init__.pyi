@@ -7,7 +7,6 @@ from accelerate.checkpoint.export import id_tensor_storage as id_tensor_storage
 from accelerate.checkpoint.export import load as load
 from accelerate.checkpoint.export import load_state_dict as load_state_dict
 from accelerate.checkpoint.export import save as save
-from accelerate.checkpoint.into import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
 from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
@@ -44,6 +43,7 @@ from accelerate.core.versions import is_torch_version as is_torch_version
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.available import is_fp16_available as is_fp16_available
 from accelerate.facade.available import is_torch_distributed_available as is_torch_distributed_available
+from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compile import compile_regions as compile_regions
 from accelerate.facade.compile import compile_regions as compile_regions_fsdp2

@@ -3,8 +3,8 @@
 
 from accelerate.checkpoint.export import id_tensor_storage as id_tensor_storage
 from accelerate.checkpoint.export import load_state_dict as load_state_dict
-from accelerate.checkpoint.into import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
 from accelerate.facade.modules import is_peft_model as is_peft_model
 from accelerate.facade.precision import get_grad_scaler as get_grad_scaler
