@@ -124,7 +124,14 @@ class Values:
                 why="the device map puts them on disk, and their values are in no file yet",
                 fix="give offload_dir='some/folder' (offload_folder in load_checkpoint_and_dispatch)",
             )
-        os.makedirs(self.folder, exist_ok=True)
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            raise OffloadError(
+                f"{os.fspath(self.folder)} cannot be used as an offload folder",
+                why=f"{type(error).__name__}: {error.strerror}",
+                fix="give another offload_dir",
+            ) from error
         offload_state_dict(self.folder, {n: self.source(n, t).host() for n, t in tensors.items()})
         self.refreshed()
 
