@@ -228,12 +228,17 @@ def _checkpoints() -> Iterator[Claim]:
 
 
 def _big_models() -> Iterator[Claim]:
-    yield later("`init_empty_weights`", "big_modeling:init_empty_weights")
-    yield later(
-        "`load_checkpoint_and_dispatch`, device maps, offload",
-        "big_modeling:load_checkpoint_and_dispatch",
-        "big_modeling:dispatch_model",
-        "utils.modeling:infer_auto_device_map",
+    yield tested("`init_empty_weights`", "null/test_empty_init.py")
+    yield tested(
+        "`load_checkpoint_and_dispatch`, device maps, offload to memory and files",
+        "null/test_load_big.py",
+        "null/test_dispatch.py",
+        "sim/test_sim_pager.py",
+    )
+    yield tested(
+        "a plan without weights (`plan-inference`, `estimate-memory`)",
+        "null/test_cli_plan_inference.py",
+        "null/test_cli_estimate.py",
     )
     yield later("8-bit and 4-bit quantization", "utils.bnb:load_and_quantize_model")
     yield tested(
