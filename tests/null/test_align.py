@@ -579,6 +579,38 @@ def test_inputs_that_are_here_are_the_very_same() -> None:
     assert kwargs["y"] is y
 
 
+def test_a_list_that_a_module_fills_is_the_callers() -> None:
+    class Filling(nn.Module):
+        def forward(self, x: Any, seen: list[Any], cache: dict[str, Any]) -> Any:
+            seen.append(x)
+            cache["x"] = [x]
+            return x
+
+    filling = add_hook_to_module(Filling(), AlignDevicesHook("cpu", io_same_device=True))
+    seen: list[Any] = []
+    cache: dict[str, Any] = {"y": torch.ones(1)}
+    x = torch.ones(2)
+    assert filling(x, seen, cache=cache) is x
+    assert seen == [x]
+    assert list(cache) == ["y", "x"]
+
+
+def test_objects_that_can_move_move() -> None:
+    class Batch:
+        device = "cpu"
+
+        def to(self, device: Any) -> Any:
+            self.device = str(device)
+            return self
+
+    def first(values: Any) -> Any:
+        return add_hook_to_module(nn.Identity(), AlignDevicesHook("meta"))(values)
+
+    assert first(Batch()).device == "meta"
+    assert first({"a": [Batch()]})["a"][0].device == "meta"
+    assert first((torch.ones(1), 3))[0].device == META
+
+
 def test_named_inputs_can_stay_where_they_are() -> None:
     class Same(nn.Module):
         def forward(self, x: Any, cache: Any) -> Any:

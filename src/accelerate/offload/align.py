@@ -40,15 +40,28 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def moved(values: Any, device: torch.device, skip_keys: Keys = None) -> Any:
-    """A tuple or dict of arguments with all tensors on ``device``; the very same where all are there."""
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, torch.Tensor):
-            if value.device == device or check_device_same(value.device, device):
-                continue
-        elif isinstance(value, _PLAIN):
-            continue
-        return send_to_device(values, device, skip_keys=skip_keys)
+    """A tuple or dict of arguments with all tensors on ``device``; the very same where all are there.
+
+    A list that a module is to change is one of these: it gets a copy only if something in it has to move.
+    """
+    named = isinstance(values, dict)
+    kept = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
+    for key in values if named else range(len(values)):
+        if not _is_here(values[key], device) and not (named and key in kept):
+            return send_to_device(values, device, skip_keys=skip_keys)
     return values
+
+
+def _is_here(value: Any, device: torch.device) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device == device or check_device_same(value.device, device)
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, list | tuple):
+        return all(_is_here(item, device) for item in value)
+    if isinstance(value, dict) and not hasattr(value, "to"):
+        return all(_is_here(item, device) for item in value.values())
+    return not (hasattr(value, "to") or isinstance(value, Mapping))
 
 
 class AlignDevicesHook(ModelHook):

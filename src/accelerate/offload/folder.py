@@ -200,12 +200,13 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixedDataset:
         """The copy of a module takes along its own weights, not those of the whole model."""
         dataset = self.dataset
-        if isinstance(dataset, OffloadedWeightsLoader):
-            twin: Any = copy.copy(dataset)
-            own = {k: v for k, v in dataset.state_dict.items() if k.startswith(self.prefix)}
-            twin.state_dict = copy.deepcopy(own, memo)
-        else:
-            twin = copy.deepcopy(dataset, memo)
+        is_loader = isinstance(dataset, OffloadedWeightsLoader)
+        values = dataset.state_dict if is_loader else dataset
+        own = copy.deepcopy({k: values[k] for k in values if k.startswith(self.prefix)}, memo)
+        if not is_loader:
+            return PrefixedDataset(own, self.prefix)
+        twin = copy.copy(dataset)
+        twin.state_dict = own
         return PrefixedDataset(twin, self.prefix)
 
 
