@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -22,6 +23,7 @@ from accelerate.commands import estimate
 from tests.laws.test_8_no_torch import command as without_torch
 from tests.null.test_estimate import LLAMA
 from tests.null.test_skeleton import BERT, FACTORY, write
+from tests.support.environment import ROOT
 
 pytest.importorskip("transformers")
 Run = Callable[..., SimpleNamespace]
@@ -161,6 +163,16 @@ def test_a_factory_and_a_folder_of_weights_alone(cli: Run, tmp_path: Path) -> No
 )
 def test_dtypes_are_words_up_to_the_next_flag(typed: list[str], meant: list[str]) -> None:
     assert spread(typed) == meant
+
+
+def test_the_page_shows_what_the_commands_print(cli: Run, tmp_path: Path) -> None:
+    write(tmp_path / "bert-base-cased", BERT)
+    write(tmp_path / "Llama-3-8B", LLAMA)
+    page = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```sh\naccelerate estimate-memory ([^\n]*)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for typed, expected in shown:
+        assert cli(*typed.split()).out == expected
 
 
 # ---------------------------------------------------------------- mistakes

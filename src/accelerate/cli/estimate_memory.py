@@ -226,8 +226,9 @@ def _show(
     click.echo(create_ascii_table(titles, lines, _title(bills[0].training)))
     click.echo("")
     click.echo(bars({bill.training.title: bill.parts for bill in bills}, colour=sys.stdout.isatty()))
-    for note in dict.fromkeys(note for bill in bills for note in bill.notes):
-        click.echo(f"note: {note}")
+    for bill in bills:
+        for note in bill.notes:
+            click.echo(f"{bill.training.title}: {note}.")
     if given["plot"]:
         click.echo(f"drawn in {given['plot']}")
 
