@@ -126,10 +126,14 @@ def anonymous_memory() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
 
 
+def four() -> nn.Module:
+    """144 MiB. Weights of 32 MiB and more are given back to the system when they are freed (mallopt(3))."""
+    return nn.Sequential(*[nn.Linear(3072, 3072, bias=False) for _ in range(4)])
+
+
 def measured(folder: str) -> dict[str, int]:
-    """How much memory a model of 128 MiB takes that is dispatched to disk, with files and without."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
+    """How much memory such a model takes that is dispatched to disk, with files and without."""
+    model = four()
     values = dict(model.state_dict())
     file = Path(folder, "model.safetensors")
     save_file(values, file)
@@ -140,9 +144,9 @@ def measured(folder: str) -> dict[str, int]:
     before = anonymous_memory()
     dispatch_model(model, {"": "disk"}, offload_index=index)
     with torch.no_grad():
-        model(torch.zeros(1, 2048))
+        model(torch.zeros(1, 3072))
     mapped = anonymous_memory() - before
-    real = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
+    real = four()
     full = anonymous_memory()
     dispatch_model(real, {"": "disk"}, offload_dir=Path(folder, "offload"))
     gc.collect()
@@ -153,8 +157,8 @@ def test_weights_on_disk_take_no_memory(ranks: RankServer, tmp_path: Path) -> No
     """E11: mapped ones never do; those that were in memory are written once, and let go."""
     [found] = ranks(1, measured, str(tmp_path))
     assert found["mapped"] < 16 * 2**20
-    assert found["freed"] > 112 * 2**20
-    assert 128 * 2**20 <= written(tmp_path / "offload") < 129 * 2**20
+    assert found["freed"] > 128 * 2**20
+    assert 144 * 2**20 <= written(tmp_path / "offload") < 145 * 2**20
 
 
 def test_without_files_the_folder_is_written_once_and_mapped(tmp_path: Path) -> None:
