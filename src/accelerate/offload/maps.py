@@ -65,7 +65,7 @@ def _free() -> dict[Device, int | float]:
     free: dict[Device, int | float] = {}
     for index in range(found.count() if found.type != CPU else 0):
         numbered = found.torch_device(index).index is not None
-        free[index if numbered else found.type] = found.memory(index)[0]
+        free[index if numbered else found.type] = max(0, found.memory(index)[0])
     # An accelerator without a number is a part of the processor: its memory must not be promised twice.
     if found.type not in free or found.type == CPU:
         free[CPU] = devices.get(CPU).memory()[0]
