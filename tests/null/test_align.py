@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+import accelerate
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -209,6 +211,11 @@ def test_attributes_are_the_constructors() -> None:
     }
     hook = AlignDevicesHook(**given)
     assert {name: value for name, value in vars(hook).items() if name in given} == given
+    known = inspect.signature(AlignDevicesHook.__init__).parameters
+    again = getattr(accelerate.hooks, type(hook).__name__)(
+        **{k: v for k, v in vars(hook).items() if k in known}
+    )
+    assert {name: getattr(again, name) for name in given} == given
     assert (hook.input_device, hook.param_original_devices, hook.buffer_original_devices) == (None, {}, {})
     assert hook.tied_params_names == set()
     assert not hasattr(hook, "original_devices")

@@ -177,6 +177,21 @@ def test_an_offloaded_quantised_parameter_keeps_its_class_and_state() -> None:
     assert layer.weight.device == META
 
 
+def test_8_bit_values_come_in_with_their_scales() -> None:
+    layer: Any = nn.Linear(2, 2, bias=False)
+    layer.weight = Quantised(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    layer.weight.SCB = None
+    scales = torch.tensor([2.0, 3.0])
+    values = {"weight": torch.ones(2, 2, dtype=torch.int8), "SCB": scales}
+    hook = AlignDevicesHook("cpu", offload=True, weights_map=values)
+    add_hook_to_module(layer, hook)
+    hook.pre_forward(layer)
+    assert type(layer.weight) is Quantised
+    assert torch.equal(layer.weight.SCB, scales)
+    hook.post_forward(layer, ())
+    assert layer.weight.device == META
+
+
 def test_tied_tensors_are_copied_once() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight

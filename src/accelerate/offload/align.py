@@ -28,7 +28,6 @@ from accelerate.offload.assign import (
     home_of,
     set_module_tensor_to_device,
     table_of,
-    unrecorded,
 )
 from accelerate.offload.hooks import ModelHook, _compiler_disable, remove_hook_from_module
 from accelerate.offload.source import MapSource, OffloadError, Source
@@ -44,10 +43,14 @@ def moved(values: Any, device: torch.device, skip_keys: Keys = None) -> Any:
 
     A list that a module is to change is one of these: it gets a copy only if something in it has to move.
     """
-    named = isinstance(values, dict)
+    if not isinstance(values, dict):
+        for value in values:
+            if not _is_here(value, device):
+                return send_to_device(values, device, skip_keys=skip_keys)
+        return values
     kept = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
-    for key in values if named else range(len(values)):
-        if not _is_here(values[key], device) and not (named and key in kept):
+    for name, value in values.items():
+        if name not in kept and not _is_here(value, device):
             return send_to_device(values, device, skip_keys=skip_keys)
     return values
 
@@ -231,7 +234,9 @@ class AlignDevicesHook(ModelHook):
             came_from = self.input_device = found
         if called and self.execution_device is not None:
             device = as_device(self.execution_device)
-            args, kwargs = moved(args, device), moved(kwargs, device, self.skip_keys)
+            args = moved(args, device)
+            if kwargs:
+                kwargs = moved(kwargs, device, self.skip_keys)
         if self.offload:
             self._enter(module, called)
         if self.io_same_device and called:
@@ -290,11 +295,11 @@ class AlignDevicesHook(ModelHook):
         if not absent:
             return
         device = None if self.execution_device is None else as_device(self.execution_device)
-        with unrecorded():
+        with torch.inference_mode(False), torch.no_grad():  # what ``unrecorded`` does, at less cost
             for key, owner, name, tensor in absent:
                 place = device or getattr(tensor, "execution", torch.device("cpu"))
                 source = self.source_for(key, tensor)
-                self._brought.append((key, self._shared(owner, name, place, source)))
+                self._brought.append((key, self._shared(key, owner, name, place, source)))
 
     def source_for(self, key: str, tensor: torch.Tensor) -> Source:
         """Where the values of a tensor are: a map that a client gave the hook meanwhile comes first.
@@ -315,13 +320,24 @@ class AlignDevicesHook(ModelHook):
             fix="dispatch the model again",
         )
 
-    def _shared(self, owner: nn.Module, name: str, device: torch.device, source: Source) -> Brought:
+    def _maybe_get_fp16_statistics(self, name: str, value: Any) -> Any:
+        """The scales beside 8-bit values in the map, under the names of bitsandbytes."""
+        scales = name.replace("weight", "SCB")
+        weights: Mapping[str, Any] = self.weights_map or {}
+        return (
+            weights[scales] if value.dtype == torch.int8 and "SCB" in scales and scales in weights else None
+        )
+
+    def _shared(self, key: str, owner: nn.Module, name: str, device: torch.device, source: Source) -> Brought:
         """Brings in one tensor, or takes the copy that another module has brought of it."""
         copies = None
         if self.tied_params_map:
             copies = self.tied_params_map.get(address_of(source.host()))
         if copies is None:
-            return bring(owner, name, device, source)
+            scales = None
+            if source.dtype == torch.int8:
+                scales = self._maybe_get_fp16_statistics(key, source)
+            return bring(owner, name, device, source, fp16_statistics=scales)
         if device in copies:
             return bring(owner, name, device, source, there=copies[device])
         brought = bring(owner, name, device, source)

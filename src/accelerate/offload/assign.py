@@ -267,6 +267,7 @@ def bring(
     device: torch.device,
     source: Source | None = None,
     there: torch.Tensor | None = None,
+    fp16_statistics: Any = None,
 ) -> Brought:
     """Puts the values of an offloaded tensor in its place. To be called within ``unrecorded()``.
 
@@ -275,12 +276,13 @@ def bring(
         device: where the values are wanted.
         source: where they are, unless the tensor itself knows.
         there: a copy of them that is on the device already.
+        fp16_statistics: the scales that go with 8-bit values.
     """
     stand_in: Any = table_of(owner, name)[name]
     found: Source = source or stand_in.source
     value = found.read(device) if there is None else there
     if name in owner._parameters:
-        value = as_parameter(value, stand_in)
+        value = as_parameter(value, stand_in, fp16_statistics)
     if not isinstance(stand_in, OffloadedTensor):  # a meta tensor that a client left there
         stand_in = offloaded(stand_in, found, device)
     return Brought(owner, name, stand_in, found, value)
