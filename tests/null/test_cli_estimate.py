@@ -169,7 +169,9 @@ def test_the_page_shows_what_the_commands_print(cli: Run, tmp_path: Path) -> Non
     write(tmp_path / "bert-base-cased", BERT)
     write(tmp_path / "Llama-3-8B", LLAMA)
     page = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
-    shown = re.findall(r"```sh\naccelerate estimate-memory ([^\n]*)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
+    shown = re.findall(
+        r"```sh\naccelerate estimate-memory ([^\n]*)\n```\n\n```text\n(.*?)```", page, re.DOTALL
+    )
     assert len(shown) == 2
     for typed, expected in shown:
         assert cli(*typed.split()).out == expected
