@@ -107,16 +107,15 @@ def tree(
 
     def read(module: nn.Module, name: str) -> Part:
         prefix = f"{name}." if name else ""
-        weights = [
-            Weight(full := prefix + key, size(full, value), ties.get(full, id(value)), False)
-            for key, value in module._parameters.items()
-            if value is not None
-        ]
-        weights += [
-            Weight(full := prefix + key, size(full, value), full, True)
-            for key, value in module._buffers.items()
-            if value is not None
-        ]
+        weights: list[Weight] = []
+        for key, value in module._parameters.items():
+            if value is not None:
+                full = prefix + key
+                weights.append(Weight(full, size(full, value), ties.get(full, id(value)), False))
+        for key, value in module._buffers.items():
+            if value is not None:
+                full = prefix + key
+                weights.append(Weight(full, size(full, value), full, True))
         parts = [read(child, prefix + key) for key, child in module._modules.items() if child is not None]
         return Part(name, type(module).__name__, tuple(weights), tuple(parts))
 
@@ -137,12 +136,14 @@ def _sizer(dtype: Dtype | None, special_dtypes: Mapping[str, Dtype]) -> Callable
         return min(wanted, own.itemsize)
 
     def size(name: str, tensor: torch.Tensor) -> int:
-        if name in special:
-            return math.ceil(tensor.numel() * special[name])
         own = tensor.dtype
-        if own not in widths:
-            widths[own] = width(own)
-        return math.ceil(widths[own] * tensor.numel())
+        wide = widths.get(own)
+        if wide is None:
+            wide = widths[own] = width(own)
+        if name in special:
+            wide = special[name]
+        count = tensor.numel() * wide
+        return count if type(count) is int else math.ceil(count)
 
     return size
 

@@ -142,12 +142,13 @@ def groups(found: Sequence[Unit]) -> list[Group]:
 
 
 def _group(members: tuple[Unit, ...]) -> Group:
-    weights = [weight for unit in members for weight in unit.weights]
+    alone = len(members) == 1
+    weights = members[0].weights if alone else [weight for unit in members for weight in unit.weights]
     size = _distinct(weights)
     return Group(
         members,
         size,
-        _distinct([weight for weight in weights if weight.buffer]),
-        size if len(members) == 1 else max(unit.size for unit in members),
-        sum(unit.cache for unit in members),
+        sum([weight.size for weight in weights if weight.buffer]),  # buffers are never tied
+        size if alone else max(unit.size for unit in members),
+        members[0].cache if alone else sum(unit.cache for unit in members),
     )

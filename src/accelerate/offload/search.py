@@ -79,14 +79,13 @@ class Search:
         """
         if not self.accelerators:
             return self._on_host()
-        trials = (
-            self._try(self.accelerators, self.accelerators[0]),
-            self._try(self.accelerators, None),
-            self._try(self.accelerators, None, fill=True),
-        )
-        for trial in trials:
-            if not trial.stored and trial.lost is None:
-                return trial
+        first, need = self.accelerators[0], sum(group.size + group.cache for group in self.groups)
+        # What is more than all of them together needs no trial.
+        if need <= sum(self.room[device] for device in self.accelerators):
+            for executor, fill in ((first, False), (None, False), (None, True)):
+                trial = self._try(self.accelerators, executor, fill=fill)
+                if not trial.stored:
+                    return trial
         found = self._with_stores(fill=False)
         if self.rules.fill and (found is None or self._idle(found)):
             found = self._with_stores(fill=True) or found
