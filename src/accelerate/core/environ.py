@@ -106,12 +106,19 @@ def patched(values: Mapping[str, object | None], *, clear: bool = False) -> Gene
         write({name: before.get(name) for name in (*inside, *(gone if clear else ()))})
 
 
-def child(values: Mapping[str, object | None]) -> dict[str, str]:
-    """The environment of a process to be started: this one's, with ``values`` set or (None) removed."""
-    environment = snapshot()
+def child(
+    values: Mapping[str, object | None], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment of a process to be started: this one's, with ``values`` set or (None) removed.
+
+    Args:
+        values: what is set or removed.
+        environment: the one to begin with instead of this process's own.
+    """
+    made = snapshot() if environment is None else dict(environment)
     for name, value in values.items():
         if value is None:
-            environment.pop(name, None)
+            made.pop(name, None)
         else:
-            environment[name] = str(value)
-    return environment
+            made[name] = str(value)
+    return made

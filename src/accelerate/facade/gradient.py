@@ -6,19 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.frozen import frozen
 from accelerate.core.handler import KwargsHandler
-from accelerate.core.setting import setting
 from accelerate.data.active import UNOWNED, ActiveLoaders
-
-
-@frozen
-class GradientSettings:
-    """How gradients are accumulated."""
-
-    __topic__ = "Training"
-
-    gradient_accumulation_steps: int = setting(1, help="micro-batches per optimizer step")
 
 
 @dataclass

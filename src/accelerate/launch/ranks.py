@@ -263,14 +263,19 @@ class Guard:
 
     def __init__(self, seconds: float) -> None:
         path = str(Path(__file__).with_name("guard.py"))
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", path, str(seconds)],
-            env=environ.child({}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # It inherits what is blocked. Signals to this process that come meanwhile are delivered afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", path, str(seconds)],
+                env=environ.child({}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None

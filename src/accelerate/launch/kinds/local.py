@@ -168,11 +168,11 @@ def _supervise(request: Request, size: int, variables: Variables, logs: Logs) ->
     from accelerate.launch.watched import own_folder, own_port, watched
 
     with own_folder() as folder, own_port(request, size) as port:
-        told = {**variables, "ACCELERATE_STOP_FOLDER": folder}
+        shared = environ.child({**variables, "ACCELERATE_STOP_FOLDER": folder})
         run_id = os.urandom(4).hex()
         owns = [alone(request)] if port is None else own_variables(request, size, port.number, run_id)
         commands = [
-            Command(watched(request, folder, rank), environ.child({**told, **own}), *logs.pipes(rank))
+            Command(watched(request, folder, rank), environ.child(own, shared), *logs.pipes(rank))
             for rank, own in enumerate(owns)
         ]
         ranks = Ranks(
