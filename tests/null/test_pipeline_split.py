@@ -122,6 +122,7 @@ def test_only_modules_that_are_used_count_in_their_order() -> None:
 
 def test_the_device_map_numbers_the_stages() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    assert generate_device_map(model) == {"": 0}
     found = generate_device_map(model, 2)
     assert list(found) == ["0", "1", "2", "3", "4"]
     assert sorted(found.values()) == list(found.values())

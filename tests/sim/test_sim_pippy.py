@@ -7,14 +7,14 @@ import torch
 from tests.cpu.test_pippy import Plain, Skip, floats, seeded, tokens
 from tests.support.ranks import RankServer
 
-CLOSE = {"rtol": 0.0, "atol": 1e-5}
+CLOSE = {"rtol": 0.0, "atol": 1e-4}
 
 
-def on_accelerators() -> tuple[set[str], list[str]]:
+def on_accelerators(kind: str) -> tuple[set[str], list[str]]:
     from accelerate import PartialState, prepare_pippy
 
     state = PartialState()
-    assert state.device.type == "sim"
+    assert state.device.type == kind
     for build, inputs in ((Plain, tokens), (Skip, floats)):
         plain, model = seeded(build), seeded(build)
         prepare_pippy(model, example_args=(inputs(8),), gather_output=True)
@@ -30,6 +30,6 @@ def on_accelerators() -> tuple[set[str], list[str]]:
 
 
 def test_each_accelerator_holds_its_stage(ranks: RankServer) -> None:
-    found = ranks(2, on_accelerators, devices=["sim:0", "sim:1"], timeout=120)
+    found = ranks(2, on_accelerators, "sim", devices=["sim:0", "sim:1"], timeout=120)
     assert [devices for devices, _ in found] == [{"sim:0", "meta"}, {"sim:1", "meta"}]
     assert found[0][1] == ["0.0", "0.1", "1.0", "1.1"]

@@ -140,6 +140,8 @@ def generate_device_map(
     Raises:
         PrepareError: fewer blocks than stages, or no division keeps to ``max_memory``.
     """
+    if num_processes == 1:
+        return {"": 0}
     chained = split.blocks(model, _closed(model, no_split_module_classes), num_processes)
     budgets = None
     if max_memory:

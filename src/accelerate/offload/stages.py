@@ -135,7 +135,8 @@ class _Worker(nn.Module):
         if not self.world.is_last:
             return found
         self.results.append(found)
-        return (found[0].new_zeros(1),)  # the schedule joins these; ours are joined in their form
+        # The schedule joins these; ours are joined in their form.
+        return (torch.zeros(1, device=self.world.device),)
 
     def _now(self) -> float:
         if self.clock is not None and self.world.device.type != "cpu":
