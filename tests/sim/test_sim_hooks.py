@@ -243,6 +243,40 @@ def test_a_changed_view_of_an_offloaded_weight_is_changed() -> None:
     assert result[1:, 1].tolist() == [8, 9]
 
 
+@pytest.mark.parametrize("kind", ["own", "dict", "loader"])
+def test_values_that_a_client_puts_in_are_offloaded_too(kind: str) -> None:
+    """``load_state_dict(assign=True)`` and the like leave real tensors on the CPU."""
+    model, x = layers(2), torch.ones(1, 64)
+    state = model.state_dict()
+    maps: dict[str, Any] = {"own": None, "dict": state, "loader": OffloadedWeightsLoader(state_dict=state)}
+    attach_align_device_hook(model, "sim", offload=True, weights_map=maps[kind])
+    torch.manual_seed(1)
+    values = {name: torch.rand(64, 64) for name in state}
+    model.load_state_dict(values, assign=True)
+    expected = x
+    for value in values.values():
+        expected = expected @ value.T
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(model(x).cpu(), expected, rtol=1e-4)
+    assert all(isinstance(tensor, OffloadedTensor) for tensor in model.parameters())
+    for index, layer in enumerate(model):
+        assert torch.equal(vars(layer)["_hf_hook"].weights_map["weight"], values[f"{index}.weight"])
+
+
+def test_a_weight_as_an_input_comes_to_the_device() -> None:
+    """E1: its device says nothing of where outputs are wanted."""
+    layer: Any = nn.Linear(4, 4)
+    expected = layer.weight @ layer.weight
+    add_hook_to_module(layer, AlignDevicesHook("sim", offload=True))
+    double = add_hook_to_module(nn.Bilinear(1, 1, 1), AlignDevicesHook("sim", io_same_device=True))
+    vars(double)["_old_forward"] = lambda a, b: a @ b
+    with torch.no_grad():
+        result = double(layer.weight, layer.weight)
+    assert result.device.type == "sim"
+    assert torch.allclose(result.cpu(), expected, **CLOSE)
+
+
 def test_whole_models_take_turns() -> None:
     first, second, x = layers(1), layers(1), torch.ones(1, 64)
     expected = second(first(x))

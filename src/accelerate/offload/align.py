@@ -29,6 +29,7 @@ from accelerate.offload.assign import (
     set_module_tensor_to_device,
     table_of,
 )
+from accelerate.offload.folder import put
 from accelerate.offload.hooks import ModelHook, _compiler_disable, remove_hook_from_module
 from accelerate.offload.source import MapSource, OffloadError, Source
 from accelerate.offload.tensor import OffloadedTensor, offloaded, source_of
@@ -231,7 +232,8 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device and called:
             first = args[0] if args else None
             found = first.device if isinstance(first, torch.Tensor) else find_device([args, kwargs])
-            came_from = self.input_device = found
+            # An offloaded weight that is given as an input is nowhere that an output could go to.
+            came_from = self.input_device = None if found is not None and found.type == "meta" else found
         if called and self.execution_device is not None:
             device = as_device(self.execution_device)
             args = moved(args, device)
@@ -279,7 +281,9 @@ class AlignDevicesHook(ModelHook):
             try:
                 self._fetch(module)
             except BaseException:
-                self._leave()
+                self._users -= called
+                if not self._users:
+                    self._drop()
                 raise
 
     @_compiler_disable
@@ -290,16 +294,29 @@ class AlignDevicesHook(ModelHook):
                 self._drop()
 
     def _fetch(self, module: nn.Module) -> None:
-        """Brings in what is not here."""
-        absent = [row for row in self._offloadable(module) if row[3].device.type == "meta"]
+        """Brings in what is not here; a tensor that a client has put in elsewhere is offloaded first."""
+        device = None if self.execution_device is None else as_device(self.execution_device)
+        absent = [row for row in self._offloadable(module) if row[3].device != device]
         if not absent:
             return
-        device = None if self.execution_device is None else as_device(self.execution_device)
         with torch.inference_mode(False), torch.no_grad():  # what ``unrecorded`` does, at less cost
             for key, owner, name, tensor in absent:
+                if tensor.device.type != "meta":
+                    if device is None or check_device_same(tensor.device, device):
+                        continue
+                    tensor = self._adopt(key, owner, name, device)
                 place = device or getattr(tensor, "execution", torch.device("cpu"))
                 source = self.source_for(key, tensor)
                 self._brought.append((key, self._shared(key, owner, name, place, source)))
+
+    def _adopt(self, key: str, owner: nn.Module, name: str, device: torch.device) -> OffloadedTensor:
+        """Offloads a tensor that somebody has put in the place of an offloaded one: its values count now."""
+        table = table_of(owner, name)
+        home = home_of(self._full(key), table[name])
+        if self.weights_map is not None:
+            put(self.weights_map, key, home.tensor)
+        table[name] = offloaded(table[name], home, device)
+        return table[name]
 
     def source_for(self, key: str, tensor: torch.Tensor) -> Source:
         """Where the values of a tensor are: a map that a client gave the hook meanwhile comes first.

@@ -20,6 +20,18 @@ def _has_own_tensors(module: nn.Module) -> bool:
     return any(tensor is not None for tensor in tensors)
 
 
+def _has_state(module: nn.Module) -> bool:
+    """Whether a state dict of the module would hold anything."""
+    return any(
+        tensor is not None
+        for part in module.modules()
+        for tensor in (
+            *part._parameters.values(),
+            *(b for name, b in part._buffers.items() if name not in part._non_persistent_buffers_set),
+        )
+    )
+
+
 def _is_whole(module: nn.Module, preload_module_classes: Names) -> bool:
     """Whether the module's weights come in together, because it uses those of its children itself."""
     return type(module).__name__ in (preload_module_classes or ())
@@ -41,7 +53,7 @@ def attach_execution_device_hook(
         preload_module_classes: names of classes whose inner modules get no hooks.
         tied_params_map: see ``AlignDevicesHook``.
     """
-    if "_hf_hook" not in vars(module) and module.state_dict(keep_vars=True):
+    if "_hf_hook" not in vars(module) and _has_state(module):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         add_hook_to_module(module, hook)
     if _is_whole(module, preload_module_classes):

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -307,6 +307,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _opening=threading.Lock())
+
+
+def put(weights: Mapping[str, Any], key: str, value: torch.Tensor) -> None:
+    """Gives a mapping of weights another value in memory, if it can take one."""
+    if isinstance(weights, PrefixedDataset):
+        put(weights.dataset, f"{weights.prefix}{key}", value)
+    elif isinstance(weights, OffloadedWeightsLoader):
+        weights.state_dict[key] = value
+        if key not in weights.all_keys:
+            weights.all_keys.append(key)
+    elif isinstance(weights, MutableMapping):
+        weights[key] = value
 
 
 def extract_submodules_state_dict(
