@@ -137,7 +137,7 @@ class Search:
                 f"{self._name(largest)} ({size(largest.block)})"
                 + (f" and the reserve of {size(reserve)}" if reserve else ""),
                 why="a block is computed at once, and no accelerator has more room",
-                fix="raise the budget, let its class be split, or name no accelerator to compute on the CPU",
+                fix="raise the budget; or name no accelerator, to compute on the CPU",
             )
 
     def _settled(self, computers: Sequence[Device], executor: Device, *, fill: bool = False) -> Trial:
