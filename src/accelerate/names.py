@@ -338,10 +338,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "watch.retry",
         "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     ),
-    "accelerate.utils.modeling": at(
-        "facade.modules",
-        "convert_file_size_to_int is_peft_model",
-    )
+    "accelerate.utils.modeling": at("facade.modules", "convert_file_size_to_int is_peft_model")
     | at(
         "offload.measure",
         "calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes "
