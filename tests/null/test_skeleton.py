@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.core.errors import CheckpointError, UnknownNameError
+from accelerate.core.errors import CheckpointError, MissingExtraError, UnknownNameError
 from accelerate.offload.headers import headers
 from accelerate.offload.skeleton import SkeletonError, from_headers, skeleton
 
@@ -106,6 +108,43 @@ def test_a_folder_of_diffusers_and_a_pipeline_of_it(tmp_path: Path) -> None:
         "text_encoder": "BertForMaskedLM",
     }
     assert is_hollow(pipeline)
+
+
+def timm_like(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for timm, which is not among the packages of the tests; what its maker was called with."""
+    calls: list[dict[str, Any]] = []
+
+    def create_model(name: str, **options: Any) -> nn.Module:
+        calls.append({"name": name, **options})
+        return nn.Conv2d(3, options.get("num_classes", 1000), 1)
+
+    timm: Any = ModuleType("timm")
+    timm.create_model, timm.list_models = create_model, lambda: ["resnet18", "resnet50"]
+    timm.is_model = lambda name: name in timm.list_models()
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    return calls
+
+
+def test_a_folder_and_an_architecture_of_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = timm_like(monkeypatch)
+    config = {"architecture": "resnet50", "num_classes": 7, "pretrained_cfg": {"tag": "a1"}}
+    folder = write(tmp_path, {**config, "model_args": {"drop_rate": 0.1}})
+    assert is_hollow(skeleton(folder))
+    assert is_hollow(skeleton("resnet18", library="timm"))
+    assert calls == [
+        {"name": "resnet50", "pretrained": False, "num_classes": 7, "drop_rate": 0.1},
+        {"name": "resnet18", "pretrained": False},
+    ]
+    with pytest.raises(UnknownNameError, match="did you mean 'resnet18'"):
+        skeleton("resnet19", library="timm")
+    with pytest.raises(UnknownNameError, match=r"in the config\.json of"):
+        skeleton(write(tmp_path, {"architecture": "resnet19"}))
+
+
+def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.core.packages.installed", lambda name: name != "timm")
+    with pytest.raises(MissingExtraError, match="pip install timm"):
+        skeleton(write(tmp_path, {"architecture": "resnet50"}))
 
 
 CODE = """

@@ -53,7 +53,8 @@ def skeleton(
             ``model_index.json`` gives its parts), the name of a model on the hub, of which only the
             configuration is fetched, or ``module:factory``: a function without arguments, or a class, that
             is imported from the working folder and called under ``torch.device("meta")``. A folder of
-            safetensors files without a configuration gives modules that only have names and weights.
+            safetensors files without a configuration gives modules that only have names and weights. With the
+            library timm, also the name of one of its architectures.
         library: whose configuration it is, where that cannot be told from its keys.
         trust_remote_code: run code that lies beside the configuration, if the library needs it.
         dtype: of floating point weights; None is what the configuration says.
@@ -73,11 +74,14 @@ def skeleton(
     place = _Place(name, token)
     if library in (None, "diffusers") and (index := place.file(PIPELINE)):
         return _cast(_pipeline(place, index, trust_remote_code), wanted)
-    path = place.file(CONFIG)
-    if path is None:
+    if library == "timm" and not place.local and "/" not in name:  # an architecture of its own
+        config = {"architecture": name}
+    elif path := place.file(CONFIG):
+        config = read_json(path)
+    else:
         return _cast(_flat(place), wanted)
     with torch.device("meta"):
-        return _configured(place, "", read_json(path), library, trust_remote_code, wanted, head)
+        return _configured(place, "", config, library, trust_remote_code, wanted, head)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -290,7 +294,7 @@ def _timm(place: _Place, config: dict[str, Any]) -> nn.Module:
 
     name = config.get("architecture", "")
     if not timm.is_model(name):
-        where = f"in the config.json of {place.name}"
+        where = f"in the config.json of {place.name}" if place.local or "/" in place.name else ""
         raise UnknownNameError("architecture of timm", name, timm.list_models(), where=where)
     options = {key: config[key] for key in ("num_classes", "global_pool") if key in config}
     model: nn.Module = timm.create_model(name, pretrained=False, **options, **config.get("model_args", {}))
