@@ -188,6 +188,23 @@ def test_modules_that_are_trained_whole_get_a_hook_of_their_own(
         assert torch.allclose(results[1][1][name], value, atol=1e-6), name
 
 
+def test_the_trainer_of_transformers(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its model has a device map with the disk in it; only the adapter is trained."""
+    tf, folder, losses = library("transformers"), folders("llama"), []
+    rows = [{"input_ids": row, "labels": row} for row in tokens().tolist() * 2]
+    for one in (base(folder), on_disk(folder, "llama", tmp_path / "offload")):
+        torch.manual_seed(5)
+        arguments = tf.TrainingArguments(
+            str(tmp_path / "out"), use_cpu=True, per_device_train_batch_size=2, max_steps=3, logging_steps=1,
+            learning_rate=1e-2, report_to=[], disable_tqdm=True, save_strategy="no", seed=0,
+        )  # fmt: skip
+        trainer = tf.Trainer(adapted(one, "llama"), arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0][0] > losses[0][-1]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
 def test_an_adapter_is_saved_without_its_base(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder = folders("llama")
     torch.manual_seed(5)

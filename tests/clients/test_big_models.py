@@ -101,6 +101,12 @@ def test_what_does_not_fit_goes_to_disk_by_itself(
     assert generated(model) == generated(expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_that_can_be_mapped_needs_no_folder(kind: str, folders: Callable[[str], Path]) -> None:
+    model = plain(folders(kind), kind, device_map={"": "disk"})
+    assert generated(model) == generated(plain(folders(kind), kind))
+
+
 def test_automatic_placement_without_limits_is_one_device(folders: Callable[[str], Path]) -> None:
     model = plain(folders("llama"), device_map="auto")
     assert big.devices(model) == {"cpu"}

