@@ -347,7 +347,8 @@ def _put(target: Target, value: torch.Tensor) -> None:
     here = target.tensor
     if value is here:
         return
-    if "meta" not in (here.device.type, value.device.type) and type(value) in (torch.Tensor, nn.Parameter):
+    plain = type(value) in (torch.Tensor, nn.Parameter) and here.device.type != "meta"
+    if target.weight and plain and torch._has_compatible_shallow_copy_type(here, value):  # pyright: ignore
         here.data = value
         vars(here).update(vars(value))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from accelerate.checkpoint.sharded import LazyTensor
 from accelerate.checkpoint.weights import weights_of
+from accelerate.core.errors import AccelerateError
 from accelerate.world import collective
 
 _Row = tuple[tuple[int, ...], torch.dtype, tuple[tuple[str, int, int], ...]]
@@ -24,15 +25,23 @@ def from_rank0(path: Callable[[], Path], shown: Path) -> tuple[Path, dict[str, L
 
     Returns:
         (the files, tensors by all names); reading one is a broadcast.
+
+    Raises:
+        AccelerateError: what rank 0 found wrong, on all ranks.
     """
     found: Mapping[str, LazyTensor] = {}
-    where = shown
+    where, problem = shown, None
     if collective.rank() == 0:
-        where = path()
-        found = weights_of(where).every()
-    rows: Iterable[tuple[str, _Row]] = collective.agree(
-        [(name, (tuple(t.shape), t.dtype, t.places)) for name, t in found.items()]
+        try:
+            where = path()
+            found = weights_of(where).every()
+        except AccelerateError as error:
+            problem = error
+    rows: list[tuple[str, _Row]] | AccelerateError = collective.agree(
+        problem or [(name, (tuple(t.shape), t.dtype, t.places)) for name, t in found.items()]
     )
+    if isinstance(rows, AccelerateError):  # on all ranks, so that none waits for another
+        raise rows
     return where, {name: _sent(row, found.get(name)) for name, row in rows}
 
 

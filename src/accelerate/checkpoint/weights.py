@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
@@ -228,13 +227,13 @@ def _torch_file(path: Path) -> Weights:
     else:  # of torch before 1.6: only read whole
         state = pickles.read(path, "cpu", trust)
     state = _state_in(path, state)
-    if any(is_traceable_wrapper_subclass(value) for value in state.values()):  # of several tensors each
+    if any(map(_is_special, state.values())):
         state = _state_in(path, pickles.read(path, "cpu", trust, mmap=True))
     held = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, value in held.items():
-        if is_traceable_wrapper_subclass(value):
+        if _is_special(value):
             continue
         start = _start(value)
         at = start if start is not None else value.untyped_storage()._cdata
@@ -255,13 +254,19 @@ def _state_in(path: Path, state: Any) -> Mapping[Any, Any]:
     return state
 
 
+def _is_special(value: object) -> bool:
+    """A tensor of a class of its own, which may hold others: only known when it is read."""
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return isinstance(value, torch.Tensor) and type(value) not in plain
+
+
 def _start(value: torch.Tensor) -> int | None:
     """Where the storage of a tensor that was read without its data begins in the file."""
     return getattr(value.untyped_storage(), "_checkpoint_offset", None)
 
 
 def _lazy(path: Path, value: torch.Tensor) -> LazyTensor:
-    start = None if is_traceable_wrapper_subclass(value) else _start(value)
+    start = None if _is_special(value) else _start(value)
     if start is None or value.numel() == 0:
         return in_memory(value)
     begin = start + int(value.storage_offset()) * value.element_size()
