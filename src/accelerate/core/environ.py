@@ -20,6 +20,7 @@ PROTOCOL: dict[str, str] = {
     "ACCELERATE_TORCH_DEVICE": "fixes the torch device of this process, for example 'cpu'",
     "ACCELERATE_LOG_LEVEL": "level of the loggers made by accelerate.logging.get_logger",
     "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model spread over devices under data parallelism",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "true: init_empty_weights leaves buffers without memory too",
     "ACCELERATE_ASKED": "what the launcher was asked for, and by which flag or line of a file, as JSON",
     "ACCELERATE_STOP_FOLDER": "where a process tells its launcher that it stops in good order when asked",
     "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",
