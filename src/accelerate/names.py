@@ -48,7 +48,6 @@ def every(modules: str) -> dict[str, str]:
 
 
 # --- what will come, in the words that an error shows ------------------------------------------------------
-BIG = "models larger than memory: device maps, hooks, and weights moved under the forward pass"
 FSDP = "training sharded with torch's FSDP2"
 DEEPSPEED = "training through the DeepSpeed engine"
 MEGATRON = "training through Megatron-Core"
@@ -386,15 +385,14 @@ HOMES: dict[str, dict[str, Home]] = {
         "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "
         "has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor",
     )
-    | at("facade.compile", "compile_regions")
+    | at("facade.compile", "compile_regions compile_regions_fsdp2=compile_regions")
     | at("facade.hardware", "check_os_kernel")
     | at("facade.objects", "get_pretty_name merge_dicts recursive_getattr")
     | at("core.units", "convert_bytes=show_bytes")
     | at("world.ports", "get_free_port is_port_in_use")
     | at("world.collective", "wait_for_everyone=barrier")
     | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")
-    | later(DEEPSPEED, "compile_regions_deepspeed")
-    | at("facade.compile", "compile_regions_fsdp2=compile_regions"),
+    | later(DEEPSPEED, "compile_regions_deepspeed"),
     "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": later(TPU, "install_xla"),
     "accelerate.utils.tqdm": at("watch.progress", "tqdm"),
