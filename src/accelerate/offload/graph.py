@@ -16,13 +16,14 @@ import io
 import operator
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch._export import utils as export_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -130,9 +131,10 @@ class Traced:
                     tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in inputs(n))
                     for n in (rows, rows + 1)
                 )
-            self.program = _exported(flat, fakes)
-            with mode:
-                grown = call_and_keep(more)
+            with _tracing():
+                self.program = _exported(flat, fakes)
+                with mode, _as_exported():
+                    grown = call_and_keep(more)
         self.form, self.device = seen[0], device
         (output,) = self.program.graph.find_nodes(op="output")
         results = [node.meta["val"] for node in output.args[0]][-len(grown) :]
@@ -167,15 +169,13 @@ class Traced:
         return _Cutter(self.program, [place for place, _ in begins], self.device).stages()
 
 
-def _exported(flat: nn.Module, fakes: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+@contextmanager
+def _tracing() -> Generator[None]:
+    """Says in our words what torch.export cannot do; the half of a graph that it prints first is left out."""
     try:
-        # On its way out, torch.export prints half a graph; it and its warnings are about torch.
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore", FutureWarning)
-            program = torch.export.export(flat, fakes, strict=False)
-            if any(_writes(node) for node in program.graph.nodes):
-                # A write through a view would not reach a copy of it in another stage.
-                program = program.run_decompositions({})
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about torch
+            yield
     except AccelerateError:
         raise
     except Exception as error:
@@ -185,7 +185,20 @@ def _exported(flat: nn.Module, fakes: tuple[torch.Tensor, ...]) -> torch.export.
             why=f"torch.export says: {type(error).__name__}: {lines[0]}",
             fix="write the part that depends on values as torch operations (torch.where, torch.cond)",
         ) from error
+
+
+def _exported(flat: nn.Module, fakes: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    program = torch.export.export(flat, fakes, strict=False)
+    if any(_writes(node) for node in program.graph.nodes):
+        # A write through a view would not reach a copy of it in another stage.
+        program = program.run_decompositions({})
     return program
+
+
+def _as_exported() -> AbstractContextManager[None]:
+    """Models that ask whether they are exported go the same way as in the trace."""
+    make = getattr(export_utils, "_compiling_state_context", nullcontext)
+    return make()
 
 
 def _writes(node: fx.Node) -> bool:
