@@ -6,8 +6,8 @@ measured in the same process, in turn with the forward: a ratio of 1.11 is 0.9 o
 one of 8 rows, so that nearly nothing is computed and the copies are all that counts.
 
 The second row is a stack as of a diffusion UNet: residual convolutions and attention, 1.0 billion parameters
-in fp16, on 64 x 64 latents. It gives the peak of the device's memory over a forward; the target is that of the
-talk that showed one under 800 MB.
+in fp16, on 64 x 64 latents. It gives the peak of the device's memory over a forward; the target is that of
+the talk that showed one under 800 MB.
 """
 
 from __future__ import annotations
