@@ -53,7 +53,6 @@ DEEPSPEED = "training through the DeepSpeed engine"
 MEGATRON = "training through Megatron-Core"
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
-TPU = "training on TPU"
 
 HOMES: dict[str, dict[str, Home]] = {
     "accelerate": {},
@@ -394,7 +393,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")
     | later(DEEPSPEED, "compile_regions_deepspeed"),
     "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
-    "accelerate.utils.torch_xla": later(TPU, "install_xla"),
+    "accelerate.utils.torch_xla": later("training on TPU", "install_xla"),
     "accelerate.utils.tqdm": at("watch.progress", "tqdm"),
     "accelerate.utils.transformer_engine": later(
         FP8,
