@@ -56,6 +56,11 @@ def fault_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.fault"
 
 
+def code_file(folder: Path) -> Path:
+    """Where the ranks find the compiled script, if the launcher has compiled it."""
+    return folder / "script.code"
+
+
 def armed(folder: Path, pid: int) -> Armed | None:
     """What a process said in ``folder`` of stopping by itself when it is asked; None when it said nothing.
 

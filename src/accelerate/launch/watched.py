@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import marshal
+import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accelerate.core import environ
 from accelerate.core.errors import LaunchError
 from accelerate.launch import report
 from accelerate.launch.base import say
@@ -22,6 +26,31 @@ def watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
     kind = "module" if request.settings.module else "script"
     files = (str(report.fault_file(folder, rank)), str(report.error_file(folder, rank)))
     return (sys.executable, report.CHILD, *files, kind, *request.program)
+
+
+def keep_code(request: Request, folder: Path) -> None:
+    """Leaves the compiled script in ``folder`` for all ranks: compiling takes a tenth of a rank's start.
+
+    Where Python has something to say about the script, nothing is left: each rank compiles it and says it.
+    """
+    job = request.settings
+    # Ranks with another level of optimisation compile something else.
+    if job.module or job.no_python or sys.flags.optimize or environ.get("PYTHONOPTIMIZE"):
+        return
+    path = os.path.abspath(request.program[0])
+    if not path.endswith(".py") or not os.path.isfile(path):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        except (OSError, SyntaxError, ValueError, Warning, RecursionError, MemoryError):
+            return
+    kept = report.code_file(folder)
+    try:
+        kept.write_bytes(marshal.dumps(code))
+    except OSError:  # the disk is full, and half of the code is none
+        kept.unlink()
 
 
 @contextmanager

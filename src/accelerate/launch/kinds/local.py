@@ -165,10 +165,12 @@ def _supervise(request: Request, size: int, variables: Variables, logs: Logs) ->
     # A launcher that becomes its script watches nobody, and need not load what that takes.
     from accelerate.launch import report
     from accelerate.launch.ranks import Command, Ranks
-    from accelerate.launch.watched import own_folder, own_port, watched
+    from accelerate.launch.watched import keep_code, own_folder, own_port, watched
 
     with own_folder() as folder, own_port(request, size) as port:
         shared = environ.child({**variables, "ACCELERATE_STOP_FOLDER": folder})
+        if size > 1:
+            keep_code(request, folder)
         run_id = os.urandom(4).hex()
         owns = [alone(request)] if port is None else own_variables(request, size, port.number, run_id)
         commands = [
