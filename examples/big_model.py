@@ -69,8 +69,8 @@ def budgets(args: argparse.Namespace) -> dict | None:
     """The memory that each device may give; None: what it has."""
     asked = {0: args.device_memory, "cpu": args.cpu_memory}
     given = {device: size for device, size in asked.items() if size}
-    if not torch.accelerator.is_available():
-        given.pop(0, None)
+    if args.cpu or not torch.accelerator.is_available():
+        return {"cpu": args.cpu_memory or "1TB"}
     return given or None
 
 
@@ -90,6 +90,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device-memory", help="of the first accelerator, such as 20MB; default: all of it")
     parser.add_argument("--cpu-memory", help="of the host, such as 15MB; default: all of it")
     parser.add_argument("--offload-folder", type=Path, default=Path("runs/big_model/offload"))
+    parser.add_argument("--cpu", action="store_true", help="leave an accelerator alone")
     parser.add_argument("--tokens", type=int, default=12, help="how many to generate")
     return parser.parse_args()
 
