@@ -88,6 +88,22 @@ def test_a_large_model_is_traced_without_memory(tmp_path: Path) -> None:
     assert formula / 1.5 < found.activations < formula * 1.5
 
 
+@pytest.mark.parametrize(("kind", "name"), [("t5", "T5ForConditionalGeneration"), ("bert", "BertModel")])
+def test_models_of_other_shapes_are_traced(tmp_path: Path, kind: str, name: str) -> None:
+    small = {"model_type": kind, "architectures": [name], "d_model": 64, "num_layers": 1}
+    small |= {"decoder_start_token_id": 0, "pad_token_id": 0}
+    assert traced(tmp_path, {**small, "hidden_size": 64, "num_attention_heads": 2}).activations > 0
+
+
+def test_an_operator_that_cannot_be_run_so_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 1}
+    found = kept(skeleton(write(tmp_path, experts)), 1, 8)
+    assert str(found).startswith("MixtralForCausalLM cannot be traced: ")
+    assert "torch._subclasses.fake_tensor" not in {record.name for record in caplog.records}
+
+
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     tied = {**SMALL, "tie_word_embeddings": True}
     assert traced(tmp_path, tied, autocast=torch.bfloat16) == traced(tmp_path, SMALL, autocast=torch.bfloat16)

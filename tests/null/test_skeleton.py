@@ -254,6 +254,8 @@ def test_a_module_that_is_not_there_is_told_and_one_that_fails_keeps_its_error(f
             {**BERT, "architectures": ["BertForMaskedML"]},
             ["'BertForMaskedML'", "did you mean 'BertForMaskedLM'?"],
         ),
+        ({"model_type": "llama", "hidden_size": 7}, ["transformers builds no model", "not a multiple"]),
+        ({"model_type": "llama", "hidden_size": "x"}, ["transformers builds no model", "'hidden_size'"]),
         ({"_class_name": "UNet2DModle"}, ["'UNet2DModle'", "did you mean 'UNet2DModel'?"]),
     ],
 )

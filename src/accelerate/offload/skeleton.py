@@ -30,6 +30,7 @@ from accelerate.offload.headers import Header, find_headers, headers
 LIBRARIES = ("transformers", "diffusers", "timm")
 CONFIG, PIPELINE = "config.json", "model_index.json"
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_KEYS = "a config.json with 'model_type' (transformers), '_class_name' (diffusers) or 'architecture' (timm)"
 _TRUST = "read that code; if you trust it: --trust_remote_code (trust_remote_code=True)"
 
 
@@ -262,11 +263,17 @@ def _configured(
     library = library or _library(config)
     if not packages.installed(library):
         raise MissingExtraError(library, f"the configuration of {place.name}")
-    if library == "diffusers":
-        return _cast(_diffusers(place, config), dtype)
-    if library == "timm":
-        return _cast(_timm(place, config), dtype)
-    return _transformers(place, part, config, trust, dtype, head)
+    try:
+        if library == "diffusers":
+            return _cast(_diffusers(place, config), dtype)
+        if library == "timm":
+            return _cast(_timm(place, config), dtype)
+        return _transformers(place, part, config, trust, dtype, head)
+    except AccelerateError:
+        raise
+    except Exception as error:
+        what = f"{library} builds no model from the configuration of {place.name}"
+        raise SkeletonError(what, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
 
 
 def _library(config: Mapping[str, Any]) -> str:
@@ -314,9 +321,7 @@ def _transformers(
             raise SkeletonError(what, why=f"its config.json names {', '.join(_codes(remote))}", fix=_TRUST)
         if not remote and not sort:
             what = f"config.json of {place.name} describes no model: it has no 'model_type'"
-            raise SkeletonError(
-                what, why=f"its keys: {', '.join(config) or 'none'}", fix=f"library: {LIBRARIES}"
-            )
+            raise SkeletonError(what, why=f"its keys: {', '.join(config) or 'none'}", fix=_KEYS)
         if not remote:
             raise UnknownNameError("model_type", str(sort), list(transformers.CONFIG_MAPPING), where=where)
     options: dict[str, Any] = {"trust_remote_code": trust, "token": place.token}

@@ -7,8 +7,9 @@ something else there, its way is taken: see ``_AsOnAccelerators``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 _INPUTS = ("input_ids", "decoder_input_ids")
+_PREDICT_TOKENS = ("LM", "ForConditionalGeneration")  # parts of the names of classes with a loss over tokens
 _LEAF = "AccumulateGrad"
 _CAST = "ToCopyBackward0"
 
@@ -120,11 +122,23 @@ def kept(
     try:
         if chosen is not None:
             chosen("sdpa" if attention == "fused" else "eager")
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             _hollow(model, dtype)
             return _counted(model.train(), torch.zeros(batch, length, dtype=torch.long), autocast)
     except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError) as error:
-        return f"{type(model).__name__} cannot be traced: {str(error).strip().splitlines()[0]}"
+        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return f"{type(model).__name__} cannot be traced: {why}"
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """torch logs a traceback for an operator that it cannot run so; the error says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _hollow(model: nn.Module, dtype: torch.dtype) -> None:
@@ -154,7 +168,7 @@ def _counted(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None
             found.setdefault(storage._cdata, (storage, _is_cast(tensor)))
         return tensor
 
-    labels = {"labels": words} if "LM" in type(model).__name__ else {}
+    labels = {"labels": words} if any(part in type(model).__name__ for part in _PREDICT_TOKENS) else {}
     context = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
     way = _AsOnAccelerators(autocast)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context, way:
