@@ -249,8 +249,7 @@ def follow(old: nn.Module, new: nn.Module | None) -> Any:
     before = hook_of(old)
     if new is None or before is None or hook_of(new) is not None:
         return new
-    device = before.execution_device
-    assert isinstance(device, torch.device)
+    device = as_device(before.execution_device or 0)
     hook = DispatchedHook(device, skip_keys=before.skip_keys, crossing=before._crossing, pager=before._pager)
     hook.block = before.block
     if hook.block is None:
