@@ -1,4 +1,8 @@
-"""peft, unmodified, on a base of which a part lies on disk: the same numbers as in memory."""
+"""peft, unmodified, on a base of which a part lies on disk: the same numbers as in memory.
+
+On the public package, what is trained here fails in the backward pass, and what is merged without having been
+loaded is wrong: offloaded weights show the meta device, also on a CPU, and peft moves new adapters there.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +85,7 @@ def trained(model: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Te
 def test_an_adapter_is_loaded_onto_a_base_on_disk(
     kind: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """There: GPT-2 ends in a KeyError, for weights that no index names and the new map puts on disk."""
     folder = folders(kind)
     expected = loaded(base(folder), folder)
     size = sum(p.nbytes for p in base(folder).parameters())
@@ -94,6 +99,7 @@ def test_an_adapter_is_loaded_onto_a_base_on_disk(
 
 
 def test_a_second_adapter_and_a_change_between_them(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """There: where all fits in memory, what was on disk fails to come there."""
     folder = folders("llama")
     expected, model = base(folder), on_disk(folder, "llama", tmp_path / "offload")
     outputs = []

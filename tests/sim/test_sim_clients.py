@@ -279,6 +279,19 @@ def test_an_adapter_is_trained_on_a_base_that_is_not_all_on_the_device(
         assert torch.allclose(found[1][1][name], value, **CLOSE), name
 
 
+@needs("transformers", "peft")
+def test_an_adapter_that_lost_its_values_is_told(folders: Callable[[str], Path]) -> None:
+    """peft moves a new adapter to where the weight beside it seems to be. There: NaN."""
+    peft = library("peft")
+    places = split(loaded(folders("llama")), "model.layers", 0, "cpu", rest=0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(loaded(folders("llama"), device_map=places), config)
+    with pytest.raises(
+        RuntimeError, match=r"layers\.2\.self_attn\.q_proj\.lora_A\.default\.weight has no val"
+    ):
+        logits(model, "sim")
+
+
 def beside_adapters(model: nn.Module, places: dict[str, Any]) -> dict[str, Any]:
     """The map with blocks that are on no device in leaves: of those, an adapter's are on the first device."""
     finer: dict[str, Any] = {}
@@ -295,6 +308,7 @@ def beside_adapters(model: nn.Module, places: dict[str, Any]) -> dict[str, Any]:
 def test_an_adapter_is_loaded_and_merged(
     folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """There: a KeyError of a weight in host memory, whose file is looked for."""
     monkeypatch.chdir(tmp_path)  # where peft makes files
     peft = library("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -436,6 +450,7 @@ def test_components_that_are_managed(folder: Path) -> None:
 
 @needs("transformers", "diffusers")
 def test_components_are_dealt_to_the_devices(folder: Path, image: torch.Tensor) -> None:
+    """There: a device that is no vendor's is not found, and all is on the CPU."""
     painter(folder).save_pretrained(folder / "stored")
     kind = library("diffusers").StableDiffusionPipeline
     pipeline = kind.from_pretrained(folder / "stored", local_files_only=True, device_map="balanced")

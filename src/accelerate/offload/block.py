@@ -127,6 +127,9 @@ class Block:
         """Weights that came from elsewhere, after the model was dispatched, are offloaded like the others.
 
         Those that are trained beside frozen ones (adapters) go to the device and stay.
+
+        Raises:
+            OffloadError: one has no values.
         """
         device = self.pager.device
         modules = list(self.modules())
@@ -137,6 +140,8 @@ class Block:
             tables: tuple[Table, ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in list(table.items()):
+                    if tensor is not None and tensor.is_meta and not _is_mapped(module, name):
+                        raise self._hollow(tensor)
                     if tensor is None or tensor.device.type != "cpu":
                         continue
                     if id(tensor) not in made:
@@ -146,6 +151,15 @@ class Block:
                             else offloaded(tensor, HostSource(f"{self.name}.{name}", tensor.detach()), device)
                         )
                     table[name] = made[id(tensor)]
+
+    def _hollow(self, tensor: torch.Tensor) -> OffloadError:
+        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        path = next((path for path, each in tensors if each is tensor), "?")
+        return OffloadError(
+            f"{self.name}.{path} has no values: it was put on the meta device after the model was dispatched",
+            why="offloaded weights show that device, and what follows them there, like an adapter, is lost",
+            fix="add it to the model in memory, then dispatch both: dispatch_model(model, device_map=...)",
+        )
 
     # --- in and out
 
@@ -191,6 +205,11 @@ class Block:
 def _is_unchanged(snapshot: Snapshot) -> bool:
     table, seen = snapshot
     return len(table) == len(seen) and all(map(operator.is_, table.values(), seen))
+
+
+def _is_mapped(module: nn.Module, name: str) -> bool:
+    """Whether a hook on the module knows the values of its tensor."""
+    return name in (getattr(vars(module).get("_hf_hook"), "weights_map", None) or ())
 
 
 def _snapshot(table: Table) -> Snapshot:
