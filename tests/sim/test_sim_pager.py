@@ -486,11 +486,13 @@ def test_a_device_that_is_full_is_torchs_error_and_leaves_nothing_behind() -> No
         torch.testing.assert_close(model(x), expected)
 
 
-def test_two_threads_may_call_the_same_model() -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_two_threads_may_call_the_same_model(backward: bool) -> None:
     """E13"""
-    model = built()
-    xs = [inputs(rows) for rows in (2, 5)]
+    model = built().requires_grad_(False)
+    xs = [inputs(rows).requires_grad_(backward) for rows in (2, 5)]
     expected = [model(x).detach() for x in xs]
+    gradients = [torch.autograd.grad(model(x).sum(), x)[0] for x in xs] if backward else []
     cpu_offload(model, SIM)
     together, failed = threading.Barrier(2), []
 
@@ -498,8 +500,11 @@ def test_two_threads_may_call_the_same_model() -> None:
         try:
             together.wait(30)
             for _ in range(20):
-                with torch.no_grad():
-                    torch.testing.assert_close(model(xs[which]), expected[which])
+                with torch.set_grad_enabled(backward):
+                    y = model(xs[which])
+                torch.testing.assert_close(y.detach(), expected[which])
+                if backward:
+                    torch.testing.assert_close(torch.autograd.grad(y.sum(), xs[which])[0], gradients[which])
         except BaseException as error:
             failed.append(error)
             raise

@@ -362,7 +362,9 @@ class Pager:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device != self.device:
             return tensor.detach()
         address = tensor.untyped_storage().data_ptr()
-        for page, arrival in self.arrivals.items():
+        with self.lock:
+            here = list(self.arrivals.items())
+        for page, arrival in here:
             if arrival.buffer.data_ptr() == address and page.nbytes:
                 where = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
                 return _Saved(page, where)
