@@ -143,7 +143,8 @@ class _Context(TorchFunctionMode):
 
     def _forget(self) -> None:
         """Drops notes of tensors that are no more."""
-        self.notes = {key: note for key, note in self.notes.items() if note.tensor() is not None}
+        for key in [key for key, note in self.notes.items() if note.tensor() is None]:
+            del self.notes[key]
 
     def _need(self, args: Iterable[Any]) -> None:
         """Makes what a function is about to use."""
@@ -189,12 +190,13 @@ class _Context(TorchFunctionMode):
 
     def parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         """A hook of torch: a parameter is registered."""
-        if param is None or _here.inside[-1:] != [self]:
+        inside = _here.inside
+        if param is None or not inside or inside[-1] is not self:
             return None
-        if 0 < len(self.notes) < 4:  # so that most functions find none
+        if self.notes and len(self.notes) < 4:  # so that most functions find none
             self._forget()
         with torch._C.DisableTorchFunction():
-            if param.device == self.device:
+            if param.is_meta if self.device is _META else param.device == self.device:
                 return None
         with _making():
             return None if is_lazy(param) else self._there(param, _parameter)
@@ -287,7 +289,8 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     """
     if include_buffers is None:
         include_buffers = environ.flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
-    context = _Context(torch.device(device), include_buffers)
+    device = torch.device(device)
+    context = _Context(_META if device == _META else device, include_buffers)
     hooks = (
         modules.register_module_parameter_registration_hook(context.parameter),
         modules.register_module_buffer_registration_hook(context.buffer),
