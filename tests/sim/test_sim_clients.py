@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import Accelerator, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from tests.clients import big
 from tests.clients.big import (
     devices,
@@ -155,6 +155,29 @@ def test_weights_move_only_to_the_device(folders: Callable[[str], Path], tmp_pat
     resident = bytes_of(plain) - blocks
     del out
     assert torch.sim.memory_allocated(0) <= resident + blocks / 2 + 16 * 1024
+
+
+@needs("transformers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_accelerators_save_what_is_offloaded(
+    kind: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """E6: exported, and as a checkpoint."""
+    plain = loaded(folders(kind))
+    places = split(plain, LAYERS[kind], 0, "cpu", 1, "disk", rest=0)
+    model = loaded(folders(kind), device_map=places, offload_folder=str(tmp_path / "offload"))
+    accelerator = Accelerator()
+    accelerator.save_model(model, tmp_path / "exported", max_shard_size="30KB")
+    big.same_tensors(big.entries(tmp_path / "exported"), big.entries(folders(kind)))
+    state = accelerator.get_state_dict(model)
+    assert state.keys() == plain.state_dict().keys()
+    assert not any(value.is_meta for value in state.values())
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    assert generated(prepared, "sim") == generated(plain)
+    accelerator.save_state(tmp_path / "state")
+    saved_state = big.entries(tmp_path / "state")
+    assert all(torch.equal(saved_state[name], value) for name, value in big.entries(folders(kind)).items())
+    accelerator.free_memory()
 
 
 @needs("transformers")
