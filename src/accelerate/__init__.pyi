@@ -35,7 +35,7 @@ from accelerate.offload.dispatch import dispatch_model as dispatch_model
 from accelerate.offload.empty import init_empty_weights as init_empty_weights
 from accelerate.offload.empty import init_on_device as init_on_device
 from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
-from accelerate.offload.pipeline import prepare_pippy as prepare_pippy
+from accelerate.offload.pipeline.prepare import prepare_pippy as prepare_pippy
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs

@@ -86,7 +86,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook",
     ),
     "accelerate.inference": at(
-        "offload.pipeline",
+        "offload.pipeline.prepare",
         "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     ),
     "accelerate.launchers": at("launch.notebook.start", "debug_launcher notebook_launcher test_launch"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate.device.base import Device
-from accelerate.offload.estimate import Training, facts_of, training
-from accelerate.offload.trace import Kept, kept
+from accelerate.offload.estimate.bill import Training, facts_of, training
+from accelerate.offload.estimate.trace import Kept, kept
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {

@@ -15,9 +15,9 @@ from torch import nn
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.activations import activations, layers_of
-from accelerate.offload.reserve import inference
-from accelerate.offload.skeleton import skeleton
+from accelerate.offload.estimate.activations import activations, layers_of
+from accelerate.offload.estimate.reserve import inference
+from accelerate.offload.estimate.skeleton import skeleton
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.units import show_bytes
-from accelerate.offload.activations import Layers, activations, layers_of
-from accelerate.offload.estimate import OPTIMIZERS, Facts, Training, facts_of, rule, training
-from accelerate.offload.skeleton import skeleton
+from accelerate.offload.estimate.activations import Layers, activations, layers_of
+from accelerate.offload.estimate.bill import OPTIMIZERS, Facts, Training, facts_of, rule, training
+from accelerate.offload.estimate.skeleton import skeleton
 from tests.null.test_skeleton import BERT, write
 
 LLAMA = {

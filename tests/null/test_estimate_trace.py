@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.offload.activations import activations, layers_of
-from accelerate.offload.skeleton import skeleton
-from accelerate.offload.trace import Kept, kept
+from accelerate.offload.estimate.activations import activations, layers_of
+from accelerate.offload.estimate.skeleton import skeleton
+from accelerate.offload.estimate.trace import Kept, kept
 from tests.null.test_estimate import LLAMA
 from tests.null.test_skeleton import BERT, write
 

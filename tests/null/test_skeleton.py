@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.core.errors import CheckpointError, MissingExtraError, UnknownNameError
-from accelerate.offload.headers import headers
-from accelerate.offload.skeleton import SkeletonError, from_headers, skeleton
+from accelerate.offload.estimate.headers import headers
+from accelerate.offload.estimate.skeleton import SkeletonError, from_headers, skeleton
 
 transformers = pytest.importorskip("transformers")
 
@@ -388,6 +388,6 @@ def test_a_weight_may_be_called_as_the_module_of_others() -> None:
 
 
 def _header(tensor: torch.Tensor) -> Any:
-    from accelerate.offload.headers import Header
+    from accelerate.offload.estimate.headers import Header
 
     return Header(tensor.dtype, tuple(tensor.shape), tensor.nbytes, Path("x"))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.offload.estimate import Bill, Training, facts_of, training
-from accelerate.offload.trace import Kept, kept
+from accelerate.offload.estimate.bill import Bill, Training, facts_of, training
+from accelerate.offload.estimate.trace import Kept, kept
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {

@@ -13,8 +13,8 @@ import click
 from accelerate.cli.bars import bars, create_ascii_table, plot, size_text
 from accelerate.core.errors import MissingExtraError
 from accelerate.core.units import show_count
-from accelerate.offload import estimate as sums
-from accelerate.offload.activations import RECOMPUTE
+from accelerate.offload.estimate import bill as sums
+from accelerate.offload.estimate.activations import RECOMPUTE
 
 if TYPE_CHECKING:
     import argparse
@@ -135,7 +135,7 @@ def _kinds(given: Mapping[str, Any]) -> list[sums.Training]:
 
 def _facts(model_name: str, given: Mapping[str, Any], *, head: bool) -> tuple[sums.Facts, list[str]]:
     """The sizes of the model, and what should be known about them."""
-    from accelerate.offload import skeleton
+    from accelerate.offload.estimate import skeleton
 
     options = _options(given)
     whole = skeleton.skeleton(model_name, **options)
@@ -159,7 +159,7 @@ def _kept(model_name: str, given: Mapping[str, Any], how: sums.Training) -> Any:
         return None
     import torch
 
-    from accelerate.offload import skeleton, trace
+    from accelerate.offload.estimate import skeleton, trace
 
     narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(how.mixed_precision)
     dtype = torch.float32 if narrow else getattr(torch, how.dtype)
@@ -176,7 +176,7 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stored(model_name: str) -> list[str]:
     """What lies in the folder, if it holds weights."""
-    from accelerate.offload import headers
+    from accelerate.offload.estimate import headers
 
     path = Path(model_name).expanduser()
     if not path.exists() or not headers.find_headers(path):
@@ -382,7 +382,7 @@ def create_empty_model(
         trust_remote_code: run code that lies beside the configuration.
         access_token: of the hub, for models that not everybody may see.
     """
-    from accelerate.offload.skeleton import skeleton
+    from accelerate.offload.estimate.skeleton import skeleton
 
     return skeleton(
         model_name, library=library_name, trust_remote_code=trust_remote_code, token=access_token, head=False
@@ -392,7 +392,7 @@ def create_empty_model(
 def estimate_training_usage(
     bytes: int, mixed_precision: str, msamp_config: str | None = None
 ) -> dict[str, int]:
-    """Bytes that training with Adam takes, by the rule of thumb; see ``accelerate.offload.estimate.rule``.
+    """Bytes that training with Adam takes, by the rule of thumb of ``offload/estimate/bill.py``.
 
     Args:
         bytes: of the model in float32.

@@ -62,7 +62,7 @@ def _flag(name: str) -> tuple[str, ...]:
 @click.option(*_flag("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration")
 @click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
 def _plan_inference(model: str, **given: Any) -> None:
-    from accelerate.offload.skeleton import skeleton
+    from accelerate.offload.estimate.skeleton import skeleton
 
     limits = budgets(given["devices"], given["cpu"], given["disk"])
     empty = skeleton(model, library=given["library"], trust_remote_code=given["trust"])
@@ -109,7 +109,7 @@ def planned(
     """(the plan, how its reserve was counted) of a model on the meta device.
 
     With a length, keys and values are counted with the blocks that keep them, and activations are reserved on
-    every device that computes. The formulas are those of ``offload/reserve.py``:
+    every device that computes. The formulas are those of ``offload/estimate/reserve.py``:
 
     - keys and values of a block: ``2 x batch x length x kv_heads x head_size x bytes``;
     - activations: what one block makes of ``batch x length`` tokens, and for the words of the last of them
@@ -124,19 +124,19 @@ def planned(
         no_split: classes that stay whole, besides those that the model names.
         offload_buffers, fill: see ``Rules``.
     """
-    from accelerate.offload import estimate
+    from accelerate.offload.estimate.bill import bits
+    from accelerate.offload.estimate.reserve import inference
     from accelerate.offload.measure import tree
     from accelerate.offload.place import Rules, place
     from accelerate.offload.placement import CPU, DISK
-    from accelerate.offload.reserve import inference
 
-    bits = None if dtype is None else Bits(estimate.bits(_SHORT.get(dtype, dtype)))
+    width = None if dtype is None else Bits(bits(_SHORT.get(dtype, dtype)))
     rules = Rules(_whole(model) | set(no_split), offload_buffers, fill)
-    part = tree(model, bits)
+    part = tree(model, width)
     if length is None:
         notes = ["only weights are counted; with --length so are activations, keys and values"]
         return place(part, limits, rules), notes
-    need = inference(model, batch, length, _width(model, bits))
+    need = inference(model, batch, length, _width(model, width))
     computers = [device for device in limits if device not in (CPU, DISK)] or [CPU]
     reserve = {device: need.working for device in computers if device in limits}
     rules = Rules(rules.no_split, offload_buffers, fill, reserve, need.cache)
