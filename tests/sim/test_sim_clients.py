@@ -302,6 +302,32 @@ def test_an_adapter_is_trained_on_a_base_that_is_not_all_on_the_device(
         assert torch.allclose(found[1][1][name], value, **CLOSE), name
 
 
+@needs("transformers")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_activations_are_computed_again(
+    reentrant: bool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers checkpoints inside the forward of a layer: it runs again when its weights have left."""
+    gradients, kept = [], []
+    places = split(loaded(folders("llama")), "model.layers", "cpu", "disk", rest=0)
+    ids = torch.arange(256).remainder(60).reshape(8, 32)
+    for device, again in (("cpu", False), ("sim", False), ("sim", True)):
+        given = {"device_map": places, "offload_folder": str(tmp_path)} if device == "sim" else {}
+        model = loaded(folders("llama"), **given).requires_grad_(False).train()
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        x = nn.Parameter(torch.sin(torch.arange(8 * 32 * 32.0)).reshape(8, 32, 32).to(device))
+        loss = model(inputs_embeds=x, labels=ids.to(device), use_cache=False).loss
+        kept.append(torch.sim.memory_allocated(0))
+        loss.backward()
+        assert x.grad is not None
+        gradients.append(x.grad.cpu())
+        del model, x, loss
+    assert kept[2] < kept[1] / 2
+    assert torch.allclose(gradients[1], gradients[0], **CLOSE)
+    assert torch.allclose(gradients[2], gradients[0], **CLOSE)
+
+
 @needs("transformers", "peft")
 def test_an_adapter_that_lost_its_values_is_told(folders: Callable[[str], Path]) -> None:
     """peft moves a new adapter to where the weight beside it seems to be. There: NaN."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate.hooks import (
@@ -372,6 +373,38 @@ def test_a_parameter_is_added_to_an_offloaded_layer() -> None:
     set_module_tensor_to_device(layer, "scale", "meta")
     assert torch.allclose(out(model), net()(X) * 2)
     assert layer.scale.device == META
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_blocks_are_checkpointed(reentrant: bool) -> None:
+    """Activations inside a block are not kept for backward, and the weights are not either."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor, again: bool) -> torch.Tensor:
+            for part in self.parts:
+                x = x + (checkpoint(part, x, use_reentrant=reentrant) if again else part(x))
+            return x
+
+    torch.manual_seed(0)
+    plain = Deep().requires_grad_(False)
+    model, seen, kept = cpu_offload(copy.deepcopy(plain), SIM), [], []
+    for one, device, again in ((plain, "cpu", False), (model, "sim", False), (model, "sim", True)):
+        x = torch.ones(128, 8, device=device, requires_grad=True)
+        y = one(x, again).sum()
+        kept.append(torch.sim.memory_allocated(0))
+        y.backward()
+        assert x.grad is not None
+        seen.append(x.grad.cpu())
+        del x, y
+    assert kept[2] < kept[1] / 3
+    assert torch.allclose(seen[1], seen[0])
+    assert torch.allclose(seen[2], seen[0])
 
 
 def test_a_chain_of_models() -> None:

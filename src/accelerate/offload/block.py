@@ -41,6 +41,7 @@ class Block:
     Attributes:
         pages: the weights, as they travel.
         users: forwards that are using them now.
+        armed: its parts bring their weights themselves, should they run while it is closed.
         following: the next block in the order of definition.
     """
 
@@ -48,6 +49,7 @@ class Block:
         self.name, self.module, self.whole, self.pager = name, module, whole, pager
         self.pages: list[Page] = []
         self.users = 0
+        self.armed = False
         self.following: Block | None = None
         self._places: dict[int, list[tuple[Table, str]]] = {}  # by the identity of a stand-in
         self._seen: list[Snapshot] | None = None

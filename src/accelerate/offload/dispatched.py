@@ -167,6 +167,8 @@ class DispatchedHook(AlignDevicesHook):
             try:
                 if not torch.is_grad_enabled():
                     return _hooked_forward(module, *args, **kwargs)
+                if not block.armed:
+                    arm(block)
                 with pager.saving():
                     return _hooked_forward(module, *args, **kwargs)
             finally:
@@ -231,6 +233,18 @@ def mark(module: Any, hook: DispatchedHook) -> None:
     hook.init_hook(module)
     module._hf_hook = hook
     module._old_forward = module.forward
+
+
+def arm(block: Block) -> None:
+    """From now on parts of a block that run while it is closed bring their own weights.
+
+    What is checkpointed inside a block runs again in the backward pass, when its forward is over.
+    """
+    block.armed = True
+    for module in block.modules():
+        if hook_of(module) is not None and "forward" not in vars(module):
+            forward = functools.partial(_dispatched_forward, module)
+            module.forward = functools.update_wrapper(forward, vars(module)["_old_forward"])
 
 
 def watch(model: nn.Module) -> None:

@@ -353,8 +353,21 @@ class Pager:
 
     @contextmanager
     def saving(self) -> Generator[None]:
-        """Inside, autograd keeps where a weight is found, not the weight; backward brings it again."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        """Inside, autograd keeps where a weight is found, not the weight; backward brings it again.
+
+        What is no weight is kept as it would be without: checkpointing, which is around, computes it again.
+        """
+        torch_c: Any = torch._C
+        around: Any = torch_c._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            saved = self._pack(tensor)
+            return _Around(around[0](tensor)) if around and not isinstance(saved, _Saved) else saved
+
+        def unpack(saved: Any) -> torch.Tensor:
+            return around[1](saved.value) if isinstance(saved, _Around) else self._unpack(saved)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -388,6 +401,13 @@ class Pager:
                     torch.autograd.Variable._execution_engine.queue_callback(self.borrowed.clear)
             self._land(arrival)
             return arrival.buffer
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What the saved tensor hooks around a block made of a tensor."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
