@@ -371,6 +371,10 @@ def test_an_adapter_is_loaded_and_merged(
         max_memory={0: size // 2, 1: size // 4, "cpu": size // 2},
     ).eval()  # fmt: skip
     assert torch.allclose(logits(model, "sim"), logits(plain), **CLOSE)
+    model.load_adapter(tmp_path / "adapter", adapter_name="other")
+    model.set_adapter("other")
+    assert torch.allclose(logits(model, "sim"), logits(plain), **CLOSE)
+    model.set_adapter("default")
     assert torch.allclose(logits(model.merge_and_unload(), "sim"), logits(plain), rtol=1e-4, atol=1e-5)
 
 

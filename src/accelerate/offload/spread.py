@@ -297,8 +297,11 @@ class _Sizes:
                 return
             seen.add(id(module))
             inner = [(key, c) for key, c in module._modules.items() if c is not None and self.ids(c)]
-            can = is_callable(module) and (module is not model or not inner)
-            if can and (not inner or type(module).__name__ in whole or self.bytes(module) <= limit):
+            # What only wraps another module may be passed by: its users call the one inside.
+            asked = type(module).__name__ in whole
+            wraps = len(inner) == 1 and is_callable(inner[0][1]) and not asked and not self._own(module)
+            can = is_callable(module) and not wraps and (module is not model or not inner)
+            if can and (not inner or asked or self.bytes(module) <= limit):
                 yield name, module, True
                 return
             if is_callable(module) and self._own(module):
