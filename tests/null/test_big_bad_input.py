@@ -193,6 +193,8 @@ def test_budgets_that_cannot_be_balanced(tmp_path: Path, budgets: Any, words: st
         ({"": "gpu"}, "unknown device 'gpu'"),
         ({"": "cuda:99"}, r"cuda:99'?,? (which )?is not here"),
         ({"": 99}, "99"),
+        ({"": None}, "no device"),
+        ({"": 1.5}, "1.5 is no device"),
         ({**EVERY, "3": "cpu"}, "unknown module.*'3'"),
         ({"0": "cpu", "1": "disk"}, r"2\.weight, 2\.bias"),
         ({"0": "cpu", "1.1": "cpu", "2": "cpu"}, r"1\.0\.weight"),

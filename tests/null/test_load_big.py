@@ -243,7 +243,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({"": "cpu", "blocks.9": "disk"}, UnknownNameError, r"blocks\.9"),
     ({"": "cpu", "blocsk": "disk"}, UnknownNameError, "did you mean 'blocks'"),
     ({"": "gpu"}, DeviceError, "unknown device 'gpu'"),
-    ({"": "meta"}, DeviceError, "meta"),
+    ({"": "meta"}, SettingError, "meta"),
     ({"": "cuda:9"}, DeviceError, "cuda"),
     ("automatic", UnknownNameError, "auto"),
 ]

@@ -202,6 +202,8 @@ def test_a_weight_without_values_is_not_written(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OffloadError, match=r"w\.dat cannot be written to the offload folder .*file"):
+        offload_state_dict(tmp_path / "file", {"w": torch.zeros(2)})
+    with pytest.raises(OffloadError, match=r"w\.dat cannot be written to the offload folder .*file"):
         offload_weight(torch.ones(2), "w", tmp_path / "file")
     if os.geteuid() != 0:
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)

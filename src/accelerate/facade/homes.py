@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate import device as devices
 from accelerate.checkpoint.into import Here, Pair, Target, into, on_host
 from accelerate.checkpoint.mapped import Maps, Place
 from accelerate.checkpoint.sharded import LazyTensor
-from accelerate.core.errors import DeviceError, SettingError, UnknownNameError
+from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.offload.dispatch import home_of
 from accelerate.offload.folder import offload_weight, save_offload_index
 from accelerate.offload.source import Source
 from accelerate.offload.tensor import offloaded
@@ -93,7 +93,7 @@ class Spread:
         offload_buffers: bool = False,
     ) -> None:
         _refuse_unknown(model, device_map)
-        self.homes: dict[str, Placed] = {name: device_of(value) for name, value in device_map.items()}
+        self.homes: dict[str, Placed] = {name: _placed(value) for name, value in device_map.items()}
         accelerators = [d for d in self.homes.values() if isinstance(d, torch.device) and d.type != "cpu"]
         self.execution = accelerators[0] if accelerators else _HOST
         self.folder = None if offload_folder is None else Path(offload_folder).expanduser()
@@ -213,38 +213,6 @@ def _refuse_unknown(model: nn.Module, device_map: Mapping[str, Device]) -> None:
         raise UnknownNameError("module in device_map:", name, known - {""})
 
 
-def device_of(value: Device) -> Placed:
-    """A value of a device map: a number is one of the accelerators, ``"cpu:0"`` is the CPU.
-
-    Raises:
-        DeviceError: there is no such device here.
-    """
-    if value == DISK:
-        return DISK
-    if isinstance(value, int):
-        value = f"{devices.detect().type}:{value}" if value >= 0 else str(value)
-        if value.startswith("cpu:"):
-            raise DeviceError(
-                f"device_map names accelerator {value.partition(':')[2]}, and there is none here",
-                fix="use 'cpu' or 'disk'",
-            )
-    try:
-        found = torch.device(value)
-    except RuntimeError as error:
-        raise DeviceError(f"unknown device {value!r} in device_map", why=_first_line(error)) from error
-    if found.type == "cpu":
-        return _HOST
-    if found.type == "meta":
-        raise DeviceError(
-            "device_map puts a module on the meta device, where it would have no weights", fix="use 'disk'"
-        )
-    count = devices.get(found.type).count()
-    if (found.index or 0) >= count:
-        raise DeviceError(
-            f"device_map names {found}, which is not here", why=f"there are {count} {found.type} devices"
-        )
-    return found if found.index is not None else torch.device(found.type, 0)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _placed(value: Device) -> Placed:
+    home = home_of(value)
+    return _HOST if home == "cpu" else home

@@ -73,8 +73,8 @@ def _numbered(device: torch.device) -> torch.device:
     return device
 
 
-def _home(value: Any) -> Home:
-    """A value of a device map.
+def home_of(value: Any) -> Home:
+    """A value of a device map: an accelerator of this process with its number, ``"cpu"`` or ``"disk"``.
 
     Raises:
         DeviceError: the device is unknown, or not here.
@@ -92,7 +92,9 @@ def _home(value: Any) -> Home:
             devices.get(read.partition(":")[0])
             found = torch.device(read)
     if found.type == "meta":
-        raise SettingError("a device map cannot put anything on 'meta'", why="tensors there have no values")
+        raise SettingError(
+            "a device map cannot put anything on 'meta'", why="tensors there have no values", fix="use 'disk'"
+        )
     return "cpu" if found.type == "cpu" else _numbered(found)
 
 
@@ -111,7 +113,7 @@ def _accelerator(index: int) -> torch.device:
 def _main(homes: Mapping[str, Home], asked: DeviceLike | None) -> torch.device:
     """Where the parts on the CPU and on disk compute, and where inputs go."""
     if asked is not None:
-        home = _home(asked)
+        home = home_of(asked)
         return home if isinstance(home, torch.device) else CPU
     return next((home for home in homes.values() if isinstance(home, torch.device)), CPU)
 
@@ -163,7 +165,7 @@ def dispatch_model(
     """
     check = lazy.patched("accelerate.big_modeling", "check_device_map", maps.check_device_map)
     check(model, device_map)
-    homes: dict[str, Home] = {name: _home(value) for name, value in device_map.items()}
+    homes: dict[str, Home] = {name: home_of(value) for name, value in device_map.items()}
     main = _main(homes, main_device)
     _check_values(model, values := Values(state_dict, offload_dir, offload_index))
     remove_dispatch(model)

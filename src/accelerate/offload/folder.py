@@ -101,7 +101,6 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
     Raises:
         OffloadError: a tensor has no values, or the folder cannot be written.
     """
-    Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     for name, weight in state_dict.items():
         index = offload_weight(weight, name, save_dir, index)
