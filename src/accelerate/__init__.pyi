@@ -48,3 +48,5 @@ from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
+
+__version__: str

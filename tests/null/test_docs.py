@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from docs import generate
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -274,6 +275,16 @@ def test_the_plan_of_the_readme_is_printed(
 
     exec(block("README.md", "accelerator.plan("), Objects() | {"accelerator": Accelerator(cpu=True)})
     assert "optimizer: " in capsys.readouterr().out
+
+
+def test_the_lines_for_a_big_model_load_it(tmp_path: Path) -> None:
+    saved = torch.nn.Linear(3, 2)
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    code = block("README.md", "init_empty_weights").replace("folder/with/safetensors", str(tmp_path))
+    names: dict[str, Any] = {"make_model": lambda: torch.nn.Linear(3, 2)}
+    exec(code, names)
+    inputs = torch.randn(4, 3)
+    torch.testing.assert_close(names["model"](inputs), saved(inputs))
 
 
 def test_the_examples_of_the_start_page_run(
