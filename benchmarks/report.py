@@ -137,7 +137,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(on_screen(rows))
     for row in rows:
         for note in row.notes():
-            console.print(note, highlight=False)
+            console.print(note, highlight=False, markup=False)
 
 
 def section(rows: Sequence[Row], about: Sequence[str]) -> str:

@@ -228,15 +228,24 @@ def _checkpoints() -> Iterator[Claim]:
 
 
 def _big_models() -> Iterator[Claim]:
-    yield later("`init_empty_weights`", "big_modeling:init_empty_weights")
-    yield later(
-        "`load_checkpoint_and_dispatch`, device maps, offload",
-        "big_modeling:load_checkpoint_and_dispatch",
-        "big_modeling:dispatch_model",
-        "utils.modeling:infer_auto_device_map",
+    yield tested("`init_empty_weights`", "null/test_empty_init.py")
+    yield tested(
+        "`load_checkpoint_and_dispatch`, device maps, offload to memory and files",
+        "null/test_load_big.py",
+        "null/test_dispatch.py",
+        "sim/test_sim_pager.py",
+    )
+    yield tested(
+        "a plan without weights (`plan-inference`, `estimate-memory`)",
+        "null/test_cli_plan_inference.py",
+        "null/test_cli_estimate.py",
     )
     yield later("8-bit and 4-bit quantization", "utils.bnb:load_and_quantize_model")
-    yield later("pipeline-parallel inference", "inference:prepare_pippy")
+    yield tested(
+        "pipeline-parallel inference (`prepare_pippy`)",
+        "cpu/test_pippy.py::what_the_plain_model_gives",
+        "sim/test_sim_pippy.py",
+    )
 
 
 def _trackers() -> Iterator[Claim]:
@@ -269,13 +278,10 @@ def _watching() -> Iterator[Claim]:
 
 
 def _commands() -> Iterator[Claim]:
-    from accelerate.cli.main import COMMANDS, PLANNED
+    from accelerate.cli.main import COMMANDS
 
     for name in COMMANDS.names():
         yield Claim(f"`accelerate {name.replace('_', '-')}`", "built", lambda: True, "the folder cli/")
-    for name in PLANNED:
-        here = name.replace("-", "_") not in COMMANDS
-        yield Claim(f"`accelerate {name}`", "planned", lambda here=here: here, "PLANNED in cli/main.py")
 
 
 def claims() -> dict[str, list[Claim]]:

@@ -19,22 +19,23 @@ from accelerate import state as state
 from accelerate import test_utils as test_utils
 from accelerate import tracking as tracking
 from accelerate import utils as utils
-from accelerate.big_modeling import cpu_offload as cpu_offload
-from accelerate.big_modeling import cpu_offload_with_hook as cpu_offload_with_hook
-from accelerate.big_modeling import disk_offload as disk_offload
-from accelerate.big_modeling import dispatch_model as dispatch_model
-from accelerate.big_modeling import init_empty_weights as init_empty_weights
-from accelerate.big_modeling import init_on_device as init_on_device
-from accelerate.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accelerate.checkpoint.into import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.facade.accelerator import Accelerator as Accelerator
+from accelerate.facade.big import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.state import PartialState as PartialState
-from accelerate.inference import prepare_pippy as prepare_pippy
 from accelerate.launch.notebook.start import debug_launcher as debug_launcher
 from accelerate.launch.notebook.start import notebook_launcher as notebook_launcher
+from accelerate.offload.dispatch import cpu_offload as cpu_offload
+from accelerate.offload.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+from accelerate.offload.dispatch import disk_offload as disk_offload
+from accelerate.offload.dispatch import dispatch_model as dispatch_model
+from accelerate.offload.empty import init_empty_weights as init_empty_weights
+from accelerate.offload.empty import init_on_device as init_on_device
+from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
+from accelerate.offload.pipeline.prepare import prepare_pippy as prepare_pippy
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
@@ -43,8 +44,9 @@ from accelerate.strategy.ddp import DistributedDataParallelKwargs as Distributed
 from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.utils.imports import is_rich_available as is_rich_available
-from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
+
+__version__: str

@@ -48,23 +48,19 @@ def every(modules: str) -> dict[str, str]:
 
 
 # --- what will come, in the words that an error shows ------------------------------------------------------
-BIG = "models larger than memory: device maps, hooks, and weights moved under the forward pass"
 FSDP = "training sharded with torch's FSDP2"
 DEEPSPEED = "training through the DeepSpeed engine"
 MEGATRON = "training through Megatron-Core"
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
-PIPELINE = "pipeline-parallel inference over several devices"
-TPU = "training on TPU"
 
 HOMES: dict[str, dict[str, Home]] = {
     "accelerate": {},
     "accelerate.accelerator": at("facade.accelerator", "Accelerator"),
-    "accelerate.big_modeling": later(
-        BIG,
-        "attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
-        "init_empty_weights init_on_device load_checkpoint_and_dispatch",
-    ),
+    "accelerate.big_modeling": at("offload.casting", "attach_layerwise_casting_hooks")
+    | at("offload.dispatch", "cpu_offload cpu_offload_with_hook disk_offload dispatch_model")
+    | at("offload.empty", "init_empty_weights init_on_device")
+    | at("facade.big", "load_checkpoint_and_dispatch"),
     "accelerate.checkpointing": at(
         "checkpoint.loose",
         "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
@@ -78,14 +74,19 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("data.dispatch", "DataLoaderDispatcher")
     | at("data.shard", "BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
     | at("data.stream", "IterableDatasetShard"),
-    "accelerate.hooks": later(
-        BIG,
-        "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook "
-        "add_hook_to_module attach_align_device_hook attach_align_device_hook_on_blocks "
-        "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules",
+    "accelerate.hooks": at(
+        "offload.hooks",
+        "ModelHook SequentialHook _accelerate_added_attributes _compiler_disable add_hook_to_module "
+        "remove_hook_from_module remove_hook_from_submodules",
+    )
+    | at("offload.align", "AlignDevicesHook CpuOffload UserCpuOffloadHook")
+    | at("offload.casting", "LayerwiseCastingHook")
+    | at(
+        "offload.attach",
+        "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook",
     ),
-    "accelerate.inference": later(
-        PIPELINE,
+    "accelerate.inference": at(
+        "offload.pipeline.prepare",
         "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
     ),
     "accelerate.launchers": at("launch.notebook.start", "debug_launcher notebook_launcher test_launch"),
@@ -148,8 +149,8 @@ HOMES: dict[str, dict[str, Home]] = {
         "description=UPDATE update_command_parser update_config update_config_command",
     ),
     "accelerate.commands.env": at("cli.env", "env_command env_command_parser main"),
-    "accelerate.commands.estimate": later(
-        "this command",
+    "accelerate.commands.estimate": at(
+        "cli.estimate_memory",
         "add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command "
         "estimate_command_parser estimate_training_usage gather_data main verify_on_hub",
     ),
@@ -335,26 +336,29 @@ HOMES: dict[str, dict[str, Home]] = {
         "watch.retry",
         "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     ),
-    "accelerate.utils.modeling": at(
-        "facade.modules",
-        "convert_file_size_to_int dtype_byte_size get_non_persistent_buffers is_peft_model "
-        "named_module_tensors",
+    "accelerate.utils.modeling": at("facade.modules", "convert_file_size_to_int is_peft_model")
+    | at(
+        "offload.measure",
+        "calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes "
+        "compute_module_total_buffer_size dtype_byte_size find_tied_parameters get_max_layer_size "
+        "get_module_leaves get_module_size_with_ties get_non_persistent_buffers named_module_tensors",
+    )
+    | at(
+        "offload.maps",
+        "check_device_map check_tied_parameters_on_same_device clean_device_map fallback_allocate "
+        "get_balanced_memory get_max_memory infer_auto_device_map",
     )
     | at("facade.precision", "get_grad_scaler get_mixed_precision_context_manager")
     | at("checkpoint.names", "WEIGHTS_INDEX_NAME")
     | at("checkpoint.export", "load_state_dict id_tensor_storage")
-    | at("checkpoint.into", "load_checkpoint_in_model")
-    | later(
-        BIG,
-        "align_module_device calculate_maximum_sizes check_device_map check_device_same "
-        "check_tied_parameters_in_config check_tied_parameters_on_same_device clean_device_map "
-        "compute_module_sizes compute_module_total_buffer_size fallback_allocate find_tied_parameters "
-        "get_balanced_memory get_max_layer_size get_max_memory get_module_leaves get_module_size_with_ties "
-        "get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params "
-        "infer_auto_device_map load_offloaded_weights retie_parameters set_module_tensor_to_device",
+    | at("facade.big", "load_checkpoint_in_model")
+    | at(
+        "offload.assign",
+        "align_module_device check_device_same get_state_dict_from_offload get_state_dict_offloaded_model "
+        "has_offloaded_params load_offloaded_weights retie_parameters set_module_tensor_to_device",
     ),
-    "accelerate.utils.offload": later(
-        BIG,
+    "accelerate.utils.offload": at(
+        "offload.folder",
         "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
         "offload_state_dict offload_weight save_offload_index",
     ),
@@ -380,17 +384,16 @@ HOMES: dict[str, dict[str, Home]] = {
         "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "
         "has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor",
     )
-    | at("facade.compile", "compile_regions")
+    | at("facade.compile", "compile_regions compile_regions_fsdp2=compile_regions")
     | at("facade.hardware", "check_os_kernel")
     | at("facade.objects", "get_pretty_name merge_dicts recursive_getattr")
     | at("core.units", "convert_bytes=show_bytes")
     | at("world.ports", "get_free_port is_port_in_use")
     | at("world.collective", "wait_for_everyone=barrier")
     | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")
-    | later(DEEPSPEED, "compile_regions_deepspeed")
-    | at("facade.compile", "compile_regions_fsdp2=compile_regions"),
+    | later(DEEPSPEED, "compile_regions_deepspeed"),
     "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
-    "accelerate.utils.torch_xla": later(TPU, "install_xla"),
+    "accelerate.utils.torch_xla": later("training on TPU", "install_xla"),
     "accelerate.utils.tqdm": at("watch.progress", "tqdm"),
     "accelerate.utils.transformer_engine": later(
         FP8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import re
 import socket
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.launch import report
 from tests.support.command import MODULE, Running, accelerate, launch, start
 
 # What a rank was told, as one line of JSON.
@@ -139,6 +141,49 @@ def test_a_rank_sees_what_python_would_show_it(tmp_path: Path, kind: str) -> Non
         result = launch("--cpu", "-n", str(processes), *program, *ARGUMENTS, cwd=tmp_path)
         assert result.returncode == 0, result.output
         assert result.stdout.splitlines() == plain.stdout.splitlines() * processes
+
+
+SCRIPTS = {
+    "syntax": "x = 1\nif x\n    pass\n",
+    "warning": "print('a' is 'a')\n",
+    "encoding": "# coding: latin-1\nprint(ascii('\xe9'))\n",
+    "raises": "def f():\n    raise ValueError('no data')\n\nf()\n",
+    "assertion": "assert False, 'an assertion'\n",
+}
+
+
+@pytest.mark.parametrize("optimize", [None, "1"])
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_python_says_of_a_script_what_it_says_without_us(
+    tmp_path: Path, kind: str, optimize: str | None
+) -> None:
+    """F9: the launcher compiles it once for all ranks, and leaves to each of them what there is to say."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPTS[kind], encoding="latin-1")
+    env = {"PYTHONOPTIMIZE": optimize}
+    plain = Running([sys.executable, str(script)], env=env).wait()
+    result = launch("--cpu", "-n", "2", path=script, env=env)
+    assert (result.returncode, result.stdout) == (plain.returncode, plain.stdout * 2), result.output
+    if plain.returncode:
+        head = "accelerate launch: all 2 ranks failed (exit code 1), in the same way\n"
+        assert result.stderr == head + plain.stderr
+    else:
+        assert sorted(result.stderr.splitlines()) == sorted(plain.stderr.splitlines() * 2)
+
+
+def test_a_rank_runs_what_the_launcher_has_compiled(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('the text')")
+    rank = [
+        sys.executable,
+        report.CHILD,
+        str(tmp_path / "fault"),
+        str(report.error_file(tmp_path, 0)),
+        "script",
+    ]
+    assert Running([*rank, str(script)]).wait().stdout == "the text\n"
+    report.code_file(tmp_path).write_bytes(marshal.dumps(compile("print('the code')", "x", "exec")))
+    assert Running([*rank, str(script)]).wait().stdout == "the code\n"
 
 
 def test_a_program_that_is_no_python() -> None:

@@ -326,6 +326,17 @@ def test_a_killed_launcher_leaves_nothing(text: str) -> None:
     assert job.survivors(5) == []
 
 
+def test_the_guard_stays_when_everybody_is_asked_to_end() -> None:
+    """F8: a scheduler may signal each process of a job, and kill the launcher a moment later."""
+    job = running(WAITS)
+    (guard,) = (p for p in job.members() if any(word.endswith("guard.py") for word in p.cmdline()))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        guard.send_signal(number)
+    job.signal(signal.SIGKILL)
+    assert job.wait().returncode == -signal.SIGKILL
+    assert job.survivors(5) == []
+
+
 def test_a_user_signal_reaches_the_script() -> None:
     """Schedulers announce the end of a job so."""
     job = start(

@@ -46,6 +46,9 @@ _TITLE = "the title of its options in the help of the public parser"
 FACTS = {
     ("device", "fp8"): "which numbers the units of a device take",
     ("facade/modules", "fp8"): "how many bits a number of that type has",
+    ("offload/estimate/bill", "fp8"): "how many bits a number of that type has",
+    ("offload/estimate/bill", "ddp"): "what each rank of it holds, as a sum",
+    ("offload/estimate/bill", "fsdp"): "what each rank of it holds, as a sum",
     ("strategy/settings/parallelism", "deepspeed"): "whose functions split attention by heads, and no other",
     **{
         ("strategy/settings/deepspeed", name): "by which program its own launcher reaches other machines"

@@ -17,7 +17,7 @@ from accelerate import load_checkpoint_in_model
 from accelerate.checkpoint import export, state
 from accelerate.checkpoint.into import WeightsError
 from accelerate.checkpoint.state import Parts
-from accelerate.core.errors import CheckpointError, NotBuiltError, SettingError
+from accelerate.core.errors import CheckpointError, MissingExtraError, NotBuiltError, SettingError
 
 
 class Tied(nn.Module):
@@ -170,15 +170,14 @@ def test_devices_of_a_map(tmp_path: Path) -> None:
     assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
     with pytest.raises(SettingError, match="device_map does not say where"):
         load_checkpoint_in_model(hollow(), tmp_path, device_map={"norm": "cpu"})
-    refused: tuple[dict[str, Any], ...] = (
-        {"device_map": {"": "disk"}},
-        {"offload_8bit_bnb": True},
-        {"full_state_dict": False},
-        {"broadcast_from_rank0": True},
-    )
-    for unbuilt in refused:
-        with pytest.raises(NotBuiltError):
-            load_checkpoint_in_model(hollow(), tmp_path, **unbuilt)
+
+
+def test_8_bit_weights_need_their_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export.save_weights(Tied().state_dict(), tmp_path)
+    for there, error in ((False, MissingExtraError), (True, NotBuiltError)):
+        monkeypatch.setattr("accelerate.core.packages.installed", lambda _, found=there: found)
+        with pytest.raises(error, match="offload_8bit_bnb=True"):
+            load_checkpoint_in_model(hollow(), tmp_path, offload_8bit_bnb=True)
 
 
 def test_two_tensors_for_one_weight_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,13 +188,21 @@ def test_two_tensors_for_one_weight_are_told(tmp_path: Path, caplog: pytest.LogC
     assert "embed.weight and head.weight differ in the file and are tied in the model" in caplog.text
 
 
-def test_buffers_that_no_file_holds_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """E3: whoever made the model without data must make them."""
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}])
+def test_buffers_that_no_file_holds_must_be_there(
+    tmp_path: Path, device_map: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E3: a buffer that is not saved and was made without data would be garbage; nothing is loaded."""
     export.save_weights(Tied().state_dict(), tmp_path)
     with torch.device("meta"):
         model = Tied()
-    load_checkpoint_in_model(model, tmp_path)
-    assert "still on the meta device, files do not hold them: mask" in caplog.text
+    with pytest.raises(WeightsError, match="on the meta device, and files never hold them: mask") as caught:
+        load_checkpoint_in_model(model, tmp_path, device_map)
+    assert "init_empty_weights" in caught.value.fix
+    assert "model.mask = " in caught.value.fix
+    assert model.embed.weight.device.type == "meta"
+    load_checkpoint_in_model(model, tmp_path, device_map, allow_missing=True)
+    assert "mask" in caplog.text
 
 
 def test_places_without_weights_are_named(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ OPTIONS = {
     "accelerate.accelerator.Accelerator.backward": ["num_items"],
     "accelerate.accelerator.Accelerator.prepare_data_loader": ["shard"],
     "accelerate.accelerator.Accelerator.save_state": ["sharded", "async_save", "metadata"],
+    "accelerate.big_modeling.load_checkpoint_and_dispatch": ["allow_missing"],
     "accelerate.checkpointing.load_custom_state": ["load_kwargs"],
     "accelerate.data_loader.prepare_data_loader": ["shard"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],

@@ -21,6 +21,7 @@ from accelerate.core.handler import KwargsHandler
 from accelerate.facade import fp8, modules, objects, testing
 from accelerate.facade.compile import TorchDynamoPlugin, compile_regions
 from accelerate.facade.enums import CustomDtype, DistributedType, PrecisionType, RNGType
+from accelerate.offload import measure
 from accelerate.precision.autocast import attach
 from accelerate.utils import get_grad_scaler, get_mixed_precision_context_manager
 from accelerate.world.world import World
@@ -137,12 +138,12 @@ def test_devices_of_the_registry_are_members():
     ],
 )
 def test_bytes_of_one_element(dtype, size):
-    assert modules.dtype_byte_size(dtype) == size
+    assert measure.dtype_byte_size(dtype) == size
 
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="float17"):
-        modules.dtype_byte_size("float17")
+        measure.dtype_byte_size("float17")
 
 
 @pytest.mark.parametrize(
@@ -159,23 +160,23 @@ def test_a_wrong_size_is_refused():
 
 def test_tensors_by_name_parameters_first():
     model = Deep()
-    names = [name for name, _ in modules.named_module_tensors(model, recurse=True)]
+    names = [name for name, _ in measure.named_module_tensors(model, recurse=True)]
     assert names == [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    assert list(modules.named_module_tensors(model)) == []
+    assert list(measure.named_module_tensors(model)) == []
     block = model.blocks[0]
-    assert [name for name, _ in modules.named_module_tensors(block)] == ["scale", "count"]
-    assert list(modules.named_module_tensors(block, include_buffers=False)) == []
-    kept = dict(modules.named_module_tensors(model, recurse=True, remove_non_persistent=True))
+    assert [name for name, _ in measure.named_module_tensors(block)] == ["scale", "count"]
+    assert list(measure.named_module_tensors(block, include_buffers=False)) == []
+    kept = dict(measure.named_module_tensors(model, recurse=True, remove_non_persistent=True))
     assert set(kept) == set(model.state_dict())
 
 
 def test_buffers_that_are_not_saved():
     model = Deep()
-    assert modules.get_non_persistent_buffers(model) == set()
-    assert modules.get_non_persistent_buffers(model, recurse=True) == {"scale"}
+    assert measure.get_non_persistent_buffers(model) == set()
+    assert measure.get_non_persistent_buffers(model, recurse=True) == {"scale"}
     expected = {f"blocks.{index}.scale" for index in range(3)}
-    assert modules.get_non_persistent_buffers(model, recurse=True, fqns=True) == expected
-    assert modules.get_non_persistent_buffers(model.blocks[0], fqns=True) == {"scale"}
+    assert measure.get_non_persistent_buffers(model, recurse=True, fqns=True) == expected
+    assert measure.get_non_persistent_buffers(model.blocks[0], fqns=True) == {"scale"}
 
 
 def test_children_come_before_their_parents_and_once():

@@ -6,15 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from accelerate.checkpoint import names, overview
 from accelerate.checkpoint.export import write_weights
 from accelerate.checkpoint.find import Candidate
+from accelerate.checkpoint.tensors import as_dtype
 from accelerate.checkpoint.weights import Weights, cast_to, files_of, found_in, weights_of
-from accelerate.core.errors import CheckpointError, SettingError
-
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+from accelerate.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -109,19 +106,3 @@ def without_wrappers(weights: Weights, *, spread: bool) -> Weights:
     if spread and every and all(name.startswith("module.") for name in every):
         weights = weights.renamed(lambda name: name.removeprefix("module."))
     return weights
-
-
-def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of that name: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``.
-
-    Raises:
-        SettingError: there is no floating point dtype of that name.
-    """
-    if text is None or isinstance(text, torch.dtype):
-        return text
-    name = text.removeprefix("torch.")
-    found = getattr(torch, _SHORT.get(name, name), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        known = ", ".join(sorted({*_SHORT, *_SHORT.values(), "float64"}))
-        raise SettingError(f"{text!r} is no floating point dtype", fix=f"one of {known}")
-    return found

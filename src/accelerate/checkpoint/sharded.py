@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.mapped import Place
 from accelerate.core.errors import CheckpointError
 
 PathKey = tuple[Any, ...]
@@ -261,12 +262,14 @@ class LazyTensor:
         shape, dtype: its own.
         places: where it lies; equal for tensors that are tied.
         read: gives it, on the CPU.
+        place: where it can be mapped; None if it must be read.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     places: tuple[tuple[str, int, int], ...]
     read: Callable[[], torch.Tensor]
+    place: Place | None = None
 
     @property
     def nbytes(self) -> int:

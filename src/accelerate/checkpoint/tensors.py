@@ -17,9 +17,10 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import safe_open
 
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import CheckpointError, SettingError
 
 State = dict[str, Any]
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def tied(state: Mapping[str, Any]) -> dict[str, str]:
@@ -258,3 +259,19 @@ def untied(aliases: Mapping[str, str], like: Mapping[str, Any]) -> dict[str, str
         for alias, name in aliases.items()
         if canonical(alias) in names and canonical(name) in names and root(alias) != root(name)
     }
+
+
+def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype of that name: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``.
+
+    Raises:
+        SettingError: there is no floating point dtype of that name.
+    """
+    if text is None or isinstance(text, torch.dtype):
+        return text
+    name = text.removeprefix("torch.")
+    found = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        known = ", ".join(sorted({*_SHORT, *_SHORT.values(), "float64"}))
+        raise SettingError(f"{text!r} is no floating point dtype", fix=f"one of {known}")
+    return found

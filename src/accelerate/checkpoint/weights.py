@@ -6,7 +6,7 @@
         tensor.read()                     # this one alone
 
 Files are read, not mapped: what is mapped and touched counts as memory of the process for as long as the
-system likes.
+system likes. Who wants a tensor mapped (``mapped.py``) is told where it lies.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.mapped import Place
 from accelerate.checkpoint.sharded import LazyTensor, tensors_of
 from accelerate.core.errors import CheckpointError
 
@@ -186,9 +187,17 @@ def _safetensors(path: Path) -> Weights:
                 raise CheckpointError(f"{name} in {path} is of {entry['dtype']}, which is not known here")
             dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             read = partial(_read, path, begin, shape, dtype)
-            found[name] = LazyTensor(shape, dtype, ((path.name, begin, end - begin),), read)
+            places = ((path.name, begin, end - begin),)
+            found[name] = LazyTensor(shape, dtype, places, read, _place(path, begin, dtype))
     aliases = {alias: name for alias, name in metadata.items() if name in found and alias not in found}
     return Weights(found, aliases)
+
+
+def _place(
+    path: Path, offset: int, dtype: torch.dtype, stride: tuple[int, ...] | None = None
+) -> Place | None:
+    place = Place(path, offset, stride)
+    return place if place.fits(dtype) else None
 
 
 def _read(
@@ -217,14 +226,15 @@ def _torch_file(path: Path) -> Weights:
             state = pickles.read(path, "cpu", trust)
     else:  # of torch before 1.6: only read whole
         state = pickles.read(path, "cpu", trust)
-    if isinstance(state, Mapping) and len(state) == 1 and isinstance(next(iter(state.values())), Mapping):
-        state = next(iter(state.values()))
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} holds no weights", why=f"it holds a {type(state).__name__}")
+    state = _state_in(path, state)
+    if any(map(_is_special, state.values())):
+        state = _state_in(path, pickles.read(path, "cpu", trust, mmap=True))
     held = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, value in held.items():
+        if _is_special(value):
+            continue
         start = _start(value)
         at = start if start is not None else value.untyped_storage()._cdata
         key = (at, value.storage_offset(), value.shape, value.stride(), value.dtype)
@@ -235,19 +245,35 @@ def _torch_file(path: Path) -> Weights:
     return Weights(found, aliases, tuple(str(name) for name in state if name not in held))
 
 
+def _state_in(path: Path, state: Any) -> Mapping[Any, Any]:
+    """The state dict in what a file holds: it, or the only entry of a dict."""
+    if isinstance(state, Mapping) and len(state) == 1 and isinstance(next(iter(state.values())), Mapping):
+        state = next(iter(state.values()))
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds no weights", why=f"it holds a {type(state).__name__}")
+    return state
+
+
+def _is_special(value: object) -> bool:
+    """A tensor of a class of its own, which may hold others: only known when it is read."""
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return isinstance(value, torch.Tensor) and type(value) not in plain
+
+
 def _start(value: torch.Tensor) -> int | None:
     """Where the storage of a tensor that was read without its data begins in the file."""
     return getattr(value.untyped_storage(), "_checkpoint_offset", None)
 
 
 def _lazy(path: Path, value: torch.Tensor) -> LazyTensor:
-    start = _start(value)
+    start = None if _is_special(value) else _start(value)
     if start is None or value.numel() == 0:
         return in_memory(value)
     begin = start + int(value.storage_offset()) * value.element_size()
     stride = None if value.is_contiguous() else value.stride()
     read = partial(_read, path, begin, value.shape, value.dtype, stride)
-    return LazyTensor(value.shape, value.dtype, ((path.name, begin, value.nbytes),), read)
+    places = ((path.name, begin, value.nbytes),)
+    return LazyTensor(value.shape, value.dtype, places, read, _place(path, begin, value.dtype, stride))
 
 
 def in_memory(value: torch.Tensor) -> LazyTensor:

@@ -8,8 +8,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from accelerate.core.setting import Setting, declared
+from accelerate.facade.accumulation import GradientSettings
 from accelerate.facade.asked import EffectsSettings
-from accelerate.facade.gradient import GradientSettings
 from accelerate.facade.resume import ResumeSettings
 from accelerate.launch.job import Job, declarations
 from accelerate.launch.kinds import KINDS

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import Loaded
 
 
-@dataclass(frozen=True)
+@frozen
 class Effect:
     """What became of one option.
 
@@ -70,7 +70,7 @@ class Effect:
         return f"{self.asked}{source} {verb}{f': {self.why}' if self.why else ''}"
 
 
-@dataclass(frozen=True)
+@frozen
 class Option:
     """An option that somebody asked for; it becomes an ``Effect`` once somebody has looked."""
 

@@ -20,6 +20,7 @@ PROTOCOL: dict[str, str] = {
     "ACCELERATE_TORCH_DEVICE": "fixes the torch device of this process, for example 'cpu'",
     "ACCELERATE_LOG_LEVEL": "level of the loggers made by accelerate.logging.get_logger",
     "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model spread over devices under data parallelism",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "true: init_empty_weights leaves buffers without memory too",
     "ACCELERATE_ASKED": "what the launcher was asked for, and by which flag or line of a file, as JSON",
     "ACCELERATE_STOP_FOLDER": "where a process tells its launcher that it stops in good order when asked",
     "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",
@@ -106,12 +107,19 @@ def patched(values: Mapping[str, object | None], *, clear: bool = False) -> Gene
         write({name: before.get(name) for name in (*inside, *(gone if clear else ()))})
 
 
-def child(values: Mapping[str, object | None]) -> dict[str, str]:
-    """The environment of a process to be started: this one's, with ``values`` set or (None) removed."""
-    environment = snapshot()
+def child(
+    values: Mapping[str, object | None], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment of a process to be started: this one's, with ``values`` set or (None) removed.
+
+    Args:
+        values: what is set or removed.
+        environment: the one to begin with instead of this process's own.
+    """
+    made = snapshot() if environment is None else dict(environment)
     for name, value in values.items():
         if value is None:
-            environment.pop(name, None)
+            made.pop(name, None)
         else:
-            environment[name] = str(value)
-    return environment
+            made[name] = str(value)
+    return made

@@ -18,7 +18,6 @@ The second bases are what users of the public package already catch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -139,6 +138,8 @@ class NotBuiltError(AccelerateError, NotImplementedError):
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to ``name``, or None when none is near."""
+    import difflib  # only for mistakes
+
     table = {choice.lower(): choice for choice in known}
     near = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.6)
     return table[near[0]] if near else None

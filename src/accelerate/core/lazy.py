@@ -60,6 +60,22 @@ Home = str | Made | Value | Plan
 Table = Mapping[str, Mapping[str, Home]]
 
 
+class NoSuchName(AttributeError):  # noqa: N818 (Python has such a name for it)
+    """A public module has no such name. The nearest one is looked for when somebody reads the message.
+
+    ``from accelerate import device`` asks for an attribute before it imports a submodule.
+    """
+
+    def __init__(self, module: str, name: str, known: list[str]) -> None:
+        super().__init__(module, name, known)
+        self.name = name
+
+    def __str__(self) -> str:
+        module, name, known = self.args
+        near = None if name.startswith("__") else nearest(name, known)
+        return f"module {module!r} has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")
+
+
 class Names:
     """All public names of a package.
 
@@ -112,9 +128,7 @@ class Names:
         if source is None:
             if name in self.submodules(module):
                 return importlib.import_module(f"{module}.{name}")
-            near = nearest(name, self.names(module))
-            hint = f"; did you mean {near!r}?" if near and not name.startswith("__") else ""
-            raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
+            raise NoSuchName(module, name, self.names(module))
         if source != module:
             return getattr(importlib.import_module(source), name)
         return self._at(self.homes[module][name], f"{module}.{name}")

@@ -7,7 +7,6 @@ known by its file's name. Other packages add theirs through an entry point group
 
 from __future__ import annotations
 
-import glob
 import importlib
 import os
 import pkgutil
@@ -31,10 +30,13 @@ def _groups_of_others() -> frozenset[str]:
     so it is imported only when the files that it would read mention a group.
     """
     found: set[str] = set()
-    for folder in sys.path:
-        for file in glob.iglob("*-info/entry_points.txt", root_dir=folder or "."):
-            with open(os.path.join(folder, file), encoding="utf-8", errors="replace") as text:
-                found.update(re.findall(r"^\[(accelerate\.[^]]+)\]", text.read(), re.MULTILINE))
+    for folder in filter(os.path.isdir, (entry or "." for entry in sys.path)):
+        for info in (name for name in os.listdir(folder) if name.endswith("-info")):
+            file = f"{folder}/{info}/entry_points.txt"
+            if os.path.exists(file):
+                with open(file, "rb") as text:
+                    groups = re.findall(rb"^\[(accelerate\.[^]]+)\]", text.read(), re.MULTILINE)
+                found.update(group.decode() for group in groups)
     return frozenset(found)
 
 

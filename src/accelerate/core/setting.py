@@ -1,6 +1,6 @@
 """One declaration of a setting; flag, variable, YAML key, question, help and errors are derived from it.
 
-    @dataclass(frozen=True)
+    @frozen
     class Job:
         num_processes: int | None = setting(None, help="how many processes to start on this machine")
 
@@ -13,21 +13,24 @@ wins or not.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 import types
 import typing
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.frozen import frozen
 
 T = TypeVar("T")
 SOURCES = ("code", "flag", "environment", "scheduler", "file", "default")
 
 
-@dataclass(frozen=True)
+@frozen
 class Setting:
     """Everything derived from one declaration.
 
@@ -129,9 +132,9 @@ def declared(cls: type) -> tuple[Setting, ...]:
     A class may set ``__section__`` (its nested YAML table), ``__prefix__`` (of its keys, flags and
     variables) and ``__topic__`` (the heading of its flags in help).
     """
-    hints = typing.get_type_hints(cls)
     section: str = getattr(cls, "__section__", "")
     prefix: str = getattr(cls, "__prefix__", "")
+    homes = {n: base.__module__ for base in reversed(cls.__mro__) for n in inspect.get_annotations(base)}
     rows: list[Setting] = []
     for item in dataclasses.fields(cls):
         if not item.metadata.get("setting"):
@@ -139,7 +142,7 @@ def declared(cls: type) -> tuple[Setting, ...]:
         meta = item.metadata
         variable = f"ACCELERATE_{item.name.upper()}" if meta["variable"] is True else meta["variable"]
         default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-        kind = hints[item.name]
+        kind = _evaluated(item.type, homes[item.name])
         flag = f"--{item.name}" if meta["flag"] is True else meta["flag"]
         rows.append(
             Setting(
@@ -162,6 +165,15 @@ def declared(cls: type) -> tuple[Setting, ...]:
     return tuple(rows)
 
 
+@cache
+def _evaluated(annotation: Any, module: str) -> Any:
+    """An annotation of a module as the type that it stands for; most fields say one of a few.
+
+    ``typing.get_type_hints`` compiles each of them, which would take longer than all else about settings.
+    """
+    return eval(annotation, vars(sys.modules[module])) if isinstance(annotation, str) else annotation
+
+
 def _literal_choices(kind: Any) -> tuple[Any, ...]:
     """The words of a type that is nothing but words; ``int | Literal["auto"]`` is not limited to its word."""
     parts = [part for part in _members(kind) if part is not type(None)]
@@ -177,7 +189,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
     return (kind,)
 
 
-@dataclass(frozen=True)
+@frozen
 class Origin:
     """Where one value came from.
 
@@ -195,7 +207,7 @@ class Origin:
         return f"{self.value!r} from {self.where}" if self.where else f"{self.value!r} ({self.source})"
 
 
-@dataclass(frozen=True)
+@frozen
 class Told:
     """A value that whoever started this process tells, in words of its own.
 
@@ -208,7 +220,7 @@ class Told:
     where: str
 
 
-@dataclass(frozen=True)
+@frozen
 class Loaded(Generic[T]):
     """A filled settings class and, per field, every source that gave a value, the winner first."""
 

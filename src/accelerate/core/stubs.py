@@ -44,6 +44,8 @@ def _text(names: Names, module: str) -> str:
     whole = module in names.whole
     shown = names.names(module) if whole else sorted(names.homes[module])
     lines = [_declaration(names, module, name) for name in shown]
+    if hasattr(importlib.import_module(module), "__version__"):
+        lines.append("__version__: str")
     submodules = [name for name in names.submodules(module) if name not in shown]
     lines += [f"from {module} import {name} as {name}" for name in submodules]
     if names.also.get(module) and not whole:

@@ -250,6 +250,29 @@ class Device:
         """A context in which work goes to ``stream`` (None: where it goes anyway)."""
         return nullcontext() if stream is None else self.module.stream(stream)
 
+    def current_stream(self, index: int | None = None) -> Any:
+        """The stream that work goes to now, or None when the device has no streams."""
+        ask = getattr(self.module, "current_stream", None)
+        return None if ask is None else ask(self._index(index))
+
+    def mark(self, stream: Any, timed: bool = False) -> Any:
+        """An event that is over when all work given to ``stream`` until now is done; None without streams.
+
+        Args:
+            stream: of ``stream`` or ``current_stream``.
+            timed: the time between two such events can be asked for: ``first.elapsed_time(second)``, in ms.
+        """
+        if stream is None:
+            return None
+        event = self.module.Event(enable_timing=timed)
+        stream.record_event(event)
+        return event
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """Work that is given to ``stream`` from now on begins when ``event`` is over. The program goes on."""
+        if event is not None and stream is not None:
+            stream.wait_event(event)
+
     def _index(self, index: int | None) -> int:
         return self.current() if index is None else index
 

@@ -11,11 +11,12 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate.core import environ
+from accelerate.core.frozen import frozen
 
 
 def installed(package: str) -> bool:
@@ -45,7 +46,7 @@ def _constants(source: str) -> Iterator[tuple[str, str | None]]:
             yield target.id, None if value.value is None else str(value.value)
 
 
-@dataclass(frozen=True)
+@frozen
 class Machine:
     """The machine as ``Device.probe`` sees it; tests give a folder that looks like one.
 

@@ -36,6 +36,7 @@ from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
 from accelerate.facade.stopping import Stopping
 from accelerate.facade.tracking import Tracking
+from accelerate.offload.training import check_trainable
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.strategy import choose
@@ -327,6 +328,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
     def _prepare(self, bundle: Bundle) -> None:
         for model in bundle.of("model"):
             self._check_device_map(model)
+            check_trainable(model, several=self.use_distributed, trained=bool(bundle.of("optimizer")))
         bundle.replace("model", self._prepared_before)
         self._plan(bundle).apply(bundle)
         self._models += _unknown(bundle.of("model"), self._models)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from accelerate.core import environ
-from accelerate.core.effects import Option
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 
+if TYPE_CHECKING:
+    from accelerate.core.effects import Option
 
-@dataclass(frozen=True)
+
+@frozen
 class EffectsSettings:
     """What is said about options that were asked for, once ``prepare`` has been called."""
 
@@ -27,6 +28,10 @@ class EffectsSettings:
 
 def launched() -> dict[str, Option]:
     """What the launcher of this process was asked for, by name; empty without a launcher of ours."""
+    import json
+
+    from accelerate.core.effects import Option
+
     text = environ.get("ACCELERATE_ASKED")
     rows: dict[str, list[object]] = json.loads(text) if text else {}
     return {name: Option(name, value, str(where)) for name, (where, value) in rows.items()}

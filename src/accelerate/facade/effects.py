@@ -25,7 +25,8 @@ from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.effects import effects as of_loaders
 from accelerate.data.loader import DataLoaderShard
 from accelerate.facade import asked, compile
-from accelerate.facade.gradient import GradientSettings, GradientState
+from accelerate.facade.accumulation import GradientSettings
+from accelerate.facade.gradient import GradientState
 from accelerate.facade.processes import Processes
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision

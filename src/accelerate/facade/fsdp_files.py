@@ -163,7 +163,7 @@ def load_fsdp_optimizer(
 
 def adapter_names(accelerator: Accelerator, model: nn.Module) -> dict[str, str] | None:
     """How peft calls the tensors of an adapter in a file, by their names in the model; None without peft."""
-    module = accelerator.strategy.unwrap(model)
+    module: Any = accelerator.strategy.unwrap(model)
     if not is_peft_model(module):
         return None
     from peft import get_peft_model_state_dict

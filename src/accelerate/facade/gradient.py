@@ -7,17 +7,7 @@ from typing import Any, ClassVar
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.handler import KwargsHandler
-from accelerate.core.setting import setting
 from accelerate.data.active import UNOWNED, ActiveLoaders
-
-
-@dataclass(frozen=True)
-class GradientSettings:
-    """How gradients are accumulated."""
-
-    __topic__ = "Training"
-
-    gradient_accumulation_steps: int = setting(1, help="micro-batches per optimizer step")
 
 
 @dataclass

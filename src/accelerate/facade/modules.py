@@ -1,4 +1,4 @@
-"""Questions about modules: what is in them, what is around them, how large their tensors are."""
+"""Questions about modules: what is in them, and what is around them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accelerate.core import packages
-from accelerate.core.errors import PrepareError
 from accelerate.core.units import parse_bytes
-from accelerate.facade.enums import CustomDtype
+from accelerate.offload.measure import named_module_tensors
 
 # Layers that change of themselves to another number format without losing what makes them work.
 LAYERS_FOR_UPCASTING = (
@@ -41,60 +40,6 @@ def convert_file_size_to_int(size: int | str) -> int:
         SettingError: it is no size.
     """
     return parse_bytes(size)
-
-
-def dtype_byte_size(dtype: torch.dtype | str | CustomDtype) -> int | float:
-    """Bytes of one element; less than one for formats that share a byte. A bool counts as one bit.
-
-    Raises:
-        PrepareError: there is no such dtype.
-    """
-    if isinstance(dtype, CustomDtype):
-        return dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bits / 8
-    if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise PrepareError(
-                f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16"
-            )
-        dtype = found
-    return 1 / 8 if dtype == torch.bool else dtype.itemsize
-
-
-def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that a state dict leaves out.
-
-    Args:
-        module: the module.
-        recurse: those of its submodules too.
-        fqns: give the whole path from ``module``, not the buffer's own name.
-    """
-    modules = module.named_modules() if recurse else [("", module)]
-    return {
-        f"{path}.{name}" if fqns and path else name
-        for path, part in modules
-        for name in part._non_persistent_buffers_set
-    }
-
-
-def named_module_tensors(
-    module: nn.Module,
-    include_buffers: bool = True,
-    recurse: bool = False,
-    remove_non_persistent: bool = False,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter, then of every buffer.
-
-    Args:
-        module: the module.
-        include_buffers: False gives parameters only.
-        recurse: those of its submodules too.
-        remove_non_persistent: leave out buffers that a state dict leaves out.
-    """
-    yield from module.named_parameters(recurse=recurse)
-    if include_buffers:
-        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
-        yield from (pair for pair in module.named_buffers(recurse=recurse) if pair[0] not in left_out)
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

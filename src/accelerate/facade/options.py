@@ -8,8 +8,9 @@ from accelerate.core.errors import NotBuiltError, SettingError
 from accelerate.core.handler import KwargsHandler
 from accelerate.core.setting import load
 from accelerate.data.configuration import DataLoaderConfiguration
+from accelerate.facade.accumulation import GradientSettings
 from accelerate.facade.compile import TorchDynamoPlugin
-from accelerate.facade.gradient import GradientAccumulationPlugin, GradientSettings
+from accelerate.facade.gradient import GradientAccumulationPlugin
 from accelerate.precision import PRECISIONS
 from accelerate.strategy import STRATEGIES
 from accelerate.watch.profile import ProfileKwargs

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint.state import Part
+from accelerate.offload.tensor import source_of
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.parts import Spread
@@ -21,11 +22,20 @@ def model_part(strategy: Strategy, model: nn.Module) -> Part:
     module = strategy.unwrap(model)
     return Part(
         type(model).__name__,
-        partial(strategy.state, model),
+        lambda: with_values(strategy.state(model)),
         partial(strategy.load, model),
         spread=cache(partial(spread_model, strategy, model)),
         like=module.state_dict if strategy.shards else None,
     )
+
+
+def with_values(state: Any) -> Any:
+    """A model's state with offloaded weights as they lie in memory or in files; nothing is copied."""
+    offloaded = {name: source_of(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for name, source in offloaded.items():
+        if source is not None:
+            state[name] = source.host().detach()
+    return state
 
 
 def optimizer_part(strategy: Strategy, optimizer: Any, models: Sequence[nn.Module]) -> Any:

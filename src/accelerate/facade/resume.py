@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 
 AUTO = "auto"
 
 
-@dataclass(frozen=True)
+@frozen
 class ResumeSettings:
     """Where a training goes on."""
 

@@ -24,7 +24,7 @@ from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.state import Loaded, Parts
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.modules import extract_model_from_parallel
-from accelerate.facade.parts import model_part, optimizer_part
+from accelerate.facade.parts import model_part, optimizer_part, with_values
 from accelerate.facade.processes import Processes
 from accelerate.world import rng
 
@@ -79,10 +79,11 @@ class Saving(Processes):
         """The model's full state, by the names of the user's module.
 
         Where the strategy shards, all processes must call it, and it is complete on process 0 only.
+        Offloaded weights are those in memory, or views of the files that they are in.
         """
         if self.strategy.shards:
             return self.strategy.state(self.unwrap_model(model))
-        return self.unwrap_model(model).state_dict() if unwrap else self.strategy.state(model)
+        return with_values(self.unwrap_model(model).state_dict() if unwrap else self.strategy.state(model))
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Saves and loads more objects with the state.

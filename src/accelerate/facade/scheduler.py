@@ -75,14 +75,11 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self.split_batches or collective.size() == 1:
-            self._advance(*args, **kwargs)
-            return
-        if self.gradient_state.plugin_kwargs.get("step_scheduler_once", False):
-            self._advance(*args, **kwargs)
-            return
-        self._overrun.watch(self.optimizers, collective.size())
-        for _ in range(collective.size()):
+        once = self.split_batches or self.gradient_state.plugin_kwargs.get("step_scheduler_once", False)
+        processes = 1 if once else collective.size()
+        if processes > 1:
+            self._overrun.watch(self.optimizers, processes)
+        for _ in range(processes):
             self._advance(*args, **kwargs)
 
     def _advance(self, *args: Any, **kwargs: Any) -> None:
@@ -130,9 +127,9 @@ class Overrun:
         if self.announced:
             return
         epoch = getattr(self.scheduler, "last_epoch", 0)
-        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         # A rate that is a tensor may live on a device, and asking would wait for it.
-        plain = [rate for rate in rates if isinstance(rate, float | int)]
+        plain = [rate for group in groups if isinstance(rate := group["lr"], float | int)]
         zero = epoch > 0 and bool(plain) and max(plain) <= 0
         self.zeros = self.zeros + 1 if zero else 0
         if self.end is not None and epoch >= self.end:

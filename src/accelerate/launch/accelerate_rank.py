@@ -10,13 +10,14 @@ launcher prints those of the first failing rank last. When it is gone, everythin
 """
 
 import faulthandler
+import marshal
 import os
 import sys
 import time
 
 TYPE_CHECKING = False  # `typing` would be more to load than all the rest
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import CodeType, TracebackType
     from typing import TextIO
 
 HERE = __file__
@@ -39,24 +40,35 @@ def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: s
     # A fresh one, so that nothing of this file is in it, and classes of the script pickle as __main__.X.
     sys.modules["__main__"] = module
     try:
-        (_run_module if kind == "module" else _run_script)(target)
+        if kind == "module":
+            _run_module(target)
+        else:
+            _run_script(target, os.path.join(os.path.dirname(error_file), "script.code"))
     except SystemExit as stop:
         report.exit(stop)
         raise
 
 
-def _run_script(path: str) -> None:
+def _run_script(path: str, compiled: str) -> None:
     if os.path.isdir(path) or not (path.endswith(".py") or _is_text(path)):
         _run_archive(path)
         return
     _first_on_path(os.path.dirname(os.path.realpath(path)))
     path = os.path.abspath(path)
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+    code = _code(path, compiled)
     module = sys.modules["__main__"]
     loader = type(__loader__)("__main__", path)
     vars(module).update(__file__=path, __cached__=None, __loader__=loader)
     exec(code, vars(module))
+
+
+def _code(path: str, compiled: str) -> "CodeType":
+    """The code of the script: what the launcher has compiled for all ranks, or its text compiled here."""
+    if os.path.exists(compiled):
+        with open(compiled, "rb") as file:
+            return marshal.load(file)
+    with open(path, "rb") as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _run_archive(path: str) -> None:

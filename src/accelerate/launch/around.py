@@ -17,8 +17,9 @@ derived from the number of the job is a default, and the file wins over it.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import Origin, Told
 from accelerate.world import clusters
 from accelerate.world.clusters import Scheduler
@@ -26,7 +27,7 @@ from accelerate.world.clusters import Scheduler
 HERE = "127.0.0.1"
 
 
-@dataclass(frozen=True)
+@frozen
 class Around:
     """What is known of the job around a launcher.
 

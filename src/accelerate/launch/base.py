@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
-from accelerate.launch import effects, show
+from accelerate.launch import effects
 from accelerate.launch.around import overruled
 from accelerate.launch.check import check
 from accelerate.launch.job import Job, Request
@@ -86,6 +86,8 @@ def launch(request: Request, *, replace: bool = False) -> None:
     asked = effects.asked(request, kind, plan)
     idle = effects.idle_lines(asked)
     if request.settings.dry_run:
+        from accelerate.launch import show
+
         show.show(request, plan, asked)
     effects.refuse_idle(request, idle)
     if request.settings.dry_run:

@@ -6,11 +6,11 @@ Every error names the two places that do not go together.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import device as devices
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError, nearest
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import Origin
 from accelerate.device import Device
 from accelerate.device.machine import Machine
@@ -21,7 +21,7 @@ from accelerate.launch.job import Request
 CPU_GROUP = "MULTI_CPU"
 
 
-@dataclass(frozen=True)
+@frozen
 class Place:
     """Where the processes of a job run.
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations
 
 from accelerate.core.errors import SettingError
+from accelerate.core.frozen import frozen
 from accelerate.launch.job import Request
 
 ALONE = "NO"
 
 
-@dataclass(frozen=True)
+@frozen
 class Clash:
     """Two settings of which only one can be on.
 

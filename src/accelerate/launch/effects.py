@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate.core.errors import SettingError
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import Origin, Setting, declared
 from accelerate.launch.job import Request, as_text, kept
 from accelerate.launch.kinds import KINDS
@@ -23,7 +23,7 @@ _ORDINARY: dict[str, tuple[object, ...]] = {
 _SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@frozen
 class Asked:
     """One setting that some source gave a value.
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, nearest
+from accelerate.core.frozen import frozen
 
 WORKING_NAME = "accelerate.yaml"
 DEFAULT_NAME = "default_config.yaml"
 
 
-@dataclass(frozen=True)
+@frozen
 class ConfigFile:
     """What one configuration file says.
 

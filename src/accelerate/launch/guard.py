@@ -4,21 +4,22 @@ Started by path as ``guard.py SECONDS``, with the launcher's end of a pipe as st
 process that was started as the leader of its own session, ``-PID`` one that has ended. ``done`` is the
 launcher's farewell; an end of the pipe without it means that the launcher is dead: every process is asked to
 stop, and after SECONDS killed with all it started.
+
+The launcher starts it with the signals blocked that would end it. It imports what Python has loaded already:
+it starts with every job, and before its processes.
 """
 
-from __future__ import annotations
-
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def main(seconds: float) -> None:
     """Waits for the launcher's end."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
         if line == "done\n":
@@ -32,6 +33,8 @@ def end(groups: set[int], seconds: float) -> None:
 
     Leaders that are still there after ``seconds`` are killed with their groups.
     """
+    import signal
+
     for leader in groups:
         _reaches(os.kill, leader, signal.SIGTERM)
     deadline = time.monotonic() + seconds
@@ -43,7 +46,7 @@ def end(groups: set[int], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _reaches(send: Callable[[int, int], None], target: int, number: int) -> bool:
+def _reaches(send: "Callable[[int, int], None]", target: int, number: int) -> bool:
     """Sends a signal, and says whether there was anybody to get it."""
     try:
         send(target, number)

@@ -10,11 +10,11 @@ code says nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import SOURCES, Loaded, Origin, Setting, declared, load, setting
 from accelerate.launch import files, sections
 from accelerate.launch.around import Around, around
@@ -25,7 +25,7 @@ from accelerate.launch.several import SEVERAL
 S = TypeVar("S")
 
 
-@dataclass(frozen=True)
+@frozen
 class Job:
     """How to start the processes of one script."""
 
@@ -148,7 +148,7 @@ def declarations(handed: Sequence[type[Any]]) -> tuple[Setting, ...]:
     return tuple(row for cls in (*kept(), *handed) for row in declared(cls))
 
 
-@dataclass(frozen=True)
+@frozen
 class Request:
     """Everything that was asked, with where it came from.
 
@@ -369,7 +369,8 @@ def of(
     if file is not None:
         file = sections.settled(file, (*kept(), *handed))
         _check_keys(file, handed)
-    scheduler = around(environ.snapshot() if env is None else env)
+    env = environ.snapshot() if env is None else env
+    scheduler = around(env)
     loaded = {cls: _load(cls, flags, file, env, scheduler) for cls in (*kept(), *handed)}
     request = Request(loaded[Job].value, loaded, tuple(program), file, scheduler)
     request.check_switches()
@@ -380,7 +381,7 @@ def _load(
     cls: type[Any],
     flags: Mapping[str, Any],
     file: ConfigFile | None,
-    env: Mapping[str, str] | None,
+    env: Mapping[str, str],
     scheduler: Around | None,
 ) -> Loaded[Any]:
     told = scheduler.tells(file.values if file else {}) if scheduler and cls is Job else None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from accelerate.core.errors import LaunchError, SettingError
+
+if TYPE_CHECKING:
+    import subprocess
 
 STDOUT, STDERR = 1, 2
 
@@ -54,10 +56,12 @@ class Logs:
 
     def pipes(self, rank: int) -> tuple[int | None, int | None]:
         """(stdout, stderr) to start a rank with."""
+        from subprocess import PIPE
+
         which = self.by_rank.get(rank, self.everywhere)
         return (
-            subprocess.PIPE if which & STDOUT else None,
-            subprocess.PIPE if which & STDERR else None,
+            PIPE if which & STDOUT else None,
+            PIPE if which & STDERR else None,
         )
 
     def read(self, rank: int, process: subprocess.Popen[bytes]) -> None:

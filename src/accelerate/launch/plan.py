@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from accelerate.core.frozen import frozen
 
 Variables = Mapping[str, object | None]
 
 
-@dataclass(frozen=True)
+@frozen
 class Start:
     """One command that a launch starts on this machine.
 
@@ -23,7 +25,7 @@ class Start:
     variables: Variables = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@frozen
 class Plan:
     """What a launch will do on this machine. A kind of launch may add what it needs to do it.
 

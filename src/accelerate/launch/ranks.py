@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from accelerate.core import environ
+from accelerate.core.frozen import frozen
 
 LINGER = 1.0  # seconds that the others have to fail by themselves after the first failure
 PATROL = 0.5  # seconds between looks for a rank that has raised and does not end
@@ -44,7 +45,7 @@ class Command:
     stderr: int | None = None
 
 
-@dataclass(frozen=True)
+@frozen
 class Armed:
     """What a rank said of itself: it stops in good order when it is asked.
 
@@ -57,7 +58,7 @@ class Armed:
     signals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class End:
     """How one process ended.
 
@@ -262,14 +263,19 @@ class Guard:
 
     def __init__(self, seconds: float) -> None:
         path = str(Path(__file__).with_name("guard.py"))
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", path, str(seconds)],
-            env=environ.child({}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # It inherits what is blocked. Signals to this process that come meanwhile are delivered afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", path, str(seconds)],
+                env=environ.child({}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None

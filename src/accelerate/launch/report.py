@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from accelerate.core.frozen import frozen
 from accelerate.launch.errors import RankError
 from accelerate.launch.ranks import Armed, End, Outcome
 
@@ -25,7 +25,7 @@ _HINTS: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class Failure:
     """How one rank failed.
 
@@ -54,6 +54,11 @@ def error_file(folder: Path, rank: int) -> Path:
 def fault_file(folder: Path, rank: int) -> Path:
     """Where a rank's interpreter leaves its stack when it crashes."""
     return folder / f"rank_{rank}.fault"
+
+
+def code_file(folder: Path) -> Path:
+    """Where the ranks find the compiled script, if the launcher has compiled it."""
+    return folder / "script.code"
 
 
 def armed(folder: Path, pid: int) -> Armed | None:

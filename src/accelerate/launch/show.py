@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate.core import environ
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import declared
 from accelerate.launch.effects import Asked, shown
 from accelerate.launch.job import Request
@@ -18,7 +18,7 @@ from accelerate.strategy.settings import SETTINGS
 Row = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Section:
     """A part of what is shown.
 

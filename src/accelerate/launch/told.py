@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from accelerate.core.setting import declared
 from accelerate.launch.job import Request, kept
 
@@ -31,5 +29,7 @@ def told(request: Request) -> dict[str, str]:
         asked[name] = origin.where, True
     if not asked:
         return {}
+    import json
+
     report = {} if request.settings.quiet or request.get("effects") else {"ACCELERATE_EFFECTS": "line"}
     return {"ACCELERATE_ASKED": json.dumps(asked), **report}

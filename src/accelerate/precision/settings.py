@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from accelerate.core.enums import BaseEnum
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 from accelerate.precision import PRECISIONS
 
 
-@dataclass(frozen=True)
+@frozen
 class PrecisionSettings:
     """In which number format models compute."""
 
@@ -48,7 +48,7 @@ class DynamoBackend(BaseEnum):
 _COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
 
 
-@dataclass(frozen=True)
+@frozen
 class CompileSettings:
     """What ``torch.compile`` is asked to do with a prepared model."""
 

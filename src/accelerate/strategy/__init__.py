@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from accelerate.core.effects import Effect
 from accelerate.core.errors import SettingError
 from accelerate.core.registry import Registry
 
 if TYPE_CHECKING:  # the launcher asks for the settings of strategies, and must not import torch
+    from accelerate.core.effects import Effect
     from accelerate.strategy.base import Request, Strategy
 
 STRATEGIES: Registry[type[Strategy]] = Registry("strategy", "accelerate.strategy", "accelerate.strategies")

@@ -7,7 +7,6 @@ from accelerate.checkpoint.export import id_tensor_storage as id_tensor_storage
 from accelerate.checkpoint.export import load as load
 from accelerate.checkpoint.export import load_state_dict as load_state_dict
 from accelerate.checkpoint.export import save as save
-from accelerate.checkpoint.into import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
 from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
@@ -44,6 +43,7 @@ from accelerate.core.versions import is_torch_version as is_torch_version
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.available import is_fp16_available as is_fp16_available
 from accelerate.facade.available import is_torch_distributed_available as is_torch_distributed_available
+from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compile import compile_regions as compile_regions
 from accelerate.facade.compile import compile_regions as compile_regions_fsdp2
@@ -84,19 +84,16 @@ from accelerate.facade.modules import LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_
 from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
-from accelerate.facade.modules import dtype_byte_size as dtype_byte_size
 from accelerate.facade.modules import extract_model_from_parallel as extract_model_from_parallel
 from accelerate.facade.modules import get_model_tp_size as get_model_tp_size
 from accelerate.facade.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from accelerate.facade.modules import get_module_class_from_name as get_module_class_from_name
-from accelerate.facade.modules import get_non_persistent_buffers as get_non_persistent_buffers
 from accelerate.facade.modules import has_compiled_regions as has_compiled_regions
 from accelerate.facade.modules import has_repeated_blocks as has_repeated_blocks
 from accelerate.facade.modules import is_compiled_module as is_compiled_module
 from accelerate.facade.modules import is_peft_model as is_peft_model
 from accelerate.facade.modules import is_repeated_blocks as is_repeated_blocks
 from accelerate.facade.modules import model_has_dtensor as model_has_dtensor
-from accelerate.facade.modules import named_module_tensors as named_module_tensors
 from accelerate.facade.objects import get_pretty_name as get_pretty_name
 from accelerate.facade.objects import merge_dicts as merge_dicts
 from accelerate.facade.objects import recursive_getattr as recursive_getattr
@@ -106,6 +103,41 @@ from accelerate.facade.precision import (
 )
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accelerate.launch.notebook.prepare import PrepareForLaunch as PrepareForLaunch
+from accelerate.offload.assign import align_module_device as align_module_device
+from accelerate.offload.assign import check_device_same as check_device_same
+from accelerate.offload.assign import get_state_dict_from_offload as get_state_dict_from_offload
+from accelerate.offload.assign import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accelerate.offload.assign import has_offloaded_params as has_offloaded_params
+from accelerate.offload.assign import load_offloaded_weights as load_offloaded_weights
+from accelerate.offload.assign import retie_parameters as retie_parameters
+from accelerate.offload.assign import set_module_tensor_to_device as set_module_tensor_to_device
+from accelerate.offload.folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accelerate.offload.folder import PrefixedDataset as PrefixedDataset
+from accelerate.offload.folder import extract_submodules_state_dict as extract_submodules_state_dict
+from accelerate.offload.folder import load_offloaded_weight as load_offloaded_weight
+from accelerate.offload.folder import offload_state_dict as offload_state_dict
+from accelerate.offload.folder import offload_weight as offload_weight
+from accelerate.offload.folder import save_offload_index as save_offload_index
+from accelerate.offload.maps import check_device_map as check_device_map
+from accelerate.offload.maps import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+)
+from accelerate.offload.maps import clean_device_map as clean_device_map
+from accelerate.offload.maps import fallback_allocate as fallback_allocate
+from accelerate.offload.maps import get_balanced_memory as get_balanced_memory
+from accelerate.offload.maps import get_max_memory as get_max_memory
+from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
+from accelerate.offload.measure import calculate_maximum_sizes as calculate_maximum_sizes
+from accelerate.offload.measure import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accelerate.offload.measure import compute_module_sizes as compute_module_sizes
+from accelerate.offload.measure import compute_module_total_buffer_size as compute_module_total_buffer_size
+from accelerate.offload.measure import dtype_byte_size as dtype_byte_size
+from accelerate.offload.measure import find_tied_parameters as find_tied_parameters
+from accelerate.offload.measure import get_max_layer_size as get_max_layer_size
+from accelerate.offload.measure import get_module_leaves as get_module_leaves
+from accelerate.offload.measure import get_module_size_with_ties as get_module_size_with_ties
+from accelerate.offload.measure import get_non_persistent_buffers as get_non_persistent_buffers
+from accelerate.offload.measure import named_module_tensors as named_module_tensors
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
@@ -317,38 +349,6 @@ from accelerate.utils.megatron_lm import (
 )
 from accelerate.utils.megatron_lm import prepare_optimizer as prepare_optimizer
 from accelerate.utils.megatron_lm import prepare_scheduler as prepare_scheduler
-from accelerate.utils.modeling import align_module_device as align_module_device
-from accelerate.utils.modeling import calculate_maximum_sizes as calculate_maximum_sizes
-from accelerate.utils.modeling import check_device_map as check_device_map
-from accelerate.utils.modeling import check_device_same as check_device_same
-from accelerate.utils.modeling import check_tied_parameters_in_config as check_tied_parameters_in_config
-from accelerate.utils.modeling import (
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-)
-from accelerate.utils.modeling import clean_device_map as clean_device_map
-from accelerate.utils.modeling import compute_module_sizes as compute_module_sizes
-from accelerate.utils.modeling import compute_module_total_buffer_size as compute_module_total_buffer_size
-from accelerate.utils.modeling import fallback_allocate as fallback_allocate
-from accelerate.utils.modeling import find_tied_parameters as find_tied_parameters
-from accelerate.utils.modeling import get_balanced_memory as get_balanced_memory
-from accelerate.utils.modeling import get_max_layer_size as get_max_layer_size
-from accelerate.utils.modeling import get_max_memory as get_max_memory
-from accelerate.utils.modeling import get_module_leaves as get_module_leaves
-from accelerate.utils.modeling import get_module_size_with_ties as get_module_size_with_ties
-from accelerate.utils.modeling import get_state_dict_from_offload as get_state_dict_from_offload
-from accelerate.utils.modeling import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-from accelerate.utils.modeling import has_offloaded_params as has_offloaded_params
-from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map
-from accelerate.utils.modeling import load_offloaded_weights as load_offloaded_weights
-from accelerate.utils.modeling import retie_parameters as retie_parameters
-from accelerate.utils.modeling import set_module_tensor_to_device as set_module_tensor_to_device
-from accelerate.utils.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
-from accelerate.utils.offload import PrefixedDataset as PrefixedDataset
-from accelerate.utils.offload import extract_submodules_state_dict as extract_submodules_state_dict
-from accelerate.utils.offload import load_offloaded_weight as load_offloaded_weight
-from accelerate.utils.offload import offload_state_dict as offload_state_dict
-from accelerate.utils.offload import offload_weight as offload_weight
-from accelerate.utils.offload import save_offload_index as save_offload_index
 from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accelerate.utils.other import compile_regions_deepspeed as compile_regions_deepspeed
 from accelerate.utils.torch_xla import install_xla as install_xla

@@ -14,14 +14,15 @@ is filled in from a scheduler that tells the same rank and size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from accelerate.core.errors import WorldError
+from accelerate.core.frozen import frozen
 from accelerate.world.hosts import expand_counts, expand_nodes
 from accelerate.world.variables import DEFAULT_PORT, Env, is_loopback, job_port, node_of, number
 
 
-@dataclass(frozen=True)
+@frozen
 class Cluster:
     """The place of one process among those started with it.
 

@@ -5,12 +5,11 @@ In a file of their own, so that a help text need not import what opens groups of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 
 
-@dataclass(frozen=True)
+@frozen
 class WorldSettings:
     """Where the processes run."""
 

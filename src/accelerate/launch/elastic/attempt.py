@@ -11,10 +11,11 @@ from accelerate.core import environ
 from accelerate.launch import report
 from accelerate.launch.errors import RankError
 from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import startable, watched
+from accelerate.launch.kinds.local import startable
 from accelerate.launch.logs import Logs
 from accelerate.launch.plan import Variables
 from accelerate.launch.ranks import Command, End, Guard, Outcome, Ranks, Signals
+from accelerate.launch.watched import watched
 
 
 class Attempt(Ranks):

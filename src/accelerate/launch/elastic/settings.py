@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from accelerate.core.errors import SettingError
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 from accelerate.launch.job import Request
 from accelerate.launch.several import SEVERAL
@@ -15,7 +15,7 @@ PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another
 JOIN = 600.0  # seconds that machines wait for each other, where nobody says another number
 
 
-@dataclass(frozen=True)
+@frozen
 class Rendezvous:
     """How machines find each other, and what happens when a process fails."""
 
@@ -53,7 +53,7 @@ class Rendezvous:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class Endpoint:
     """Where machines meet.
 

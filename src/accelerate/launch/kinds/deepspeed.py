@@ -7,21 +7,19 @@ environment variables" and "Launching without passwordless SSH"; the options of 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.launch import report
+from accelerate.core.frozen import frozen
 from accelerate.launch.base import Kind
 from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import own_folder, startable
+from accelerate.launch.kinds.local import startable
 from accelerate.launch.logs import Logs
 from accelerate.launch.plan import Plan, Start
-from accelerate.launch.ranks import Command, Ranks
 
 PROGRAM = "deepspeed"
 STANDARD, ALONE, INHERITS = "standard", "nossh", "slurm"
@@ -30,7 +28,7 @@ NAME = "DS_ENV_FILE"
 ENVIRONMENT = ".deepspeed_env"
 
 
-@dataclass(frozen=True)
+@frozen
 class EnginePlan(Plan):
     """One command that starts processes on all machines.
 
@@ -64,6 +62,8 @@ class Engine(Kind[EnginePlan]):
             MissingExtraError: the engine is not installed here.
             SettingError: the hostfile does not fit, or an option does not go with this launcher.
         """
+        import shutil
+
         _check(request)
         program = shutil.which(PROGRAM)
         if program is None:
@@ -89,6 +89,10 @@ class Engine(Kind[EnginePlan]):
 
     def run(self, request: Request, plan: EnginePlan, *, replace: bool) -> None:
         """Starts the command and watches it; see ``Kind.run``."""
+        from accelerate.launch import report
+        from accelerate.launch.ranks import Command, Ranks
+        from accelerate.launch.watched import own_folder
+
         logs = Logs(request.settings.tee, request.settings.log_dir)
         with own_folder() as folder:
             told = dict(plan.variables)

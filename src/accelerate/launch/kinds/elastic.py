@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
+from accelerate.core.frozen import frozen
 from accelerate.device.machine import Machine
-from accelerate.launch import preflight
 from accelerate.launch.base import Kind, say
 from accelerate.launch.check import Place, place
 from accelerate.launch.elastic import settings
 from accelerate.launch.elastic.settings import STATIC, Endpoint, Rendezvous
 from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import (
-    alone,
-    own_folder,
-    own_port,
-    own_variables,
-    program_of,
-    shared_variables,
-)
+from accelerate.launch.kinds.local import alone, own_variables, program_of, shared_variables
 from accelerate.launch.logs import Logs
 from accelerate.launch.plan import Plan, Start, Variables
-from accelerate.launch.ranks import Guard, Signals
 
 
-@dataclass(frozen=True)
+@frozen
 class ElasticPlan(Plan):
     """Processes on this machine, among those of others.
 
@@ -78,6 +69,8 @@ class Elastic(Kind[ElasticPlan]):
     def run(self, request: Request, plan: ElasticPlan, *, replace: bool) -> None:
         """Starts the job; see ``Kind.run``. This process stays: it watches."""
         from accelerate.launch.elastic.attempt import Attempts
+        from accelerate.launch.ranks import Guard, Signals
+        from accelerate.launch.watched import own_folder
 
         logs = Logs(request.settings.tee, request.settings.log_dir)
         with own_folder() as folder, Guard(request.settings.stop_timeout) as guard, Signals() as signals:
@@ -88,6 +81,7 @@ class Elastic(Kind[ElasticPlan]):
 
 def _run_here(request: Request, plan: ElasticPlan, attempts: Any) -> None:
     from accelerate.launch.elastic import restarts
+    from accelerate.launch.watched import own_port
 
     size, most = plan.place.processes, request.of(Rendezvous).max_restarts
     run_id = os.urandom(4).hex()
@@ -102,6 +96,7 @@ def _run_here(request: Request, plan: ElasticPlan, attempts: Any) -> None:
 
 
 def _run_machines(request: Request, plan: ElasticPlan, attempts: Any) -> None:
+    from accelerate.launch import preflight
     from accelerate.launch.elastic.link import Link
     from accelerate.launch.elastic.machines import Machines
 

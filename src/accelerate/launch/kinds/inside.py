@@ -12,25 +12,23 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
+from accelerate.core.frozen import frozen
 from accelerate.device.machine import Machine
-from accelerate.launch import report
 from accelerate.launch.around import Around
 from accelerate.launch.base import Kind
 from accelerate.launch.check import Place, chosen, cores
 from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import become, own_folder, program_of, shared_variables, startable, watched
+from accelerate.launch.kinds.local import become, program_of, shared_variables, startable
 from accelerate.launch.logs import Logs
 from accelerate.launch.plan import Plan, Start, Variables
-from accelerate.launch.ranks import Command, Ranks
 from accelerate.world.variables import DEFAULT_PORT
 
 
-@dataclass(frozen=True)
+@frozen
 class InsidePlan(Plan):
     """One process, which this one becomes.
 
@@ -190,6 +188,10 @@ def _effects(request: Request, around: Around) -> Iterator[tuple[str, str]]:
 
 def _supervise(request: Request, rank: int, variables: Variables, logs: Logs) -> None:
     """Runs the rank below this process, which reads its output or outlives it."""
+    from accelerate.launch import report
+    from accelerate.launch.ranks import Command, Ranks
+    from accelerate.launch.watched import own_folder, watched
+
     with own_folder() as folder:
         env = environ.child({**variables, "ACCELERATE_STOP_FOLDER": folder})
         command = Command(watched(request, folder, rank), env, *logs.pipes(rank))

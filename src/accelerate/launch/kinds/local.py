@@ -5,29 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
+from accelerate.core.frozen import frozen
 from accelerate.device.machine import Machine
-from accelerate.launch import report
-from accelerate.launch.base import Kind, say
+from accelerate.launch.base import Kind
 from accelerate.launch.check import Place, cores, place
 from accelerate.launch.job import Request
 from accelerate.launch.logs import Logs
 from accelerate.launch.plan import Plan, Start, Variables
-from accelerate.launch.port import Port, PortInUseError
-from accelerate.launch.ranks import Command, Ranks
 
 HOST = "127.0.0.1"
 
 
-@dataclass(frozen=True)
+@frozen
 class LocalPlan(Plan):
     """Processes on this machine.
 
@@ -153,15 +148,6 @@ def program_of(request: Request) -> tuple[str, ...]:
     return (sys.executable, *(("-m",) if request.settings.module else ()), *request.program)
 
 
-def watched(request: Request, folder: Path, rank: int) -> tuple[str, ...]:
-    """The command of a process that leaves its traceback in ``folder``."""
-    if request.settings.no_python:
-        return request.program
-    kind = "module" if request.settings.module else "script"
-    files = (str(report.fault_file(folder, rank)), str(report.error_file(folder, rank)))
-    return (sys.executable, report.CHILD, *files, kind, *request.program)
-
-
 def become(request: Request, env: dict[str, str]) -> None:
     """Replaces this process by the script.
 
@@ -176,12 +162,19 @@ def become(request: Request, env: dict[str, str]) -> None:
 
 
 def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
+    # A launcher that becomes its script watches nobody, and need not load what that takes.
+    from accelerate.launch import report
+    from accelerate.launch.ranks import Command, Ranks
+    from accelerate.launch.watched import keep_code, own_folder, own_port, watched
+
     with own_folder() as folder, own_port(request, size) as port:
-        told = {**variables, "ACCELERATE_STOP_FOLDER": folder}
+        shared = environ.child({**variables, "ACCELERATE_STOP_FOLDER": folder})
+        if size > 1:
+            keep_code(request, folder)
         run_id = os.urandom(4).hex()
         owns = [alone(request)] if port is None else own_variables(request, size, port.number, run_id)
         commands = [
-            Command(watched(request, folder, rank), environ.child({**told, **own}), *logs.pipes(rank))
+            Command(watched(request, folder, rank), environ.child(own, shared), *logs.pipes(rank))
             for rank, own in enumerate(owns)
         ]
         ranks = Ranks(
@@ -215,35 +208,6 @@ def own_variables(request: Request, size: int, port: object, run_id: str) -> Ite
     }
     for rank in range(size):
         yield {**job, **rank_variables(rank, size)}
-
-
-@contextmanager
-def own_folder() -> Iterator[Path]:
-    """Where the ranks leave their tracebacks while the job runs."""
-    try:
-        made = tempfile.TemporaryDirectory(prefix="accelerate-")
-    except OSError as error:
-        raise LaunchError(
-            "no folder for temporary files can be made", why=str(error), fix="set TMPDIR to one with space"
-        ) from error
-    with made as name:
-        yield Path(name)
-
-
-@contextmanager
-def own_port(request: Request, size: int) -> Iterator[Port | None]:
-    """The port of rank 0 while the job runs; none is needed for a lone process."""
-    wanted = request.settings.main_process_port or 0
-    if size == 1:
-        yield None
-        return
-    try:
-        port = Port(wanted)
-    except PortInUseError as error:
-        port = Port()
-        say(request, f"port {wanted} is in use ({error.why}); rank 0 listens on {port.number} instead")
-    with port:
-        yield port
 
 
 @contextmanager

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 from accelerate.device.machine import Machine
 from accelerate.launch.base import Kind
@@ -27,7 +24,6 @@ from accelerate.launch.errors import RankError
 from accelerate.launch.job import Request
 from accelerate.launch.kinds.local import program_of, shared_variables, startable
 from accelerate.launch.plan import Plan, Start, Variables
-from accelerate.launch.port import Port
 from accelerate.launch.several import SEVERAL
 from accelerate.world.variables import DEFAULT_PORT, PORTS
 
@@ -35,7 +31,7 @@ from accelerate.world.variables import DEFAULT_PORT, PORTS
 PASSED = re.compile(r"ACCELERATE_\w+|HF_\w+|TORCH_\w+|GLOO_\w+|PYTHON\w+|OMP_\w+|KMP_\w+|CCL_\w+")
 
 
-@dataclass(frozen=True)
+@frozen
 class Mpirun:
     """Starting the ranks with mpirun."""
 
@@ -54,7 +50,7 @@ class Mpirun:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class Host:
     """One line of a file of machines.
 
@@ -67,7 +63,7 @@ class Host:
     slots: int | None = None
 
 
-@dataclass(frozen=True)
+@frozen
 class Family:
     """How one family of ``mpirun`` is told what to start.
 
@@ -114,7 +110,7 @@ FAMILIES = (
 )
 
 
-@dataclass(frozen=True)
+@frozen
 class MpiPlan(Plan):
     """What mpirun starts.
 
@@ -184,6 +180,8 @@ class Mpi(Kind[MpiPlan]):
 
     def run(self, request: Request, plan: MpiPlan, *, replace: bool) -> None:
         """Runs mpirun; see ``Kind.run``."""
+        import subprocess
+
         # The plan may have learnt of more variables since its command was written for people.
         command = command_of(request, plan.path, plan.family, plan.hosts, plan.size, plan.variables)
         env = environ.child(plan.variables)
@@ -203,6 +201,9 @@ def find() -> tuple[str, Family]:
     Raises:
         LaunchError: there is none, or it is of no family that is known here.
     """
+    import shutil
+    import subprocess
+
     path = shutil.which("mpirun")
     if path is None:
         raise LaunchError(
@@ -278,6 +279,8 @@ def _meeting(request: Request, hosts: Sequence[Host]) -> dict[str, object | None
 
     Variables of a launcher around this one would be taken for those of the ranks.
     """
+    from accelerate.launch.port import Port
+
     port = request.settings.main_process_port
     if not port and hosts[0].name in ("localhost", "127.0.0.1"):
         with Port() as free:
@@ -320,6 +323,8 @@ def command_of(
 
 
 def _ended(code: int) -> str:
+    import signal
+
     return f"code {code}" if code > 0 else signal.Signals(-code).name
 
 

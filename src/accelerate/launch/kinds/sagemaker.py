@@ -6,15 +6,15 @@ Python SDK documentation, "Hugging Face Estimator" and "Using Hugging Face with 
 
 from __future__ import annotations
 
-import csv
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
+from accelerate.core.frozen import frozen
 from accelerate.core.packages import installed
 from accelerate.core.setting import declared, setting
 from accelerate.launch.base import Kind
@@ -42,17 +42,17 @@ class Secret(str):
         return "".join(self)
 
 
-@dataclass(frozen=True)
+@frozen
 class SageMakerSettings:
     """How to start a training job on Amazon SageMaker."""
 
     __topic__ = "Amazon SageMaker"
     __only_with__: ClassVar[dict[str, str]] = {"compute_environment": "AMAZON_SAGEMAKER"}
 
-    aws_access_key_id: Secret | None = setting(  # noqa: RUF009 (a text)
+    aws_access_key_id: Secret | None = setting(
         None, variable=None, in_file=False, help="the key of an AWS account; by default the profile's"
     )
-    aws_secret_access_key: Secret | None = setting(  # noqa: RUF009 (a text)
+    aws_secret_access_key: Secret | None = setting(
         None, variable=None, in_file=False, help="the secret that belongs to the key"
     )
     ec2_instance_type: str | None = setting(
@@ -112,12 +112,12 @@ class SageMakerSettings:
         help="a table with tabs: metric_name, metric_regex",
         question="A file of metrics?",
     )
-    additional_args: dict[str, Any] | None = setting(  # noqa: RUF009 (it is only read)
+    additional_args: dict[str, Any] | None = setting(
         None, flag=None, variable=None, help="more arguments of the estimator; they win over all others"
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class SageMakerPlan(Plan):
     """A training job.
 
@@ -275,6 +275,8 @@ def _metrics(own: Any) -> list[dict[str, str]] | None:
 
 
 def _table(name: str, *columns: str) -> list[dict[str, str]]:
+    import csv
+
     try:
         with Path(name).expanduser().open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, delimiter="\t")

@@ -6,18 +6,16 @@ Not run on a TPU: written to torch_xla 2.9 and to Google's command line, tested 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate import device as devices
 from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.core.frozen import frozen
 from accelerate.core.packages import installed
 from accelerate.core.setting import setting
 from accelerate.device import Device
 from accelerate.device.machine import Machine
-from accelerate.launch import gcloud
 from accelerate.launch.base import Kind
 from accelerate.launch.check import Place
 from accelerate.launch.job import Request
@@ -29,7 +27,7 @@ CHILD = "accelerate.launch.tpu_rank"
 POD_PORT = 12355
 
 
-@dataclass(frozen=True)
+@frozen
 class TpuSettings:
     """How to start a script on a TPU."""
 
@@ -105,7 +103,7 @@ class TpuSettings:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class TpuPlan(LocalPlan):
     """A command on this machine that starts the processes, here or on the machines of a pod.
 
@@ -160,6 +158,8 @@ class Tpu(Kind[TpuPlan]):
     def run(self, request: Request, plan: TpuPlan, *, replace: bool) -> None:
         """Starts the command; see ``Kind.run``."""
         if plan.pod:
+            from accelerate.launch import gcloud
+
             gcloud.check_installed()
         elif not installed("torch_xla"):
             raise MissingExtraError("torch_xla[tpu]", "a launch on a TPU")
@@ -229,6 +229,10 @@ def _here(request: Request) -> Request:
 
 def _on_pod(request: Request) -> Request:
     """The command that runs the launcher on the machines of a pod."""
+    import shlex
+
+    from accelerate.launch import gcloud
+
     own, job = request.of(TpuSettings), request.settings
     pairs = [pair.split("=", 1) for pair in own.tpu_env or ()]
     told = {**_told(request), "ACCELERATE_IN_TPU_POD": 1, **dict(pairs)}

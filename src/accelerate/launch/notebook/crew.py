@@ -11,12 +11,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from accelerate.core import environ
+from accelerate.core.frozen import frozen
 from accelerate.launch import report
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import HOST, rank_variables
@@ -49,7 +50,7 @@ class FunctionError(RankError):
         return "\n".join(part for part in (super().__str__(), *self.others, trace) if part)
 
 
-@dataclass(frozen=True)
+@frozen
 class Crew:
     """How a function is called.
 
@@ -129,7 +130,7 @@ class Crew:
         return raised(outcome, folder, report.failure(outcome, folder))
 
 
-@dataclass(frozen=True)
+@frozen
 class Start:
     """How ranks get a function: from a parcel, or because they are copies of this process.
 

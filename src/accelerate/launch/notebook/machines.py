@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate.core import environ
+from accelerate.core.frozen import frozen
 from accelerate.device import Device
 from accelerate.launch import report
 from accelerate.launch.errors import RankError
@@ -19,7 +19,7 @@ from accelerate.launch.plan import Variables
 from accelerate.launch.ranks import Command, Ranks
 
 
-@dataclass(frozen=True)
+@frozen
 class Meeting:
     """How the machines of a job find each other.
 

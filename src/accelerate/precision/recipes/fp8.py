@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate.core.errors import SettingError
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import Origin, setting
 
 Origins = Callable[[str], tuple[Origin, ...]]
@@ -18,7 +18,7 @@ PARTS = ("fprop", "dgrad", "wgrad")
 _TE = {"fp8_backend": ("TE",)}
 
 
-@dataclass(frozen=True)
+@frozen
 class FP8Settings:
     """How matrix products are computed in 8 bits; see ``TERecipeKwargs``, ``AORecipeKwargs``.
 

@@ -6,16 +6,14 @@ not handed on: a default of the launcher would look like somebody's wish.
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import Origin, declared, setting
 
 Origins = Callable[[str], tuple[Origin, ...]]
@@ -38,7 +36,7 @@ COUNTERPARTS: dict[str, tuple[tuple[str, ...], object]] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen
 class DeepSpeedSwitch:
     """Whether this engine trains. In files the type of the group says so: ``distributed_type: DEEPSPEED``."""
 
@@ -48,7 +46,7 @@ class DeepSpeedSwitch:
     use_deepspeed: bool = setting(False, in_file=False, help="train by the DeepSpeed engine")
 
 
-@dataclass(frozen=True)
+@frozen
 class DeepSpeedSettings:
     """Options of the engine, and of its own launcher for several machines."""
 
@@ -200,6 +198,8 @@ def _nothing(value: object) -> bool:
 
 def _content(place: Origin) -> Mapping[str, Any]:
     """The engine's file, or what stands in its place: the same JSON in base 64, as libraries take it."""
+    import json
+
     text = str(place.value)
     try:
         content = json.loads(_text(text))
@@ -219,6 +219,8 @@ def _content(place: Origin) -> Mapping[str, Any]:
 def _text(place: str) -> str:
     # JSON in base 64 begins with an encoded brace.
     if place.startswith(("ey", "ew")) and not os.path.exists(place):
+        import base64
+
         try:
             return base64.b64decode(place, altchars=b"-_", validate=True).decode("utf-8")
         except ValueError as error:
@@ -244,7 +246,7 @@ def _check_same(given: Origin, place: Origin, content: Mapping[str, Any], name: 
     if not silent and not _same(given.value, there):
         raise SettingError(
             f"{given.where} is {given.value}, but {place.where} ({place.value}) says "
-            f"{'.'.join(keys)}: {json.dumps(there)}",
+            f"{'.'.join(keys)}: {_as_json(there)}",
             why="each of the two would train in another way",
             fix=f'keep one of them, or write "auto" for {".".join(keys)} in {place.value}',
         )
@@ -260,6 +262,12 @@ def _same(one: object, other: object) -> bool:
         return str(one).lower() == str(other).lower()
 
 
+def _as_json(value: object) -> str:
+    import json
+
+    return json.dumps(value)
+
+
 def _check_precision(given: Origin, place: Origin, content: Mapping[str, Any]) -> None:
     """16-bit formats of the file: the one that is enabled is the precision, and a plain one is none."""
     if given.source == "default" or given.value is None:
@@ -269,7 +277,7 @@ def _check_precision(given: Origin, place: Origin, content: Mapping[str, Any]) -
         if isinstance(enabled, bool) and enabled != (given.value == kind):
             raise SettingError(
                 f"{given.where} is {given.value}, but {place.where} ({place.value}) says "
-                f"{kind}.enabled: {json.dumps(enabled)}",
+                f"{kind}.enabled: {_as_json(enabled)}",
                 why="each of the two would train in another way",
                 fix=f'keep one of them, or write "auto" for {kind}.enabled in {place.value}',
             )

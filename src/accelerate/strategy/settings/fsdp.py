@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
-@dataclass(frozen=True)
+@frozen
 class FSDPSwitch:
     """Whether this strategy trains. In files the type of the group says so: ``distributed_type: FSDP``."""
 
@@ -21,7 +20,7 @@ class FSDPSwitch:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class FSDPSettings:
     """Options of sharded training; see ``FullyShardedDataParallelPlugin``."""
 

@@ -5,9 +5,9 @@ Each reader has its own default for what nobody gave, which is why the launcher 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 
 
@@ -15,7 +15,7 @@ def _option(name: str, help: str, **more: Any) -> Any:
     return setting(None, switch=False, variable=f"MEGATRON_LM_{name}", help=help, **more)
 
 
-@dataclass(frozen=True)
+@frozen
 class MegatronSwitch:
     """Whether this engine trains. In files ``distributed_type: MEGATRON_LM`` says so."""
 
@@ -25,7 +25,7 @@ class MegatronSwitch:
     use_megatron_lm: bool = setting(False, in_file=False, help="train by Megatron-LM")
 
 
-@dataclass(frozen=True)
+@frozen
 class MegatronSettings:
     """Options of the engine."""
 

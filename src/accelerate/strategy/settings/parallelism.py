@@ -5,9 +5,9 @@ A section of a file that says anything asks for it. Sizes that nobody gave are 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 
 
@@ -15,7 +15,7 @@ def _option(name: str, help: str, **more: Any) -> Any:
     return setting(None, switch=False, variable=f"PARALLELISM_CONFIG_{name}", help=help, **more)
 
 
-@dataclass(frozen=True)
+@frozen
 class ParallelismSwitch:
     """Whether processes are a grid of several dimensions."""
 
@@ -26,7 +26,7 @@ class ParallelismSwitch:
     )
 
 
-@dataclass(frozen=True)
+@frozen
 class ParallelismSettings:
     """The sizes of the grid, and how each dimension works."""
 

@@ -1,0 +1,450 @@
+"""``accelerate estimate-memory``: tell how much memory a model takes, loaded or trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from accelerate.cli.bars import bars, create_ascii_table, plot, size_text
+from accelerate.core.errors import MissingExtraError
+from accelerate.core.units import show_count
+from accelerate.offload.estimate import bill as sums
+from accelerate.offload.estimate.activations import RECOMPUTE
+
+if TYPE_CHECKING:
+    import argparse
+
+    from torch import nn
+
+_HELP = """Tell how much memory a model takes, from its configuration: no weight is read or downloaded.
+
+MODEL is a folder with config.json, a name on the hub, or module:factory; a folder of safetensors files will
+do without a configuration.
+
+\b
+accelerate estimate-memory ./my-model
+accelerate estimate-memory my_models:build --dtypes float32 bfloat16
+accelerate estimate-memory ./my-model --training --mixed_precision bf16 --batch 8 --length 2048 \\
+    --strategy zero3 --num_processes 8 --plot memory.png
+"""
+
+
+class Flag(NamedTuple):
+    """One flag, for click and for argparse.
+
+    Attributes:
+        help: what it does.
+        kind: ``str``, ``int``, ``bool`` for a switch, ``list`` for words.
+        default: when it is not typed.
+        choices: the words it takes; checked by the arithmetic, whose error suggests the nearest.
+        training: it says how a model is trained, and so asks for the part on training.
+    """
+
+    help: str
+    kind: type = str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    training: bool = False
+
+
+_TRAINING = sums.Training()
+FLAGS = {
+    "library_name": Flag("whose model it is, where its configuration does not tell",
+                         choices=("timm", "transformers", "diffusers")),
+    "dtypes": Flag("number formats, one row each", list, list(sums.USUAL), tuple(sums.BITS)),
+    "trust_remote_code": Flag("run code that lies beside the configuration", bool, False),
+    "head": Flag("count the head of the architecture too; always counted in training", bool, False),
+    "training": Flag("show what each part of a training takes", bool, False),
+    "mixed_precision": Flag("weights in float32, forward in 16 bits", str, "no", tuple(sums.MIXED), True),
+    "optimizer": Flag("its kind", str, "adamw", tuple(sums.OPTIMIZERS), True),
+    "batch": Flag("samples of one process in one forward", int, 1, (), True),
+    "length": Flag("tokens of a sample; without it, activations are left out", int, None, (), True),
+    "recompute": Flag("what the backward computes again", str, "none", RECOMPUTE, True),
+    "attention": Flag("fused keeps no scores, eager keeps them", str, "fused", ("fused", "eager"), True),
+    "strategy": Flag("how training is spread", str, "single", tuple(sums.STRATEGIES), True),
+    "num_processes": Flag("over how many devices", int, 1, (), True),
+    "plot": Flag("draw the bars into this picture"),
+    "json": Flag("print a JSON object and nothing else", bool, False),
+}  # fmt: skip
+
+
+class _WordsCommand(click.Command):
+    """A command that takes ``--dtypes float32 float16`` as argparse does: words up to the next flag."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Spells ``--dtypes a b`` as ``--dtypes a --dtypes b``."""
+        return super().parse_args(ctx, spread(args))
+
+
+def spread(args: Sequence[str]) -> list[str]:
+    """``--dtypes a b`` as ``--dtypes a --dtypes b``; a last word that is no format is the model."""
+    found: list[str] = []
+    words = -1  # of the flag that is being read; -1 outside of it
+    for index, word in enumerate(args):
+        is_model = words > 0 and index == len(args) - 1 and word not in sums.BITS and not _has_model(args)
+        if word == "--dtypes" and index + 1 < len(args):
+            words = 0
+        elif word.startswith("-") or words < 0 or is_model:
+            words = -1 if word.startswith("-") else words
+            found.append(word)
+        else:
+            words += 1
+            found += ["--dtypes", word]
+    return found
+
+
+def _has_model(args: Sequence[str]) -> bool:
+    """Whether a word before the first flag names the model."""
+    return bool(args) and not args[0].startswith("-")
+
+
+def _estimate(model_name: str, given: Mapping[str, Any]) -> None:
+    """Prints what was asked for."""
+    for dtype in given["dtypes"]:
+        sums.bits(dtype)
+    wanted = given["training"] or any(given[n] != f.default for n, f in FLAGS.items() if f.training)
+    kinds = _kinds(given) if wanted else []
+    facts, below = _facts(model_name, given, head=bool(given["head"] or wanted))
+    rows = table(facts, given["dtypes"])
+    bills = [sums.training(facts, kind, _kept(model_name, given, kind)) for kind in kinds]
+    if given["plot"]:
+        plot(
+            Path(given["plot"]),
+            _drawn(rows, bills),
+            f"{facts.kind}, {show_count(facts.parameters)} parameters",
+        )
+    if given["json"]:
+        click.echo(json.dumps(_plain(facts, rows, bills), indent=1))
+        return
+    _show(facts, below, rows, bills, given)
+
+
+def _kinds(given: Mapping[str, Any]) -> list[sums.Training]:
+    """The ways of training that are asked for: one, or one for each format that trains."""
+    options = {name: given[name] for name, flag in FLAGS.items() if flag.training}
+    if given["mixed_precision"] != "no":
+        return [sums.Training(**options)]
+    dtypes = [name for name in given["dtypes"] if name in sums.TRAINED] or given["dtypes"][:1]
+    return [sums.Training(dtype=dtype, **options) for dtype in dtypes]
+
+
+def _facts(model_name: str, given: Mapping[str, Any], *, head: bool) -> tuple[sums.Facts, list[str]]:
+    """The sizes of the model, and what should be known about them."""
+    from accelerate.offload.estimate import skeleton
+
+    options = _options(given)
+    whole = skeleton.skeleton(model_name, **options)
+    facts, notes = sums.facts_of(whole, model_name), _stored(model_name)
+    config: Any = getattr(whole, "config", None)
+    if head or not hasattr(config, "get_text_config"):
+        return facts, notes
+    base = sums.facts_of(skeleton.skeleton(model_name, **options, head=False), model_name)
+    if base.kind != facts.kind:
+        more = show_count(facts.parameters - base.parameters)
+        size = size_text(facts.total())
+        notes.append(
+            f"Without its head: {facts.kind} has {more} parameters more, {size} in float32 (--head)."
+        )
+    return base, notes
+
+
+def _kept(model_name: str, given: Mapping[str, Any], how: sums.Training) -> Any:
+    """What a forward of that training keeps; None where it is not asked."""
+    if how.length is None:
+        return None
+    import torch
+
+    from accelerate.offload.estimate import skeleton, trace
+
+    narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(how.mixed_precision)
+    dtype = torch.float32 if narrow else getattr(torch, how.dtype)
+    if narrow and how.narrow_weights:
+        dtype, narrow = narrow, None
+    attention = "fused" if how.recompute == "selective" else how.attention
+    model = skeleton.skeleton(model_name, **_options(given))
+    return trace.kept(model, how.batch, how.length, dtype, narrow, attention)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"library": given["library_name"], "trust_remote_code": given["trust_remote_code"]}
+
+
+def _stored(model_name: str) -> list[str]:
+    """What lies in the folder, if it holds weights."""
+    from accelerate.offload.estimate import headers
+
+    path = Path(model_name).expanduser()
+    if not path.exists() or not headers.find_headers(path):
+        return []
+    found = headers.headers(path).values()
+    kinds = sorted({str(header.dtype).removeprefix("torch.") for header in found})
+    size = size_text(sum(header.nbytes for header in found))
+    return [f"Its files hold {size}: {len(found)} tensor(s) of {', '.join(kinds)}."]
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def table(facts: sums.Facts, dtypes: Sequence[str]) -> list[dict[str, Any]]:
+    """For each format: bytes of the largest layer, of the model, and of training with Adam by the rule."""
+    largest = facts.largest[0]
+    return [
+        {
+            "dtype": dtype,
+            "largest_layer": -(-largest * sums.bits(dtype) // 32),
+            "total": facts.total(dtype),
+            "training": sums.rule(facts.total(), dtype),
+        }
+        for dtype in dtypes
+    ]
+
+
+def _show(
+    facts: sums.Facts,
+    notes: list[str],
+    rows: list[dict[str, Any]],
+    bills: list[sums.Bill],
+    given: Mapping[str, Any],
+) -> None:
+    headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+    cells = [[*_loading(row), _known(max(row["training"].values()))] for row in rows]
+    click.echo(create_ascii_table(headers, cells, f"Memory Usage for loading `{facts.name}`"))
+    click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters.")
+    for note in notes:
+        click.echo(note)
+    click.echo("")
+    if not bills:
+        _show_rule(rows)
+        return
+    titles = ["weights in", *sums.PARTS, "total"]
+    lines = [[bill.training.title, *map(size_text, [*bill.parts.values(), bill.total])] for bill in bills]
+    click.echo(create_ascii_table(titles, lines, _title(bills[0].training)))
+    click.echo("")
+    click.echo(bars({bill.training.title: bill.parts for bill in bills}, colour=sys.stdout.isatty()))
+    for bill in bills:
+        for note in bill.notes:
+            click.echo(f"{bill.training.title}: {note}.")
+    if given["plot"]:
+        click.echo(f"drawn in {given['plot']}")
+
+
+def _show_rule(rows: list[dict[str, Any]]) -> None:
+    trained = [row for row in rows if row["training"]["step"] >= 0]
+    if not trained:
+        return
+    headers = ["dtype", "Model", "Gradients", "Backward pass", "Optimizer step", "Highest"]
+    lines = [
+        [row["dtype"], *map(size_text, row["training"].values()), size_text(max(row["training"].values()))]
+        for row in trained
+    ]
+    click.echo(create_ascii_table(headers, lines, "Training with Adam, batch size 1, activations left out"))
+    click.echo("--training counts a training part by part: optimizer, activations, devices.")
+
+
+def _loading(row: Mapping[str, Any]) -> list[str]:
+    return [row["dtype"], size_text(row["largest_layer"]), size_text(row["total"])]
+
+
+def _known(size: int) -> str:
+    return size_text(size) if size >= 0 else "N/A"
+
+
+def _title(how: sums.Training) -> str:
+    words = [f"Training with {how.optimizer}", f"batch {how.batch}"]
+    words += [f"length {how.length}"] if how.length else []
+    words += [f"{how.recompute} recomputation"] if how.recompute != "none" else []
+    words += [f"each of {how.num_processes} under {how.strategy}"] if how.num_processes > 1 else []
+    return ", ".join(words)
+
+
+def _drawn(rows: list[dict[str, Any]], bills: list[sums.Bill]) -> dict[str, dict[str, int]]:
+    """What a picture shows: the parts of a training, else the sizes of the model."""
+    if bills:
+        return {bill.training.title: bill.parts for bill in bills}
+    return {row["dtype"]: {"model": row["total"]} for row in rows}
+
+
+def _plain(facts: sums.Facts, rows: list[dict[str, Any]], bills: list[sums.Bill]) -> dict[str, Any]:
+    told = {"model": facts.name, "class": facts.kind, "parameters": facts.parameters}
+    found: dict[str, Any] = {**told, "largest_layer_names": list(facts.largest[1]), "rows": rows}
+    return {**found, "training": [bill.plain() for bill in bills]} if bills else found
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _names(name: str) -> list[str]:
+    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+
+
+def _option(name: str, flag: Flag) -> click.Option:
+    help = flag.help + (f": {', '.join(flag.choices)}" if flag.choices else "")
+    if flag.kind is bool:
+        return click.Option([*_names(name), name], is_flag=True, help=help)
+    shown = flag.default not in (None, "no", "none") and flag.kind is not list
+    return click.Option(
+        [*_names(name), name],
+        multiple=flag.kind is list,
+        type=int if flag.kind is int else str,
+        default=flag.default,
+        show_default=shown,
+        metavar={int: "N", list: "FORMAT ..."}.get(flag.kind, "FILE" if name == "plot" else "NAME"),
+        help=help,
+    )
+
+
+def _run(model_name: str, **given: Any) -> None:
+    _estimate(model_name, {**given, "dtypes": list(given["dtypes"])})
+
+
+PLUGIN = _WordsCommand(
+    "estimate-memory",
+    callback=_run,
+    params=[
+        click.Argument(["model_name"], metavar="MODEL"),
+        *(_option(name, flag) for name, flag in FLAGS.items()),
+    ],
+    context_settings={"max_content_width": 110},
+    help=_HELP,
+    short_help="Tell how much memory a model takes, loaded or trained.",
+)
+
+
+# ---------------------------------------------------------------- accelerate.commands.estimate
+
+
+def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """An argparse parser with the arguments and flags of ``accelerate estimate-memory``.
+
+    Args:
+        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
+    """
+    from accelerate.cli.arguments import CustomArgumentParser
+
+    name = "estimate-memory"
+    parser: argparse.ArgumentParser = (
+        CustomArgumentParser(f"accelerate {name}") if subparsers is None else subparsers.add_parser(name)
+    )
+    parser.add_argument("model_name", help="a folder with config.json, a name on the hub, or module:factory")
+    for each, flag in FLAGS.items():
+        if flag.kind is bool:
+            parser.add_argument(f"--{each}", action="store_true", help=flag.help)
+            continue
+        kind: dict[str, Any] = {"nargs": "+"} if flag.kind is list else {"type": flag.kind}
+        parser.add_argument(
+            f"--{each}", default=flag.default, choices=flag.choices or None, help=flag.help, **kind
+        )
+    if subparsers is not None:
+        parser.set_defaults(func=estimate_command)
+    return parser
+
+
+def estimate_command(args: argparse.Namespace) -> None:
+    """Prints the table.
+
+    Args:
+        args: what ``estimate_command_parser().parse_args()`` returned.
+    """
+    given = {name: getattr(args, name, flag.default) for name, flag in FLAGS.items()}
+    _estimate(args.model_name, given)
+
+
+def gather_data(args: argparse.Namespace) -> list[list[Any]]:
+    """The rows of the table, in bytes: format, largest layer, total, and the rule for training with Adam.
+
+    Args:
+        args: with ``model_name``, ``library_name``, ``dtypes`` and ``trust_remote_code``.
+    """
+    library, trust = args.library_name, args.trust_remote_code
+    token = getattr(args, "access_token", None)
+    model = create_empty_model(args.model_name, library, trust, token)
+    facts = sums.facts_of(model, args.model_name)
+    cells = ([row[key] for key in ("dtype", "largest_layer", "total")] for row in table(facts, args.dtypes))
+    return [[*row, estimate_training_usage(facts.total(), row[0])] for row in cells]
+
+
+def create_empty_model(
+    model_name: str,
+    library_name: str | None,
+    trust_remote_code: bool = False,
+    access_token: str | None = None,
+) -> nn.Module:
+    """The model on the meta device, of transformers without its head.
+
+    Args:
+        model_name: a folder, a name on the hub, or ``module:factory``.
+        library_name: whose model it is; None asks its configuration.
+        trust_remote_code: run code that lies beside the configuration.
+        access_token: of the hub, for models that not everybody may see.
+    """
+    from accelerate.offload.estimate.skeleton import skeleton
+
+    return skeleton(
+        model_name, library=library_name, trust_remote_code=trust_remote_code, token=access_token, head=False
+    )
+
+
+def estimate_training_usage(
+    bytes: int, mixed_precision: str, msamp_config: str | None = None
+) -> dict[str, int]:
+    """Bytes that training with Adam takes, by the rule of thumb of ``offload/estimate/bill.py``.
+
+    Args:
+        bytes: of the model in float32.
+        mixed_precision: a number format.
+        msamp_config: how much of a training is in 8 bits; nothing is known about that.
+
+    Returns:
+        ``model``, ``optimizer`` (the backward pass), ``gradients`` and ``step``; -1 where nothing is known.
+    """
+    known = mixed_precision in sums.BITS and msamp_config is None
+    eight = sums.BITS.get(mixed_precision) == 8 and mixed_precision != "int8"  # computes as 16 bits do
+    found = sums.rule(bytes, ("float16" if eight else mixed_precision) if known else "int4")
+    return {name: found.get(name, found["backward"]) for name in ("model", "optimizer", "gradients", "step")}
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """The name by which timm finds a model of the hub; its own models have names without an owner."""
+    known = "/" not in model_name or model_name.startswith("hf-hub:")
+    return model_name if known else f"hf-hub:{model_name}"
+
+
+def check_has_model(error: BaseException) -> str:
+    """The library whose error says that it has no such model: ``timm``, ``transformers`` or ``unknown``."""
+    text = str(error.args[0]) if error.args else ""
+    if isinstance(error, RuntimeError) and "Unknown model" in text:
+        return "timm"
+    if isinstance(error, OSError) and "does not appear to have a file named" in text:
+        return "transformers"
+    return "unknown"
+
+
+def verify_on_hub(repo: str, token: str | None = None) -> Any:
+    """What the hub knows about a model; ``gated`` or ``repo`` where it shows it to nobody or has none.
+
+    Args:
+        repo: its name.
+        token: of the hub.
+    """
+    from accelerate.core import packages
+
+    if not packages.installed("huggingface_hub"):
+        raise MissingExtraError("huggingface_hub", "verify_on_hub()")
+    from huggingface_hub import errors, model_info
+
+    try:
+        return model_info(repo, token=token)
+    except errors.GatedRepoError:
+        return "gated"
+    except errors.RepositoryNotFoundError:
+        return "repo"
+
+
+def main() -> None:
+    """``python -m accelerate.commands.estimate``."""
+    estimate_command(estimate_command_parser().parse_args())

@@ -1,0 +1,183 @@
+"""``accelerate plan-inference``: show which part of a model would lie on which device."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accelerate.offload.placement import Device, Placement
+
+_HELP = """Show which part of a model would lie on which device, and why. No weight is read or downloaded.
+
+MODEL is a folder with config.json, a name on the hub, or module:factory. Without budgets, the devices of
+this machine are asked what they have free.
+
+\b
+accelerate plan-inference ./my-model --device 24GB --cpu 60GB
+accelerate plan-inference ./my-model --device 24GB --device 24GB --batch 8 --length 4096 --dtype bfloat16
+"""
+# How people say it -> the name of the format.
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class Bits(NamedTuple):
+    """A number format that matters only for sizes."""
+
+    bits: int
+
+
+def _flag(name: str) -> tuple[str, ...]:
+    """Both spellings of a flag."""
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
+
+
+@click.command(
+    "plan-inference",
+    short_help="Show which part of a model would lie on which device.",
+    help=_HELP,
+    context_settings={"max_content_width": 110},
+)
+@click.argument("model", metavar="MODEL")
+@click.option("--device", "devices", multiple=True, metavar="SIZE", help="of an accelerator; once for each")
+@click.option("--cpu", metavar="SIZE", help="of main memory; 0 uses none")
+@click.option("--disk", metavar="SIZE", help="of the disk; without it there is no limit")
+@click.option("--batch", type=int, default=1, show_default=True, help="samples at once")
+@click.option("--length", type=int, help="tokens of each; without it only weights are planned")
+@click.option(
+    "--dtype", metavar="NAME", help="weights as if converted to it; else what the configuration says"
+)
+@click.option(*_flag("no-split"), "no_split", multiple=True, metavar="CLASS", help="modules that stay whole")
+@click.option(
+    *_flag("offload-buffers"), "offload_buffers", is_flag=True, help="buffers move with their weights"
+)
+@click.option("--fill", is_flag=True, help="fill accelerators with what fits, also out of order")
+@click.option("--library", help="whose model it is, where its configuration does not tell")
+@click.option(*_flag("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration")
+@click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
+def _plan_inference(model: str, **given: Any) -> None:
+    from accelerate.offload.estimate.skeleton import skeleton
+
+    limits = budgets(given["devices"], given["cpu"], given["disk"])
+    empty = skeleton(model, library=given["library"], trust_remote_code=given["trust"])
+    plan, notes = planned(empty, limits, **{name: given[name] for name in _ASKED})
+    click.echo(json.dumps(as_object(plan, notes), indent=2) if given["as_json"] else plan)
+    for note in () if given["as_json"] else notes:
+        click.echo(f"note: {note}")
+
+
+_ASKED = ("batch", "length", "dtype", "no_split", "offload_buffers", "fill")
+
+
+def budgets(devices: Sequence[str], cpu: str | None, disk: str | None) -> dict[Device, int | float | str]:
+    """Device -> budget, as typed; what was not typed is what this machine has free.
+
+    Args:
+        devices: budgets of accelerators.
+        cpu: of main memory.
+        disk: of the disk.
+    """
+    from accelerate.offload.maps import get_max_memory
+    from accelerate.offload.placement import CPU, DISK
+
+    here = get_max_memory() if cpu is None or not devices else {}
+    found: dict[Device, int | float | str] = dict(enumerate(devices))
+    if not devices:
+        found |= {device: free for device, free in here.items() if device != CPU}
+    if cpu is not None or CPU in here:
+        found[CPU] = here[CPU] if cpu is None else cpu
+    return found if disk is None else found | {DISK: disk}
+
+
+def planned(
+    model: nn.Module,
+    limits: Mapping[Device, int | float | str],
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: str | None = None,
+    no_split: Sequence[str] = (),
+    offload_buffers: bool = False,
+    fill: bool = False,
+) -> tuple[Placement, list[str]]:
+    """(the plan, how its reserve was counted) of a model on the meta device.
+
+    With a length, keys and values are counted with the blocks that keep them, and activations are reserved on
+    every device that computes. The formulas are those of ``offload/estimate/reserve.py``:
+
+    - keys and values of a block: ``2 x batch x length x kv_heads x head_size x bytes``;
+    - activations: what one block makes of ``batch x length`` tokens, and for the words of the last of them
+      ``batch x vocabulary x (bytes + 4)``.
+
+    Args:
+        model: the model.
+        limits: device -> budget.
+        batch: samples at once.
+        length: tokens of each; None plans for weights only.
+        dtype: count floating point weights as if they were converted to it.
+        no_split: classes that stay whole, besides those that the model names.
+        offload_buffers, fill: see ``Rules``.
+    """
+    from accelerate.offload.estimate.bill import bits
+    from accelerate.offload.estimate.reserve import inference
+    from accelerate.offload.measure import tree
+    from accelerate.offload.place import Rules, place
+    from accelerate.offload.placement import CPU, DISK
+
+    width = None if dtype is None else Bits(bits(_SHORT.get(dtype, dtype)))
+    rules = Rules(_whole(model) | set(no_split), offload_buffers, fill)
+    part = tree(model, width)
+    if length is None:
+        notes = ["only weights are counted; with --length so are activations, keys and values"]
+        return place(part, limits, rules), notes
+    need = inference(model, batch, length, _width(model, width))
+    computers = [device for device in limits if device not in (CPU, DISK)] or [CPU]
+    reserve = {device: need.working for device in computers if device in limits}
+    rules = Rules(rules.no_split, offload_buffers, fill, reserve, need.cache)
+    return place(part, limits, rules), [need.note]
+
+
+def _whole(model: nn.Module) -> frozenset[str]:
+    """The classes that a model, or a part of it, says must stay whole, as far as it has modules of them."""
+    told = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    return frozenset(told & {type(part).__name__ for part in model.modules()})
+
+
+def _width(model: nn.Module, bits: Bits | None) -> int:
+    """Bytes of a number in the forward: formats below 16 bits are for storage, and computed in 16."""
+    if bits is not None:
+        return max(2, bits.bits // 8)
+    floats = (tensor.dtype.itemsize for tensor in model.parameters() if tensor.is_floating_point())
+    return max(2, next(floats, 4))
+
+
+def as_object(plan: Placement, notes: Sequence[str]) -> dict[str, Any]:
+    """The plan as JSON has it; a disk without limit is null."""
+    accounts = {
+        str(device): {
+            "budget": None if math.isinf(account.budget) else account.budget,
+            "weights": account.weights,
+            "buffers_of_others": account.pinned,
+            "keys_and_values": account.cache,
+            "activations": account.reserve,
+            "largest_block": account.kept,
+        }
+        for device, account in plan.accounts.items()
+    }
+    return {
+        "device_map": plan.device_map,
+        "devices": accounts,
+        "rows": [row._asdict() for row in plan.rows],
+        "executor": plan.executor,
+        "tied": plan.tied,
+        "notes": [*plan.notes, *notes],
+    }
+
+
+PLUGIN = _plan_inference

@@ -1,0 +1,430 @@
+"""A model without its weights: the modules, names and shapes, on the meta device.
+
+Only configurations and the headers of files are read: no weight, and no memory for one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+from torch import nn
+
+from accelerate.core import packages
+from accelerate.core.errors import AccelerateError, MissingExtraError, UnknownNameError
+from accelerate.offload.estimate.headers import Header, find_headers, headers
+
+LIBRARIES = ("transformers", "diffusers", "timm")
+CONFIG, PIPELINE = "config.json", "model_index.json"
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_KEYS = "a config.json with 'model_type' (transformers), '_class_name' (diffusers) or 'architecture' (timm)"
+_TRUST = "read that code; if you trust it: --trust_remote_code (trust_remote_code=True)"
+
+
+class SkeletonError(AccelerateError, ValueError):
+    """A model cannot be built from what was named."""
+
+
+def skeleton(
+    model: str | os.PathLike[str],
+    *,
+    library: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | str | None = None,
+    head: bool = True,
+    token: str | None = None,
+) -> nn.Module:
+    """Builds a model on the meta device.
+
+    Args:
+        model: a folder with ``config.json`` (of transformers, diffusers or timm; a pipeline of diffusers with
+            ``model_index.json`` gives its parts), the name of a model on the hub, of which only the
+            configuration is fetched, or ``module:factory``: a function without arguments, or a class, that
+            is imported from the working folder and called under ``torch.device("meta")``. A folder of
+            safetensors files without a configuration gives modules that only have names and weights. With the
+            library timm, also the name of one of its architectures.
+        library: whose configuration it is, where that cannot be told from its keys.
+        trust_remote_code: run code that lies beside the configuration, if the library needs it.
+        dtype: of floating point weights; None is what the configuration says.
+        head: the architecture that a configuration of transformers names; False is the model below its
+            head, which 1.x measures.
+        token: of the hub, for models that not everybody may see; None is the one that is logged in.
+
+    Raises:
+        SkeletonError: there is no such model, or its configuration does not describe one.
+        MissingExtraError: its library is not installed.
+    """
+    name, wanted = os.fspath(model), as_dtype(dtype)
+    if library is not None and library not in LIBRARIES:
+        raise UnknownNameError("library", library, LIBRARIES)
+    if _FACTORY.fullmatch(name) and not os.path.exists(name):
+        return _cast(_made(name), wanted)
+    place = _Place(name, token)
+    if library in (None, "diffusers") and (index := place.file(PIPELINE)):
+        return _cast(_pipeline(place, index, trust_remote_code), wanted)
+    if library == "timm" and not place.local and "/" not in name:  # an architecture of its own
+        config = {"architecture": name}
+    elif path := place.file(CONFIG):
+        config = read_json(path)
+    else:
+        return _cast(_flat(place), wanted)
+    with torch.device("meta"):
+        return _configured(place, "", config, library, trust_remote_code, wanted, head)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype from its name, ``"bfloat16"`` or ``"torch.bfloat16"``.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise UnknownNameError("dtype", dtype, [n for n in dir(torch) if _is_dtype(n)])
+    return found
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name), torch.dtype)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Changes floating point weights; on the meta device this costs nothing."""
+    return model if dtype is None else model.to(dtype)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object.
+
+    Raises:
+        SkeletonError: it does not.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SkeletonError(f"{path} is not JSON", why=str(error)) from error
+    if not isinstance(found, dict):
+        raise SkeletonError(f"{path} holds no JSON object", why=f"it holds a {type(found).__name__}")
+    return found
+
+
+class _Place:
+    """Where a model is described: a folder, or a repository on the hub, whose small files are fetched."""
+
+    def __init__(self, name: str, token: str | None) -> None:
+        self.name, self.token, self.folder = name, token, Path(name).expanduser()
+        if self.folder.name == CONFIG and self.folder.is_file():
+            self.folder = self.folder.parent
+        self.local = self.folder.exists()
+        if not self.local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise SkeletonError(
+                f"there is no folder {name}", fix="a folder with config.json, or a name on the hub"
+            )
+
+    @property
+    def source(self) -> str:
+        """What the libraries call it."""
+        return str(self.folder) if self.local else self.name
+
+    def file(self, name: str) -> Path | None:
+        """A file of it, or None when it has no such file."""
+        if self.local:
+            path = self.folder / name
+            return path if path.is_file() else None
+        return _fetched(self.name, name, self.token)
+
+
+def _fetched(repository: str, name: str, token: str | None) -> Path | None:
+    """A file of a repository on the hub, from the cache where it is there."""
+    if not packages.installed("huggingface_hub"):
+        raise MissingExtraError("huggingface_hub", f"the model {repository!r}, which is no folder here,")
+    from huggingface_hub import errors, hf_hub_download
+
+    here = "a folder with config.json: accelerate estimate-memory ./my-model"
+    try:
+        return Path(hf_hub_download(repository, name, token=token, local_files_only=not _reachable()))
+    except errors.GatedRepoError as error:
+        what, why = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
+        raise SkeletonError(what, why=why, fix="ask for access on its page, then: hf auth login") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        what, why = f"there is no model {repository!r}, neither a folder here nor on the hub", ""
+        raise SkeletonError(
+            what, why=why, fix=f"its name as owner/name; hf auth login if it is private; {here}"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        what = f"there is no folder {repository!r}, and the hub cannot be reached"
+        why = "a name that is no folder is looked up on huggingface.co, or in its cache on this machine"
+        raise SkeletonError(what, why=why, fix=here) from error
+    except errors.EntryNotFoundError:
+        return None
+
+
+@functools.cache
+def _reachable() -> bool:
+    """Whether the hub's name can be looked up: without a network its library tries for half a minute."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    if host is None or getproxies():  # a proxy looks names up itself
+        return True
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- module:factory
+
+
+def _made(name: str) -> nn.Module:
+    """What ``module:factory`` returns, on the meta device."""
+    home, _, attribute = name.partition(":")
+    with _working_folder_first():
+        try:
+            found: Any = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{home}.".startswith(f"{error.name}."):
+                raise
+            what = f"there is no module {home!r} here"
+            raise SkeletonError(what, why=f"looked in {os.getcwd()} and among installed packages") from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                known = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
+                raise UnknownNameError(f"factory in {home}", attribute, known)
+            found = getattr(found, part)
+        if isinstance(found, nn.Module):
+            return found.to("meta")
+        _refuse_arguments(name, found)
+        with torch.device("meta"):
+            made = found()
+    if not isinstance(made, nn.Module):
+        raise SkeletonError(f"{name}() is a {type(made).__name__}", why="a factory returns an nn.Module")
+    return made
+
+
+def _refuse_arguments(name: str, factory: Any) -> None:
+    needed = [p.name for p in inspect.signature(factory).parameters.values() if _is_needed(p)]
+    if needed:
+        why = f"{name} needs arguments: {', '.join(needed)}"
+        raise SkeletonError(
+            f"{name} cannot be called without arguments", why=why, fix="write a function that gives them"
+        )
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    free = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in free
+
+
+@contextmanager
+def _working_folder_first() -> Generator[None]:
+    """Imports look in the working folder first, as they do in a script that lies there."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+# ---------------------------------------------------------------- configurations
+
+
+def _configured(
+    place: _Place,
+    part: str,
+    config: dict[str, Any],
+    library: str | None,
+    trust: bool,
+    dtype: torch.dtype | None,
+    head: bool,
+) -> nn.Module:
+    """The model of a configuration.
+
+    Args:
+        part: the folder within ``place`` that holds it; empty for ``place`` itself.
+    """
+    library = library or _library(config)
+    if not packages.installed(library):
+        raise MissingExtraError(library, f"the configuration of {place.name}")
+    try:
+        if library == "diffusers":
+            return _cast(_diffusers(place, config), dtype)
+        if library == "timm":
+            return _cast(_timm(place, config), dtype)
+        return _transformers(place, part, config, trust, dtype, head)
+    except AccelerateError:
+        raise
+    except Exception as error:
+        what = f"{library} builds no model from the configuration of {place.name}"
+        raise SkeletonError(what, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
+
+
+def _library(config: Mapping[str, Any]) -> str:
+    """Whose configuration it is, by the key that only this library writes."""
+    if "_class_name" in config:
+        return "diffusers"
+    return "timm" if "architecture" in config and "model_type" not in config else "transformers"
+
+
+def _diffusers(place: _Place, config: dict[str, Any]) -> nn.Module:
+    import diffusers
+
+    name = config.get("_class_name", "")
+    kind: Any = getattr(diffusers, name, None) if name else None
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        known = [each for each in dir(diffusers) if each.endswith(("Model", "2D", "3D", "KL"))]
+        raise UnknownNameError("class of diffusers", name, known, where=f"in the config.json of {place.name}")
+    make: Any = kind.from_config  # type: ignore[attr-defined]
+    model: nn.Module = make(config)
+    return model
+
+
+def _timm(place: _Place, config: dict[str, Any]) -> nn.Module:
+    import timm
+
+    name = config.get("architecture", "")
+    if not timm.is_model(name):
+        where = f"in the config.json of {place.name}" if place.local or "/" in place.name else ""
+        raise UnknownNameError("architecture of timm", name, timm.list_models(), where=where)
+    options = {key: config[key] for key in ("num_classes", "global_pool") if key in config}
+    model: nn.Module = timm.create_model(name, pretrained=False, **options, **config.get("model_args", {}))
+    return model
+
+
+def _transformers(
+    place: _Place, part: str, config: dict[str, Any], trust: bool, dtype: torch.dtype | None, head: bool
+) -> nn.Module:
+    import transformers
+
+    where = f"in the config.json of {place.name}"
+    sort, remote = config.get("model_type"), config.get("auto_map") or {}
+    if sort not in transformers.CONFIG_MAPPING:
+        if remote and not trust:
+            what = f"{place.name} brings its own code, {sort or 'a model'} is not part of transformers"
+            raise SkeletonError(what, why=f"its config.json names {', '.join(_codes(remote))}", fix=_TRUST)
+        if not remote and not sort:
+            what = f"config.json of {place.name} describes no model: it has no 'model_type'"
+            raise SkeletonError(what, why=f"its keys: {', '.join(config) or 'none'}", fix=_KEYS)
+        if not remote:
+            raise UnknownNameError("model_type", str(sort), list(transformers.CONFIG_MAPPING), where=where)
+    options: dict[str, Any] = {"trust_remote_code": trust, "token": place.token}
+    options |= {"subfolder": part} if part else {}
+    described: Any = transformers.AutoConfig.from_pretrained(place.source, **options)
+    extra: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    kind = _architecture(described, remote, trust, where) if head else None
+    if isinstance(kind, type):
+        return kind._from_config(described, **extra)
+    maker: Any = getattr(transformers, kind or "AutoModel")
+    model: nn.Module = maker.from_config(described, trust_remote_code=trust, **extra)
+    return model
+
+
+def _codes(remote: Mapping[str, Any]) -> list[str]:
+    """The files of code that an ``auto_map`` names."""
+    return sorted({str(value).partition(".")[0] + ".py" for value in remote.values()})
+
+
+def _architecture(described: Any, remote: Mapping[str, Any], trust: bool, where: str) -> Any:
+    """The class that a configuration names; for one of its own code, the auto class that finds it."""
+    import transformers
+
+    names = list(described.architectures or ())
+    keys = [key for key in remote if key.startswith("AutoModel")]
+    own = [key for key in keys if str(remote[key]).rpartition(".")[2] in names]
+    if own and trust:
+        return own[0]
+    for name in names:
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            return kind
+    if own:
+        why = f"it is in {', '.join(_codes(remote))} beside the configuration"
+        raise SkeletonError(f"{names[0]} {where} is not part of transformers", why=why, fix=_TRUST)
+    if names:
+        known = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
+        raise UnknownNameError("architecture", names[0], known, where=where)
+    return next((key for key in keys if trust and "For" in key), None)
+
+
+def _pipeline(place: _Place, index: Path, trust: bool) -> nn.Module:
+    """The parts of a pipeline that are models."""
+    parts = nn.ModuleDict()
+    for name, entry in read_json(index).items():
+        known = isinstance(entry, list) and len(entry) == 2 and all(isinstance(each, str) for each in entry)
+        if name.startswith("_") or not known:
+            continue
+        path = place.file(f"{name}/{CONFIG}")
+        if path is None:  # schedulers, tokenizers and processors have files of other names
+            continue
+        config = read_json(path)
+        with torch.device("meta"):
+            parts[name] = _configured(place, name, config, None, trust, None, True)
+    if not parts:
+        raise SkeletonError(f"{index} names no model with a {CONFIG}")
+    return parts
+
+
+# ---------------------------------------------------------------- weights without a configuration
+
+
+class Named(nn.Module):
+    """A module of which only the names, shapes and dtypes of its weights are known."""
+
+
+def _flat(place: _Place) -> nn.Module:
+    """Modules after the names of the weights in files of safetensors."""
+    if not place.local or not find_headers(place.folder):
+        what = f"{place.name} has no {CONFIG}"
+        fix = "a folder with config.json, a name on the hub, or module:factory"
+        raise SkeletonError(
+            what, why="it says which model to build, and there is no safetensors file", fix=fix
+        )
+    return from_headers(headers(place.folder))
+
+
+def from_headers(found: Mapping[str, Header]) -> nn.Module:
+    """A tree of modules that has the names, shapes and dtypes of ``found``, and no forward."""
+    root = Named()
+    for name, header in found.items():
+        *path, last = name.split(".")
+        holder: nn.Module = root
+        for part in path:
+            if part not in holder._modules:
+                _refuse_twice(holder, part, name)
+                holder.add_module(part, Named())
+            holder = holder.get_submodule(part)
+        _refuse_twice(holder, last, name)
+        weight = torch.empty(header.shape, dtype=header.dtype, device="meta")
+        if weight.is_floating_point():
+            holder.register_parameter(last, nn.Parameter(weight, requires_grad=False))
+        else:
+            holder.register_buffer(last, weight)
+    return root
+
+
+def _refuse_twice(holder: nn.Module, part: str, name: str) -> None:
+    if hasattr(holder, part):
+        what = f"the weight {name!r} cannot be an attribute of a module: {part!r} is something else already"
+        raise SkeletonError(what, fix="a config.json beside the weights says which model to build")
+
+
+def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The models of a pipeline by their names; of anything else, itself under an empty name."""
+    yield from model.items() if type(model) is nn.ModuleDict else [("", model)]

@@ -1,0 +1,190 @@
+"""What a forward keeps for its backward, found by running it on tensors that have shapes and no numbers.
+
+torch's FakeTensorMode runs a model without computing anything and without memory. What autograd saves on the
+way is counted, every storage once. The tensors say that they are on the CPU; where an accelerator keeps
+something else there, its way is taken: see ``_AsOnAccelerators``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_INPUTS = ("input_ids", "decoder_input_ids")
+_PREDICT_TOKENS = ("LM", "ForConditionalGeneration")  # parts of the names of classes with a loss over tokens
+_LEAF = "AccumulateGrad"
+_CAST = "ToCopyBackward0"
+
+
+# What autocast of accelerators computes in float32, of the functions that networks are made of
+# (https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32").
+_IN_FLOAT32: set[Callable[..., Any]] = {
+    *(
+        F.layer_norm,
+        F.group_norm,
+        F.softmax,
+        F.log_softmax,
+        F.softplus,
+        F.mse_loss,
+        F.nll_loss,
+        F.cross_entropy,
+    ),
+    *(
+        torch.softmax,
+        torch.log_softmax,
+        torch.pow,
+        torch.exp,
+        torch.log,
+        torch.rsqrt,
+        torch.sum,
+        torch.cumsum,
+    ),
+    *(
+        torch.Tensor.softmax,
+        torch.Tensor.log_softmax,
+        torch.Tensor.pow,
+        torch.Tensor.__pow__,
+        torch.Tensor.exp,
+    ),
+    *(torch.Tensor.log, torch.Tensor.rsqrt, torch.Tensor.sum, torch.Tensor.cumsum),
+}
+
+
+class _AsOnAccelerators(TorchFunctionMode):
+    """Dropout keeps a mask of one byte; under autocast, the functions of the list widen what they take."""
+
+    def __init__(self, narrow: torch.dtype | None) -> None:
+        super().__init__()
+        self.narrow = narrow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if self.narrow is not None and func in _IN_FLOAT32:
+            args, kwargs = tree_map_only(torch.Tensor, self._widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == self.narrow else tensor
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that live from a forward to its backward.
+
+    Attributes:
+        activations: what autograd saves, weights left out.
+        casts: copies of weights in the format of autocast.
+    """
+
+    activations: int
+    casts: int
+
+
+def kept(
+    model: nn.Module,
+    batch: int,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    attention: str = "fused",
+) -> Kept | str:
+    """Runs the forward of a language model of transformers on ``batch`` x ``length`` tokens.
+
+    Args:
+        model: on the meta device; it is not usable afterwards.
+        dtype: of the weights.
+        autocast: the format in which matrix products are computed; None is that of the weights.
+        attention: ``fused``, or ``eager``, which keeps the scores.
+
+    Returns:
+        What is kept, or why the model cannot be run so.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if getattr(model, "main_input_name", None) not in _INPUTS:
+        return f"{type(model).__name__} takes no tokens"
+    chosen: Any = getattr(model, "set_attn_implementation", None)
+    try:
+        if chosen is not None:
+            chosen("sdpa" if attention == "fused" else "eager")
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            _hollow(model, dtype)
+            return _counted(model.train(), torch.zeros(batch, length, dtype=torch.long), autocast)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return f"{type(model).__name__} cannot be traced: {why}"
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """torch logs a traceback for an operator that it cannot run so; the error says it all."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _hollow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Puts fake tensors in the place of all weights and buffers; what was one stays one."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        tables: Any = (module._parameters, module._buffers)
+        for table, name, tensor in [(each, n, t) for each in tables for n, t in each.items()]:
+            if tensor is not None:
+                table[name] = made.setdefault(id(tensor), _empty(tensor, dtype))
+
+
+def _empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One of that shape, of ``dtype`` if it is a floating point tensor."""
+    new = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def _counted(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None) -> Kept:
+    """What one forward saves. Storages are held until all is counted, so that no two have one place."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found.setdefault(storage._cdata, (storage, _is_cast(tensor)))
+        return tensor
+
+    labels = {"labels": words} if any(part in type(model).__name__ for part in _PREDICT_TOKENS) else {}
+    context = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
+    way = _AsOnAccelerators(autocast)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context, way:
+        result: Any = model(input_ids=words, **labels)
+    sizes = [(storage.nbytes(), cast) for storage, cast in found.values()]
+    del result
+    return Kept(sum(size for size, cast in sizes if not cast), sum(size for size, cast in sizes if cast))
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter in another format, or a view of it."""
+    node: Any = tensor.grad_fn
+    cast = False
+    while node is not None and len(node.next_functions) == 1:
+        cast = cast or node.name() == _CAST
+        node = node.next_functions[0][0]
+        if node is not None and node.name().endswith(_LEAF):
+            return cast
+    return False

@@ -1,0 +1,223 @@
+"""Hooks around a module's forward: what is called before and after it, and how they are put on and taken off.
+
+A hooked module carries ``_hf_hook`` (the hook), ``_old_forward`` (what it computed before) and a ``forward``
+of its own that calls both. Libraries bring hooks of their own classes and call hooks by hand, so a hook is
+whatever has ``init_hook``, ``pre_forward``, ``post_forward``, ``detach_hook`` and ``no_grad``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.fx import GraphModule
+
+from accelerate.device import DEVICES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What dispatching a model sets on it beside its hooks: `to`, and `cuda` and its like.
+_accelerate_added_attributes = ["to", *DEVICES.names()]
+
+
+def _compiler_disable(fn: F) -> F:
+    """Keeps ``torch.compile`` out of a function; outside of a compilation it costs one question."""
+    break_graph: Any = _disable_dynamo(fn)  # imports the compiler when it is first called
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return break_graph(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return wrapper  # pyright: ignore[reportReturnType]
+
+
+class ModelHook:
+    """Called around the forward of the module that it is added to. This one does nothing: a base for others.
+
+    Attributes:
+        no_grad: whether the forward runs without gradients; read at each forward.
+
+    A hook may also have ``abort(module)``: it is called in place of ``post_forward`` when the forward raises,
+    and the error goes on.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is added; returns the module that gets it."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Called with the arguments of the forward; returns those that it gets."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called with what the forward returned; returns what the caller gets."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is taken off; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, in this order before the forward and after it.
+
+    Attributes:
+        hooks: the hooks.
+    """
+
+    def __init__(self, *hooks: Any) -> None:
+        self.hooks = hooks
+
+    @property
+    def no_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True when one of them wants no gradients."""
+        return any(hook.no_grad for hook in self.hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Adds each."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Each gets the arguments that the one before it returned."""
+        done = 0
+        try:
+            for hook in self.hooks:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+                done += 1
+        except BaseException:
+            _abort(module, self.hooks[:done])
+            raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Each gets the output that the one before it returned."""
+        done = 0
+        try:
+            for hook in self.hooks:
+                done += 1
+                output = hook.post_forward(module, output)
+        except BaseException:
+            _abort(module, self.hooks[done:])
+            raise
+        return output
+
+    def abort(self, module: nn.Module) -> None:
+        """The forward raised: tells those that want to know."""
+        _abort(module, self.hooks)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Takes off each."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def _abort(module: nn.Module, hooks: tuple[Any, ...]) -> None:
+    for hook in hooks:
+        abort = getattr(hook, "abort", None)
+        if abort is not None:
+            abort(module)
+
+
+def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a hooked module. What it asks it asks each time: clients change hooks in place."""
+    hook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        _abort(module, (hook,))
+        raise
+    return hook.post_forward(module, output)
+
+
+def _forward_of_graph(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward that a traced module has now: editing its graph makes another."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def add_hook_to_module(module: nn.Module, hook: Any, append: bool = False) -> nn.Module:
+    """Calls ``hook`` around every forward of ``module``.
+
+    Args:
+        module: gets ``_hf_hook``, ``_old_forward`` and a ``forward`` of its own.
+        hook: a ``ModelHook``, or any object with its methods.
+        append: keep the hook that the module has and call this one after it, both as a ``SequentialHook``;
+            otherwise the new one takes its place.
+
+    Returns:
+        What ``hook.init_hook(module)`` returned, hooked.
+    """
+    attributes = vars(module)
+    if append and "_hf_hook" in attributes:
+        before = attributes["_hf_hook"]
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook)
+    if "_hf_hook" in vars(module) and "_old_forward" in vars(module):
+        old_forward = vars(module)["_old_forward"]
+    else:
+        old_forward = module.forward
+        if isinstance(module, GraphModule) and "forward" not in vars(module):
+            call = functools.partial(_forward_of_graph, module)
+            old_forward = functools.update_wrapper(call, module.forward)
+    hooked: Any = hook.init_hook(module)
+    hooked._hf_hook = hook
+    hooked._old_forward = old_forward
+    forward = functools.partial(_hooked_forward, hooked)
+    hooked.forward = functools.update_wrapper(forward, old_forward)
+    return hooked
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Takes the hook off a module, and gives it back its own forward, ``to`` and ``cuda``.
+
+    Args:
+        module: any module; without a hook nothing changes but ``to`` and its like.
+        recurse: also from all modules in it.
+
+    Returns:
+        The module.
+    """
+    attributes = vars(module)
+    if "_hf_hook" in attributes:
+        attributes["_hf_hook"].detach_hook(module)
+        del module._hf_hook
+    if "_old_forward" in attributes:
+        old = attributes["_old_forward"]
+        attributes.pop("forward", None)
+        if not _is_own_forward(module, old):
+            module.forward = old
+        del module._old_forward
+    for name in _accelerate_added_attributes:
+        attributes.pop(name, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def _is_own_forward(module: nn.Module, forward: Any) -> bool:
+    """Whether ``forward`` is what the module's class says, so that the instance needs none."""
+    if isinstance(forward, functools.partial) and forward.func is _forward_of_graph:
+        return True
+    own = getattr(type(module), "forward", None)
+    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is own
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Takes the hooks off a module and everything in it."""
+    remove_hook_from_module(module, recurse=True)

@@ -1,0 +1,38 @@
+"""What of an offloaded model can be trained: adapters on top of it, in one process. The rest is refused."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from accelerate.core.errors import PrepareError
+from accelerate.offload.tensor import OffloadedTensor
+
+
+def check_trainable(model: nn.Module, *, several: bool, trained: bool) -> None:
+    """Asked before a model is prepared.
+
+    Args:
+        model: the model.
+        several: several processes will train it.
+        trained: an optimizer is prepared with it.
+
+    Raises:
+        PrepareError: weights that are offloaded cannot be trained, or not by several processes.
+    """
+    offloaded = [(name, p) for name, p in model.named_parameters() if isinstance(p, OffloadedTensor)]
+    if not offloaded:
+        return
+    if several:
+        raise PrepareError(
+            "a model whose weights are offloaded cannot be trained by several processes",
+            why="each process would hold its own copy of the weights in memory, and exchange them all",
+            fix="start one process, or load the model without device_map and let the launcher shard it",
+        )
+    learning = [name for name, p in offloaded if p.requires_grad]
+    if trained and learning:
+        raise PrepareError(
+            f"{learning[0]} is offloaded and cannot be trained"
+            + (f", nor can {len(learning) - 1} more" if len(learning) > 1 else ""),
+            why="offloaded weights are dropped after each forward: their gradients have nowhere to go",
+            fix="freeze them, model.requires_grad_(False), and train adapters on top of them",
+        )

@@ -1,0 +1,245 @@
+"""Weights brought to a real accelerator: streams that overlap, memory that is used again, nothing wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.device.base import Device
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.offload.dispatch import offload_stats
+from accelerate.offload.dispatched import hook_of
+from accelerate.offload.source import OffloadError
+
+WIDTH, LAYERS = 1024, 12
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(device: Device) -> Generator[None]:
+    gc.collect()
+    before = device.allocated(0)
+    yield
+    gc.collect()
+    device.synchronize(0)
+    # Libraries keep workspaces of their own from the first product on.
+    assert (device.allocated(0) or 0) - (before or 0) <= 64 * 2**20
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x))
+        if self.fails:
+            raise ArithmeticError("in the middle")
+        return x + self.down(y)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def built() -> Net:
+    torch.manual_seed(0)
+    return Net().eval().requires_grad_(False)
+
+
+def offloaded(model: nn.Module, kind: str, device: Device, folder: Path) -> nn.Module:
+    where = device.torch_device(0)
+    return cpu_offload(model, where) if kind == "cpu" else disk_offload(model, folder, where)
+
+
+def run_on(device: Device, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What the whole model gives on the device."""
+    there = copy.deepcopy(model).to(device.torch_device(0))
+    return there(x.to(device.torch_device(0))).cpu()
+
+
+kinds = pytest.mark.parametrize("kind", ["cpu", "disk"])
+
+
+@kinds
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_an_offloaded_model_gives_what_it_gives_on_the_device(
+    kind: str, rows: int, device: Device, tmp_path: Path
+) -> None:
+    """Copies ahead of the computation and behind it: bit-equal, in many forwards without waiting."""
+    model, x = built(), torch.randn(rows, WIDTH)
+    expected = run_on(device, model, x)
+    offloaded(model, kind, device, tmp_path)
+    here = x.to(device.torch_device(0))
+    with torch.no_grad():
+        found = [model(here) for _ in range(10)]  # the program runs ahead of the device
+        assert all(torch.equal(each.cpu(), expected) for each in found)
+
+
+@kinds
+def test_two_blocks_are_there_at_a_time(kind: str, device: Device, tmp_path: Path) -> None:
+    """Also when the program runs far ahead of the device."""
+    model, x = built(), torch.randn(4096, WIDTH)
+    block = sum(p.nbytes for p in model.layers[0].parameters())
+    whole = sum(p.nbytes for p in model.parameters())
+    _limit_blocks(model, kind, device, tmp_path)
+    here = x.to(device.torch_device(0))
+    with torch.no_grad():
+        model(here)
+        device.synchronize(0)
+        device.reset_peak(0)
+        before = device.allocated(0) or 0
+        for _ in range(5):
+            model(here)
+        device.synchronize(0)
+    activations = 8 * 4 * here.nbytes
+    assert (device.peak(0) or 0) - before <= 2 * block + activations + 2**22 < whole
+
+
+def _limit_blocks(model: nn.Module, kind: str, device: Device, folder: Path) -> None:
+    """A layer is a block, though there is room for more."""
+    from accelerate.offload import spread
+
+    before, spread.BLOCK = spread.BLOCK, sum(p.nbytes for p in model.layers[0].parameters())
+    try:
+        offloaded(model, kind, device, folder)
+    finally:
+        spread.BLOCK = before
+
+
+@kinds
+def test_copies_overlap_with_the_computation(kind: str, device: Device, tmp_path: Path) -> None:
+    """All blocks but the first are asked for ahead, and the host's memory is pinned where that helps."""
+    model, x = built(), torch.randn(8, WIDTH)
+    _limit_blocks(model, kind, device, tmp_path)
+    with torch.no_grad():
+        model(x)
+        stats = offload_stats(model)
+        assert stats is not None
+        stats.reset()
+        model(x)
+    assert (stats.blocks, stats.copies, stats.ahead) == (LAYERS + 2, LAYERS + 2, LAYERS + 1)
+    assert stats.moved >= sum(p.source.nbytes for p in model.parameters())
+    assert stats.waited > 0
+    hook = hook_of(model)
+    assert hook is not None
+    assert hook._pager is not None
+    pages = [page for block in hook._pager.blocks for page in block.pages]
+    if kind == "cpu" and device.pins:
+        assert all(page.host is not None and page.host.is_pinned() for page in pages)
+
+
+def test_the_users_own_stream_is_obeyed(device: Device) -> None:
+    model, x = built(), torch.randn(64, WIDTH)
+    expected = run_on(device, model, x)
+    stream = device.stream(0)
+    if stream is None:
+        pytest.skip("the device has no streams")
+    cpu_offload(model, device.torch_device(0))
+    with torch.no_grad(), device.on(stream):
+        found = [model(x.to(device.torch_device(0))) for _ in range(3)]
+    device.synchronize(0)
+    assert all(torch.equal(each.cpu(), expected) for each in found)
+
+
+@kinds
+def test_a_block_that_raises_leaves_nothing_behind(kind: str, device: Device, tmp_path: Path) -> None:
+    """E12"""
+    model, x = built(), torch.randn(8, WIDTH)
+    expected = run_on(device, model, x)
+    offloaded(model, kind, device, tmp_path)
+    model.layers[3].fails = True
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(ArithmeticError):
+                model(x)
+        model.layers[3].fails = False
+        assert torch.equal(model(x), expected)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@kinds
+def test_adapters_train_on_an_offloaded_base(kind: str, device: Device, tmp_path: Path) -> None:
+    plain, x = built(), torch.randn(8, WIDTH)
+    for place, layer in enumerate(plain.layers):
+        plain.layers[place] = Adapted(layer)
+    model = offloaded(copy.deepcopy(plain), kind, device, tmp_path)
+    plain.to(device.torch_device(0))
+    losses: list[list[float]] = []
+    for net in (plain, model):
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+        losses.append([])
+        for _ in range(3):
+            loss = net(x.to(device.torch_device(0))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_what_does_not_fit_beside_the_rest_is_brought_late(device: Device) -> None:
+    """A large activation takes the place of what was asked for ahead; the model runs."""
+    if not hasattr(device.module, "set_per_process_memory_fraction"):
+        pytest.skip("the device's memory cannot be limited")
+    model, x = built(), torch.randn(8, WIDTH)
+    expected = run_on(device, model, x)
+    block = sum(p.nbytes for p in model.layers[0].parameters())
+    _limit_blocks(model, "cpu", device, Path())
+    device.empty_cache()
+    total = device.memory(0)[1]
+    used = device.allocated(0) or 0
+    device.module.set_per_process_memory_fraction((used + int(1.6 * block) + 32 * 2**20) / total)
+    try:
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+    finally:
+        device.module.set_per_process_memory_fraction(1.0)
+
+
+def test_memory_and_disk_beside_what_stays(device: Device, tmp_path: Path) -> None:
+    model, x = built(), torch.randn(8, WIDTH)
+    expected = run_on(device, model, x)
+    places: dict[str, Any] = {"": 0, "layers.2": "cpu", "layers.5": "disk", "layers.6": "cpu", "out": "disk"}
+    dispatch_model(model, places, offload_dir=tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    with pytest.raises(RuntimeError, match="You can't move a model"):
+        model.to("cpu")
+    remove_hook_from_submodules(model)
+    model.cpu()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_training_what_is_offloaded_is_refused(device: Device) -> None:
+    model = cpu_offload(built().requires_grad_(), device.torch_device(0))
+    with pytest.raises(OffloadError, match="is offloaded, and cannot be trained"):
+        model(torch.randn(2, WIDTH)).sum().backward()
+    gc.collect()

@@ -1,0 +1,274 @@
+"""The offload folder: written whole or not at all, as 1.15 writes it, and read as views of mapped files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accelerate.offload.source import OffloadError
+from accelerate.utils import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+
+STATE = {
+    "layer.weight": torch.arange(6.0).reshape(2, 3),
+    "layer.half": torch.tensor([1.5, -2.0], dtype=torch.float16),
+    "layer.brain": torch.tensor([[1.5], [-3.0]], dtype=torch.bfloat16),
+    "eight": torch.tensor([0.5, 448.0]).to(torch.float8_e4m3fn),
+    "other_eight": torch.tensor([0.5, 2.0]).to(torch.float8_e5m2),
+    "count": torch.tensor(7),
+    "scale": torch.tensor(0.25, dtype=torch.bfloat16),
+    "mask": torch.tensor([True, False, True]),
+    "turned": torch.arange(6, dtype=torch.int16).reshape(2, 3).T,
+    "waves": torch.tensor([1 + 2j]),
+    "nothing": torch.empty(0, 4),
+}
+# What 1.15.0 wrote for these: name -> (dtype, shape, bytes in hexadecimal).
+RECORDED = {
+    "layer.weight": ("float32", [2, 3], "000000000000803f0000004000004040000080400000a040"),
+    "layer.half": ("float16", [2], "003e00c0"),
+    "layer.brain": ("bfloat16", [2, 1], "c03f40c0"),
+    "eight": ("float8_e4m3fn", [2], "307e"),
+    "other_eight": ("float8_e5m2", [2], "3840"),
+    "count": ("int64", [], "0700000000000000"),
+    "scale": ("bfloat16", [], "803e"),
+    "mask": ("bool", [3], "010001"),
+    "turned": ("int16", [3, 2], "000003000100040002000500"),
+    "waves": ("complex64", [1], "0000803f00000040"),
+}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    raw = (x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x for x in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "index.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------ the format
+
+
+def test_every_dtype_is_what_1_15_writes(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, STATE)
+    index = index_of(tmp_path)
+    for name, (dtype, shape, raw) in RECORDED.items():
+        assert index[name] == {"dtype": dtype, "shape": shape}
+        assert (tmp_path / f"{name}.dat").read_bytes().hex() == raw, name
+    assert (tmp_path / "index.json").read_text() == json.dumps(index, indent=2)
+    assert not [name for name in os.listdir(tmp_path) if "tmp" in name]
+
+
+def test_what_1_15_wrote_is_read(tmp_path: Path) -> None:
+    for name, (_, _, raw) in RECORDED.items():
+        (tmp_path / f"{name}.dat").write_bytes(bytes.fromhex(raw))
+    index = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape, _) in RECORDED.items()}
+    (tmp_path / "index.json").write_text(json.dumps(index, indent=2))
+    found = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert set(found) == set(RECORDED)
+    assert all(same(found[name], STATE[name]) for name in RECORDED)
+
+
+def test_all_that_is_written_is_read(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path / "new" / "folder", STATE)
+    found = OffloadedWeightsLoader(save_folder=tmp_path / "new" / "folder")
+    assert len(found) == len(STATE)
+    assert all(same(found[name], value) for name, value in STATE.items())
+
+
+def test_an_index_is_filled_and_merged(tmp_path: Path) -> None:
+    index = offload_weight(STATE["count"], "count", tmp_path, {"before": {"dtype": "x", "shape": []}})
+    assert list(index) == ["before", "count"]
+    assert offload_weight(STATE["mask"], "mask", tmp_path) is None
+    save_offload_index({"count": index["count"]}, tmp_path)
+    save_offload_index({"mask": {"dtype": "bool", "shape": [3]}}, tmp_path)
+    assert list(index_of(tmp_path)) == ["count", "mask"]
+
+
+@pytest.mark.parametrize("empty", [None, {}])
+def test_an_empty_index_writes_nothing(tmp_path: Path, empty: Any) -> None:
+    save_offload_index(empty, tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ views
+
+
+def test_a_weight_is_a_view_of_its_file_that_cannot_change_it(tmp_path: Path) -> None:
+    offload_weight(STATE["layer.weight"], "w", tmp_path)
+    file = tmp_path / "w.dat"
+    view = load_offloaded_weight(file, {"dtype": "float32", "shape": [2, 3]})
+    before = file.read_bytes()
+    with file.open("r+b") as raw:  # whoever reads a mapped file sees what it holds now
+        raw.write(numpy.float32(9).tobytes())
+    assert view[0, 0] == 9
+    view.add_(1)
+    assert file.read_bytes()[4:] == before[4:]
+
+
+def test_writing_anew_leaves_those_who_have_the_old_one(tmp_path: Path) -> None:
+    entry = {"dtype": "float32", "shape": [2, 3]}
+    offload_weight(STATE["layer.weight"], "w", tmp_path)
+    view = load_offloaded_weight(tmp_path / "w.dat", entry)
+    offload_weight(STATE["layer.weight"] + 1, "w", tmp_path)
+    assert torch.equal(view, STATE["layer.weight"])
+    assert torch.equal(load_offloaded_weight(tmp_path / "w.dat", entry), STATE["layer.weight"] + 1)
+
+
+def test_entries_of_checkpoints_are_views_of_the_mapped_checkpoint(tmp_path: Path) -> None:
+    """What transformers and peft give; no byte is copied, a cast apart."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a.weight": STATE["layer.weight"], "b": STATE["layer.half"]}, file)
+    index = {
+        "weight": {"safetensors_file": str(file), "weight_name": "a.weight", "dtype": "float32"},
+        "tied": {"safetensors_file": str(file), "weight_name": "a.weight"},
+        "b": {"safetensors_file": str(file), "dtype": "torch.float32"},
+    }
+    found = OffloadedWeightsLoader(index=index)
+    assert torch.equal(found["weight"], STATE["layer.weight"])
+    assert found["weight"].data_ptr() == found["weight"].data_ptr() == found["tied"].data_ptr()
+    assert same(found["b"], STATE["layer.half"].float())
+    assert not found.in_memory("weight")
+    assert all(
+        same(twin["tied"], found["tied"])
+        for twin in (copy.deepcopy(found), pickle.loads(pickle.dumps(found)))
+    )
+
+
+# ------------------------------------------------------------------------------------------------ mappings
+
+
+def test_memory_comes_before_files(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)})
+    found = OffloadedWeightsLoader(state_dict={"a": torch.ones(1), "c": torch.ones(1)}, save_folder=tmp_path)
+    assert found.all_keys == list(found) == ["a", "c", "b"]
+    assert {name: value.item() for name, value in found.items()} == {"a": 1, "b": 0, "c": 1}
+    assert (found.in_memory("a"), found.in_memory("b")) == (True, False)
+    assert "b" in found
+    assert found.get("d") is None
+    assert OffloadedWeightsLoader(save_folder=tmp_path, device="cpu")["a"].device.type == "cpu"
+
+
+def test_the_weights_of_one_module() -> None:
+    whole = OffloadedWeightsLoader(
+        state_dict={"a.w": torch.ones(1), "a.b": torch.ones(2), "b.w": torch.ones(3)}
+    )
+    part = PrefixedDataset(whole, "a.")
+    assert (part.dataset, part.prefix) == (whole, "a.")
+    assert {name: len(value) for name, value in dict(part).items()} == {"w": 1, "b": 2}
+    assert len(part) == 2
+    assert "w" in part
+    assert "a.w" not in part
+    twin: Any = copy.deepcopy(part)
+    assert list(twin.dataset.state_dict) == ["a.w", "a.b"]
+    assert twin["w"] is not part["w"]
+
+
+def test_the_entries_of_submodules() -> None:
+    state = dict.fromkeys(["a.w", "a.b.w", "ab.w", "c"], torch.ones(1))
+    assert list(extract_submodules_state_dict(state, ["a", "c"])) == ["a.w", "a.b.w", "c"]
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def test_nothing_to_read_from_is_an_error() -> None:
+    with pytest.raises(OffloadError, match="nothing to read weights from"):
+        OffloadedWeightsLoader()
+
+
+def test_a_weight_without_values_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match="w cannot be offloaded: it has no values"):
+        offload_weight(torch.empty(2, device="meta"), "w", tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"w\.dat cannot be written to the offload folder .*file"):
+        offload_state_dict(tmp_path / "file", {"w": torch.zeros(2)})
+    with pytest.raises(OffloadError, match=r"w\.dat cannot be written to the offload folder .*file"):
+        offload_weight(torch.ones(2), "w", tmp_path / "file")
+    if os.geteuid() != 0:
+        tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+        with pytest.raises(OffloadError, match="PermissionError"):
+            offload_weight(torch.ones(2), "w", tmp_path)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offload_weight(torch.ones(2), "w", tmp_path)
+    before = (tmp_path / "w.dat").read_bytes()
+
+    def full(self: Path, data: bytes) -> int:
+        self.open("wb").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OffloadError, match="No space left on device"):
+        offload_weight(torch.zeros(2), "w", tmp_path)
+    assert os.listdir(tmp_path) == ["w.dat"]
+    assert (tmp_path / "w.dat").read_bytes() == before
+
+
+def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"w": torch.ones(4)})
+    with (tmp_path / "w.dat").open("r+b") as file:
+        file.truncate(10)
+    with pytest.raises(OffloadError, match=r"10 bytes, and \[4\] of torch.float32 are 16"):
+        OffloadedWeightsLoader(save_folder=tmp_path)["w"]
+
+
+def test_files_that_are_gone_are_named(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"w": torch.ones(4)})
+    (tmp_path / "w.dat").unlink()
+    with pytest.raises(OffloadError, match=r"w\.dat are gone"):
+        OffloadedWeightsLoader(save_folder=tmp_path)["w"]
+    with pytest.raises(OffloadError, match=r"shard\.safetensors are gone"):
+        OffloadedWeightsLoader(index={"w": {"safetensors_file": str(tmp_path / "shard.safetensors")}})
+
+
+def test_an_index_that_is_no_index_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match="index of the offload folder"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    (tmp_path / "index.json").write_text('{"w": ')
+    with pytest.raises(OffloadError, match="JSONDecodeError"):
+        save_offload_index({"w": {}}, tmp_path)
+    (tmp_path / "index.json").write_text("[]")
+    with pytest.raises(OffloadError, match="is no index"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    with pytest.raises(OffloadError, match="dtype 'float33'"):
+        load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float33", "shape": [1]})
+
+
+def test_a_checkpoint_that_lacks_the_weight_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1)}, file)
+    found = OffloadedWeightsLoader(index={"w": {"safetensors_file": str(file), "weight_name": "b"}})
+    with pytest.raises(OffloadError, match="w cannot be read from"):
+        found["w"]
+    file.write_bytes(b"\x10")
+    broken = OffloadedWeightsLoader(index={"w": {"safetensors_file": str(file)}})
+    with pytest.raises(OffloadError, match="check that the checkpoint is complete"):
+        broken["w"]
+
+
+def test_a_weight_of_an_unnamed_folder_is_an_error() -> None:
+    found = OffloadedWeightsLoader(index={"w": {"dtype": "float32", "shape": [1]}})
+    with pytest.raises(OffloadError, match="folder that was not named"):
+        found["w"]

@@ -1,0 +1,393 @@
+"""A model spread over two devices, memory and disk: what crosses, in which form, and what compiles."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
+from accelerate.core.errors import DeviceError, PrepareError
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.offload.dispatched import hook_of
+from tests.sim.test_sim_pager import WIDTH, Net, built, inputs
+from tests.support import sim
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Generator[None]:
+    yield
+    gc.collect()
+    assert [torch.sim.memory_allocated(device) for device in range(2)] == [0, 0]
+    torch.sim.empty_cache()
+
+
+SPREAD: dict[str, Any] = {
+    "inp": "sim:0",
+    "layers.0": "sim:0",
+    "layers.1": 1,
+    "layers.2": "cpu",
+    "layers.3": "disk",
+    "layers.4": "cpu:0",
+    "layers.5": "sim:1",
+    "out": "sim:1",
+}
+
+
+def crossing_of(model: nn.Module) -> Any:
+    hook = hook_of(model)
+    assert hook is not None
+    return hook._crossing
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_model_runs_over_two_devices_memory_and_disk(mode: Any, tmp_path: Path) -> None:
+    model, x = built(), inputs()
+    expected = model(x)
+    assert dispatch_model(model, SPREAD, offload_dir=tmp_path) is model
+    assert model.hf_device_map == SPREAD
+    with mode():
+        for given in (x, x.to("sim:1")):
+            y = model(given)
+            assert y.device == given.device
+            torch.testing.assert_close(y.cpu(), expected)
+    del y
+    places = {name: str(p.device) for name, p in model.named_parameters() if name.endswith("weight")}
+    assert places["layers.1.up.weight"] == places["out.weight"] == "sim:1"
+    assert places["inp.weight"] == "sim:0"
+    assert places["layers.4.up.weight"] == "meta"
+    remove_hook_from_submodules(model)
+    model.cpu()
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_gradients_flow_over_two_devices() -> None:
+    plain, x = built(), inputs()
+    model = dispatch_model(copy.deepcopy(plain), {"inp": 0, "layers": 0, "layers.3": 1, "out": 1})
+    for net in (plain, model):
+        net(x).square().mean().backward()
+    for (name, p), mine in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), p.grad, msg=name)
+
+
+def test_what_is_tied_over_two_devices_is_on_both() -> None:
+    model, x = built(), inputs()
+    model.out.weight = model.inp.weight
+    expected = model(x)
+    dispatch_model(model, {"inp": 0, "layers": 0, "out": 1})
+    assert (str(model.inp.weight.device), str(model.out.weight.device)) == ("sim:0", "sim:1")
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_what_is_tied_to_a_resident_weight_is_not_brought() -> None:
+    model, x = built(), inputs()
+    model.out.weight = model.inp.weight
+    expected = model(x)
+    dispatch_model(model, {"inp": 0, "layers": "cpu", "out": "cpu"})
+    assert model.out.weight is model.inp.weight
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+# ------------------------------------------------------------------------------------------------ crossing
+
+
+class Attention(nn.Module):
+    """Keeps what it has seen in a cache of the caller, as transformers do."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+        self.kv = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, cache: dict[str, Any], extra: Any = None
+    ) -> torch.Tensor:
+        mine = cache["layers"].setdefault(self.place, {"kv": []})
+        mine["kv"].append(self.kv(x))
+        cache["steps"] = cache.get("steps", 0) + 1
+        return x + torch.stack(mine["kv"]).mean(0) * mask
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(place) for place in range(8))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: dict[str, Any]) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, mask, cache=cache)
+        return x
+
+
+HALVES = {f"layers.{place}": place // 4 for place in range(8)}
+
+
+def test_caches_are_not_moved_at_every_layer() -> None:
+    """E10: a tensor moves once for each border that it crosses, and what layers keep stays with them."""
+    plain, mask = built(Decoder), torch.rand(WIDTH)
+    model = dispatch_model(copy.deepcopy(plain), HALVES)
+    caches: list[dict[str, Any]] = [{"layers": {}} for _ in range(2)]
+    for step in range(4):
+        x = inputs()
+        with torch.no_grad(), sim.traffic() as moved:
+            found = model(x, mask, caches[0])
+        with torch.no_grad():
+            torch.testing.assert_close(found, plain(x, mask, caches[1]))
+        assert (moved.to_device, moved.between, moved.to_host) == (2, 2, 1), (
+            step
+        )  # x and mask, twice; the output
+    assert list(caches[0]["layers"]) == list(caches[1]["layers"]) == list(range(8))
+    assert caches[0]["steps"] == caches[1]["steps"] == 32
+    for place, layer in caches[0]["layers"].items():
+        assert {str(kv.device) for kv in layer["kv"]} == {f"sim:{place // 4}"}
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Parcel:
+    """Neither a tensor nor a container, and moves by itself."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.moves = x, 0
+
+    def to(self, device: torch.device) -> Parcel:
+        twin = Parcel(self.x.to(device))
+        twin.moves = self.moves + 1
+        return twin
+
+
+@dataclass
+class Settings:
+    scale: float
+
+
+class Looking(nn.Module):
+    """Shows what it was given, and changes some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.given: Any = None
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.given = args, kwargs
+        if "change" in kwargs:
+            kwargs["change"]["new"] = x
+            kwargs["change"]["a"] = kwargs["change"]["a"] + 1
+            del kwargs["change"]["gone"]
+            kwargs["rows"].append(x)
+            kwargs["rows"].pop(0)
+            kwargs["scores"].add_(1)
+        return x * self.w
+
+
+def two() -> tuple[nn.Module, nn.Module, nn.Module]:
+    model = nn.Sequential(Looking(), Looking())
+    return dispatch_model(model, {"0": 0, "1": 1}), model[0], model[1]
+
+
+def on(index: int) -> torch.Tensor:
+    return torch.ones(2, device=f"sim:{index}")
+
+
+def test_containers_are_rebuilt_only_where_something_moved() -> None:
+    _, _, second = two()
+    here: Any = {"t": on(1), "n": None, "inner": [1, "a", (on(1),)]}
+    there: Any = {"t": on(0), "p": Point(on(0), on(1)), "inner": (1, {"u": [on(0)]})}
+    parcel, module, settings = Parcel(on(0)), nn.Linear(1, 1), Settings(2.0)
+    with torch.no_grad():
+        second(on(0), here, there, parcel=parcel, layer=module, settings=settings)
+    (first, moved), kwargs = second.given
+    assert first is here
+    assert moved is not there
+    assert type(moved["p"]) is Point
+    assert moved["p"].y is there["p"].y
+    assert {str(t.device) for t in (moved["t"], moved["p"].x, moved["inner"][1]["u"][0])} == {"sim:1"}
+    assert str(there["t"].device) == "sim:0"
+    assert (kwargs["parcel"].moves, str(kwargs["parcel"].x.device)) == (1, "sim:1")
+    assert kwargs["layer"] is module
+    assert kwargs["settings"] is settings
+
+
+def test_what_a_module_changes_is_changed_for_its_caller() -> None:
+    """E10: in containers that were rebuilt for it, and in tensors that were copied for it."""
+    _, _, second = two()
+    change: Any = {"a": on(0), "kept": on(0), "gone": on(0)}
+    rows, scores = [on(0), on(0)], on(0)
+    kept, last = change["kept"], rows[1]
+    with torch.no_grad():
+        second(on(0), change=change, rows=rows, scores=scores)
+    assert list(change) == ["a", "kept", "new"]
+    assert change["kept"] is kept
+    assert change["a"].tolist() == [2, 2]
+    assert rows[0] is last
+    assert len(rows) == 2
+    assert scores.tolist() == [2, 2]
+
+
+def test_a_tensor_that_was_changed_is_moved_again() -> None:
+    """The copy of a tensor is used again only while it is a copy."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Looking(), Looking()
+
+        def forward(self, x: torch.Tensor) -> list[Any]:
+            scores, seen = on(0), []
+            self.a(x)
+            for _ in range(3):
+                self.b(x, scores)
+                seen.append(self.b.given[0][0].tolist()[0])
+                self.b(x, scores)
+                scores.add_(1)
+            return seen
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = dispatch_model(Net(), {"a": 0, "b": 1})
+        with mode(), sim.traffic() as moved:
+            assert model(on(0)) == [1, 2, 3]
+        if mode is torch.no_grad:
+            assert moved.between == 1 + 3  # x, and scores each time that it is new
+
+
+def test_skipped_arguments_are_never_touched() -> None:
+    model = nn.Sequential(Looking(), Looking())
+    dispatch_model(model, {"0": 0, "1": 1}, skip_keys=["cache", "deep"])
+    cache, deep = on(0), {"deep": on(0), "other": on(0)}
+    with torch.no_grad():
+        model[1](on(0), cache=cache, more=deep)
+    given = model[1].given[1]
+    assert given["cache"] is cache
+    assert given["more"]["deep"] is deep["deep"]
+    assert str(given["more"]["other"].device) == "sim:1"
+
+
+def test_an_error_in_a_module_leaves_nothing_behind() -> None:
+    """E12"""
+    model, x = built(), inputs()
+    expected = model(x)
+    dispatch_model(model, {"inp": 0, "layers": 0, "layers.2": 1, "out": 1})
+    model.layers[3].fails = True
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(ArithmeticError):
+            model(x)
+    crossing = crossing_of(model)
+    assert not crossing._run.calls
+    assert not crossing._run.moved
+    model.layers[3].fails = False
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+# ------------------------------------------------------------------------------------------------ one device
+
+
+def test_one_device_for_everything_needs_no_hooks() -> None:
+    model = dispatch_model(built(), {"inp": 0, "layers": "sim:0", "out": torch.device("sim:0")})
+    assert not any("_hf_hook" in vars(module) for module in model.modules())
+    assert {str(p.device) for p in model.parameters()} == {"sim:0"}
+    assert model.hf_device_map == {"inp": 0, "layers": "sim:0", "out": torch.device("sim:0")}
+
+
+def test_hooks_are_attached_if_asked_and_bring_the_inputs() -> None:
+    model, x = built(), inputs()
+    expected = model(x)
+    dispatch_model(model, {"": 0}, force_hooks=True)
+    assert [name for name, module in model.named_modules() if "_hf_hook" in vars(module)] == [""]
+    with torch.no_grad():
+        y = model(x)
+    assert y.device == x.device
+    torch.testing.assert_close(y, expected)
+    with pytest.warns(UserWarning, match="You shouldn't move a model that is dispatched"):
+        model.to("sim:1")
+
+
+def test_modules_that_replace_others_go_to_their_device() -> None:
+    """E7"""
+    model, x = built(), inputs()
+    dispatch_model(model, {"inp": 0, "layers": 0, "out": 1})
+    plain = built()
+    for net in (plain, model):
+        torch.manual_seed(3)
+        net.out = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_model_waits_on_the_cpu_until_it_runs() -> None:
+    models, x = [built(), built()], inputs()
+    expected = models[0](x)
+    first, hook = cpu_offload_with_hook(models[0], "sim:1")
+    second, last = cpu_offload_with_hook(models[1], "sim:1", prev_module_hook=hook)
+    with torch.no_grad():
+        for model, other in ((first, second), (second, first)):
+            torch.testing.assert_close(model(x).cpu(), expected)
+            assert {str(p.device) for p in model.parameters()} == {"sim:1"}
+            assert {str(p.device) for p in other.parameters()} == {"cpu"}
+    last.offload()
+    assert torch.sim.memory_allocated(1) == 0
+    last.remove()
+    hook.remove()
+    assert "_hf_hook" not in vars(first)
+
+
+# ------------------------------------------------------------------------------------------------ compiling
+
+
+def test_a_compiled_model_has_at_most_one_break_for_each_block(tmp_path: Path) -> None:
+    """E8"""
+    model, x = built(lambda: Net(4)), inputs()
+    expected = model(x)
+    places = {"inp": 0, "layers.0": 0, "layers.1": 1, "layers.2": "cpu", "layers.3": "disk", "out": 1}
+    dispatch_model(model, places, offload_dir=tmp_path)
+    with torch.no_grad():
+        model(x)
+        explained = torch._dynamo.explain(model)(x)
+        assert explained.graph_break_count <= len(places), explained
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), expected)
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize("device", [2, "sim:2", "cuda:0"])
+def test_a_device_that_is_not_here_is_told_at_once(device: Any) -> None:
+    with pytest.raises(DeviceError):
+        dispatch_model(built(), {"": device})
+
+
+def test_a_folder_is_asked_for_where_it_is_needed() -> None:
+    model = built()
+    with pytest.raises(PrepareError, match=r"an offload folder is needed for layers\.0\.up\.weight"):
+        dispatch_model(model, {"": 0, "layers.0": "disk"})
+
+
+def test_training_what_is_offloaded_is_refused_by_prepare() -> None:
+    """Said before anything runs; evaluating it is fine."""
+    model, x = built(), inputs()
+    expected = model(x)
+    dispatch_model(model, {"": 0, "layers.0": "cpu"})
+    accelerator = Accelerator()
+    with pytest.raises(PrepareError, match=r"layers\.0\.up\.weight is offloaded and cannot be trained"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        torch.testing.assert_close(accelerator.prepare(model)(x), expected)
+    accelerator.end_training()

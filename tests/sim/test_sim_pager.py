@@ -1,0 +1,774 @@
+"""Weights brought to a device in blocks: what crosses, what is there at once; nothing is ever wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.device.base import Device
+from accelerate.hooks import remove_hook_from_submodules
+from accelerate.offload import pager as pagers
+from accelerate.offload.dispatch import offload_stats
+from accelerate.offload.dispatched import hook_of
+from accelerate.offload.source import OffloadError
+from accelerate.offload.tensor import OffloadedTensor
+from tests.support import sim
+
+SIM = "sim:0"  # torch knows the type only inside of tests
+WIDTH = 64
+MiB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Generator[None]:
+    """Each test begins with empty devices, and shows when it leaves something on them."""
+    for device in range(2):
+        torch.sim.reset_peak_memory_stats(device)
+    yield
+    gc.collect()
+    assert [torch.sim.memory_allocated(device) for device in range(2)] == [0, 0]
+    torch.sim.empty_cache()
+
+
+class Layer(nn.Module):
+    """A residual layer; a mistake in it raises in the middle."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.up(x))
+        if self.fails:
+            raise ArithmeticError("in the middle")
+        return x + self.down(y)
+
+
+class Net(nn.Module):
+    """Layers in a row, in the order that ``order`` gives."""
+
+    def __init__(self, layers: int = 6, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inp = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.out = nn.Linear(width, width)
+        self.order = list(range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for place in self.order:
+            x = self.layers[place](x)
+        return self.out(x)
+
+
+def built(kind: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+def inputs(rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def weights(model: nn.Module) -> int:
+    """Bytes of the parameters, each once, as pages hold them."""
+    return sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+
+
+def offloaded(model: nn.Module, kind: str, folder: Path, **options: Any) -> nn.Module:
+    if kind == "cpu":
+        return cpu_offload(model, SIM, **options)
+    return disk_offload(model, folder, SIM, **options)
+
+
+kinds = pytest.mark.parametrize("kind", ["cpu", "disk"])
+
+
+@kinds
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_an_offloaded_model_computes_what_it_did(kind: str, mode: Any, tmp_path: Path) -> None:
+    """C3: inputs and outputs stay where the caller is; between forwards nothing is on the device."""
+    model, x = built(), inputs()
+    expected = model(x)
+    model = offloaded(model, kind, tmp_path)
+    with mode():
+        for _ in range(2):
+            y = model(x)
+            assert y.device == x.device
+            torch.testing.assert_close(y, expected)
+            del y
+    gc.collect()
+    assert torch.sim.memory_allocated(0) == 0
+
+
+@kinds
+def test_each_weight_crosses_once_and_nothing_is_copied_back(kind: str, tmp_path: Path) -> None:
+    """Drop, do not copy back; a block of memory is one copy."""
+    model, x = built(), inputs()
+    total = weights(model)
+    offloaded(model, kind, tmp_path)
+    with torch.no_grad():
+        model(x)
+        with sim.traffic() as moved:
+            model(x)
+    unaligned = sum(p.source.nbytes for p in model.parameters())
+    assert moved.to_device_bytes - x.nbytes == (total if kind == "cpu" else unaligned)
+    assert (moved.to_host, moved.to_host_bytes) == (1, x.nbytes)  # the output
+    if kind == "cpu":
+        assert moved.to_device == 1 + 8  # the input, and a copy for each of 6 layers and 2 ends
+
+
+def test_two_blocks_are_there_at_a_time() -> None:
+    model, x = built(), inputs()
+    block = weights(model.layers[0])
+    cpu_offload(model, SIM)
+    with torch.no_grad():
+        model(x)
+        torch.sim.reset_peak_memory_stats(0)
+        model(x)
+    activations = 4 * 4 * x.nbytes
+    assert 2 * block <= torch.sim.max_memory_allocated(0) <= 2 * block + activations
+
+
+@kinds
+def test_a_model_four_times_larger_than_the_device_runs(kind: str, tmp_path: Path) -> None:
+    model, x = built(lambda: Net(16, 256)), torch.randn(2, 256)
+    expected = model(x)
+    with sim.capacity(weights(model) // 4):
+        offloaded(model, kind, tmp_path)
+        torch.testing.assert_close(model(x), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected)
+
+
+def test_a_device_with_room_for_one_block_brings_one_at_a_time() -> None:
+    """What is asked for ahead is given up where there is no room for it."""
+    model, x = built(lambda: Net(6, 256)), torch.randn(2, 256)
+    expected = model(x)
+    cpu_offload(model, SIM)
+    torch.sim.empty_cache()
+    with sim.capacity(int(1.5 * weights_of_block(model))), torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+
+
+def weights_of_block(model: nn.Module) -> int:
+    return max(page.nbytes for block in pager_of(model).blocks for page in block.pages)
+
+
+def pager_of(model: nn.Module) -> pagers.Pager:
+    hook = hook_of(model)
+    assert hook is not None
+    assert hook._pager is not None
+    return hook._pager
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def fetched(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> list[str]:
+    """The blocks in the order in which they are asked for, from now on; those asked for late in capitals."""
+    seen: list[str] = []
+    pager = pager_of(model)
+    names = {page: block.name.split(".")[-1] for block in pager.blocks for page in block.pages}
+    ahead, fetch = pager._ahead, pager._fetch
+    early = [False]
+
+    def asked(block: Any) -> None:
+        early[0] = True
+        ahead(block)
+        early[0] = False
+
+    def got(page: Any) -> Any:
+        seen.append(names[page] if early[0] else names[page].upper())
+        return fetch(page)
+
+    monkeypatch.setattr(pager, "_ahead", asked)
+    monkeypatch.setattr(pager, "_fetch", got)
+    return seen
+
+
+def test_the_order_is_learned_and_learned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = built(lambda: Net(4)), inputs()
+    cpu_offload(model, SIM)
+    seen = fetched(monkeypatch, model)
+
+    def run() -> list[str]:
+        seen.clear()
+        with torch.no_grad():
+            model(x)
+        return list(seen)
+
+    assert run() == ["INP", "0", "1", "2", "3", "out"]  # as they were defined
+    model.order = [2, 0, 3, 1]
+    run()
+    assert run() == ["INP", "2", "0", "3", "1", "out"]
+    model.order = [0, 1, 0, 2]  # one runs twice, another not at all
+    run()
+    assert run() == ["INP", "0", "1", "0", "2", "out"]
+
+
+def test_what_was_asked_for_in_vain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = built(lambda: Net(4)), inputs()
+    cpu_offload(model, SIM)
+    with torch.no_grad():
+        model(x)
+        model.order = [0]
+        model(x)
+        assert torch.sim.memory_allocated(0) == 0
+    assert not pager_of(model).arrivals
+
+
+def test_the_user_is_told_what_it_cost() -> None:
+    model = cpu_offload(built(), SIM)
+    with torch.no_grad():
+        model(inputs())
+    stats = offload_stats(model)
+    assert stats is not None
+    assert (stats.blocks, stats.copies, stats.ahead, stats.written) == (8, 8, 7, 0)
+    assert stats.moved == sum(page.nbytes for block in pager_of(model).blocks for page in block.pages)
+    assert stats.waited > 0
+    assert "in 8 copies for 8 blocks, 7 of them asked for ahead" in str(stats)
+    stats.reset()
+    assert stats.blocks == 0
+
+
+# ------------------------------------------------------------------------------------------------ E1
+
+
+class Borrowing(nn.Module):
+    """Uses weights in every way but the owner's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.plain = nn.Linear(WIDTH, WIDTH)
+        self.layer = Layer()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.gates = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(2)])
+        self.rnn = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids) * self.scale + self.embedding.weight[: ids.shape[1]]
+        x = F.linear(x, self.plain.weight, self.plain.bias) * self.gates[0] + self.gates[1]
+        x = x + x @ self.rnn[0].weight
+        x = self.layer(x) + F.linear(x, self.layer.down.weight[:, :WIDTH])
+        x = self.attention(x, x, x)[0]
+        return F.linear(x, self.embedding.weight)
+
+
+@kinds
+def test_weights_used_outside_of_their_owner_are_right(kind: str, tmp_path: Path) -> None:
+    """E1"""
+    model, ids = built(Borrowing), torch.tensor([[1, 2, 3]])
+    expected = model(ids)
+    offloaded(model, kind, tmp_path)
+    torch.testing.assert_close(model(ids), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), expected)
+
+
+class Keeping(nn.Module):
+    """Gives out views of its weights, which outlive its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.ModuleList(Positions() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        views = [position(x) for position in self.positions]  # all are brought before the first is used
+        return torch.stack(views).sum(0) + x
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(10, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table[: x.shape[0]]
+
+
+def test_a_view_of_a_weight_outlives_its_block() -> None:
+    """Never garbage: memory that somebody looks at is not given to the next block."""
+    model, x = built(Keeping), inputs()
+    expected = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(cpu_offload(model, SIM)(x), expected)
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+class Counting(nn.Module):
+    """Changes its buffers, one by one and anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("factor", torch.ones(WIDTH) / 2, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.linear(self.norm(x)) * self.factor
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_buffers_that_change_keep_their_values(buffers: bool) -> None:
+    """E3: of batch norms, not saved ones, and those that are replaced."""
+    plain, x = nn.Sequential(built(Counting), built(Counting)).train(), inputs()
+    model = cpu_offload(copy.deepcopy(plain), SIM, offload_buffers=buffers)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(x), plain(x))
+    for (name, mine), own in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine.cpu(), own, msg=name)
+
+
+class Learning(nn.Module):
+    """Changes its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.add_(1)
+        return x * self.weight
+
+
+def test_weights_that_are_changed_in_place_go_home() -> None:
+    model, x = nn.Sequential(Learning(), Layer()), inputs()
+    cpu_offload(model, SIM)
+    with torch.no_grad():
+        model(x)
+        model(x)
+    assert model[0].weight.source.host().unique().tolist() == [3]
+    stats = offload_stats(model)
+    assert stats is not None
+    assert stats.written == 2 * 4 * WIDTH
+
+
+def test_weights_in_a_file_cannot_be_changed_in_place(tmp_path: Path) -> None:
+    """A checkpoint is never written to, and no change is lost in silence."""
+    model = nn.Sequential(Learning(), Layer())
+    disk_offload(model, tmp_path, SIM)
+    with torch.no_grad(), pytest.raises(OffloadError, match=r"0\.weight is offloaded to a file"):
+        model(inputs())
+    assert not pager_of(model).arrivals
+    assert isinstance(model[0].weight, OffloadedTensor)
+
+
+def test_layouts_of_tensors_stay() -> None:
+    strides: list[Any] = []
+
+    class Conv(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            strides.append(self.weight.stride())
+            return super().forward(x)
+
+    conv = Conv(4, 4, 3).to(memory_format=torch.channels_last)
+    model = nn.Sequential(conv, nn.Conv2d(4, 4, 1))
+    before = conv.weight.stride()
+    x = torch.randn(1, 4, 8, 8)
+    expected = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(cpu_offload(model, SIM)(x), expected)
+    assert strides == [before, before]
+
+
+def test_dtypes_share_a_block() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(3, dtype=torch.float64), requires_grad=False)
+            self.b = nn.Parameter(torch.randn(5).to(torch.bfloat16), requires_grad=False)
+            self.c = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+            self.d = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
+            self.e = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+            self.f = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return [x * self.f, *(p.clone() for p in self.parameters())]
+
+    model = nn.Sequential(Mixed())
+    expected = model(torch.ones(2))
+    with sim.traffic() as moved:
+        found = cpu_offload(model, SIM)(torch.ones(2))
+    assert moved.to_device == 2
+    for mine, own in zip(found, expected, strict=True):
+        assert torch.equal(mine, own)
+        assert mine.dtype == own.dtype
+
+
+# ------------------------------------------------------------------------------------------------ ties
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@kinds
+def test_tied_weights_are_brought_once_and_stay_tied(kind: str, tmp_path: Path) -> None:
+    model, ids = built(Tied), torch.tensor([[1, 2, 3]])
+    expected = model(ids)
+    total = sum(p.nbytes for p in model.parameters())
+    offloaded(model, kind, tmp_path)
+    assert model.head.weight is model.embedding.weight
+    with torch.no_grad():
+        model(ids)
+        with sim.traffic() as moved:
+            torch.testing.assert_close(model(ids), expected)
+    assert moved.to_device_bytes - ids.nbytes == (weights(model) if kind == "cpu" else total)
+    assert torch.sim.memory_allocated(0) == 0
+    remove_hook_from_submodules(model)
+    assert model.head.weight is model.embedding.weight
+    torch.testing.assert_close(model(ids), expected)
+
+
+# ------------------------------------------------------------------------------------------------ E12, E13
+
+
+@kinds
+def test_a_block_that_raises_leaves_nothing_behind(kind: str, tmp_path: Path) -> None:
+    """E12"""
+    model, x = built(), inputs()
+    expected = model(x)
+    offloaded(model, kind, tmp_path)
+    model.layers[2].fails = True
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), pytest.raises(ArithmeticError):
+            model(x)
+        gc.collect()
+        assert torch.sim.memory_allocated(0) == 0
+        assert all(isinstance(p, OffloadedTensor) for p in model.parameters())
+    model.layers[2].fails = False
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_device_that_is_full_is_torchs_error_and_leaves_nothing_behind() -> None:
+    """E12"""
+    model, x = built(), inputs()
+    expected = model(x)
+    cpu_offload(model, SIM)
+    torch.sim.empty_cache()
+    with sim.capacity(4096), torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    assert torch.sim.memory_allocated(0) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_two_threads_may_call_the_same_model(backward: bool) -> None:
+    """E13"""
+    model = built().requires_grad_(False)
+    xs = [inputs(rows).requires_grad_(backward) for rows in (2, 5)]
+    expected = [model(x).detach() for x in xs]
+    gradients = [torch.autograd.grad(model(x).sum(), x)[0] for x in xs] if backward else []
+    cpu_offload(model, SIM)
+    together, failed = threading.Barrier(2), []
+
+    def call(which: int) -> None:
+        try:
+            together.wait(30)
+            for _ in range(20):
+                with torch.set_grad_enabled(backward):
+                    y = model(xs[which])
+                torch.testing.assert_close(y.detach(), expected[which])
+                if backward:
+                    torch.testing.assert_close(torch.autograd.grad(y.sum(), xs[which])[0], gradients[which])
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    threads = [threading.Thread(target=call, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert torch.sim.memory_allocated(0) == 0
+
+
+# ------------------------------------------------------------------------------------------------ backward
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small trained one beside it (LoRA)."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapted() -> nn.Module:
+    model = Net()
+    model.requires_grad_(False)
+    for place, layer in enumerate(model.layers):
+        model.layers[place] = Adapted(layer)
+    return model
+
+
+@kinds
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_train_on_an_offloaded_base(kind: str, checkpointed: bool, tmp_path: Path) -> None:
+    """Gradients flow through weights that were dropped: they are brought again, one block at a time."""
+    plain, x = built(adapted), inputs()
+    model = offloaded(copy.deepcopy(plain), kind, tmp_path)
+
+    def run(net: nn.Module) -> torch.Tensor:
+        if checkpointed:
+            return torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+        return net(x)
+
+    for net in (plain, model):
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            run(net).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ours = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(ours) == 12
+    for name, p in plain.named_parameters():
+        if p.requires_grad:
+            assert str(ours[name].device) == SIM  # trained weights stay on the device
+            torch.testing.assert_close(ours[name].cpu(), p, msg=name)
+    assert not pager_of(model).borrowed
+
+
+def test_the_graph_does_not_keep_the_weights() -> None:
+    """Between forward and backward the frozen weights are not on the device."""
+    model, x = built(adapted), inputs()
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    cpu_offload(model, SIM)
+    loss = model(x).square().mean()
+    assert torch.sim.memory_allocated(0) < frozen / 4
+    torch.sim.reset_peak_memory_stats(0)
+    loss.backward()
+    assert torch.sim.max_memory_allocated(0) < frozen / 2
+
+
+def test_inputs_get_their_gradient() -> None:
+    plain = built().requires_grad_(False)
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    model = cpu_offload(copy.deepcopy(plain), SIM)
+    plain(x).sum().backward()
+    model(y).sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+
+
+def test_training_what_is_offloaded_is_refused_by_name() -> None:
+    """A gradient that has nowhere to go is an error, not nothing."""
+    model = cpu_offload(built(), SIM)
+    with pytest.raises(OffloadError, match="is offloaded, and cannot be trained"):
+        model(inputs()).sum().backward()
+    gc.collect()
+
+
+# ------------------------------------------------------------------------------------------------ E6, E7
+
+
+@kinds
+def test_values_of_an_offloaded_model_are_real(kind: str, tmp_path: Path) -> None:
+    """E6"""
+    model, x = built(), inputs()
+    expected, values = model(x), {n: p.detach().clone() for n, p in model.state_dict().items()}
+    offloaded(model, kind, tmp_path / "folder")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for name, value in torch.load(tmp_path / "model.pt").items():
+        assert torch.equal(value, values[name])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        torch.testing.assert_close(twin(x), expected)
+        if kind == "cpu":
+            twin.layers[0].up.weight.zero_()
+            assert not torch.allclose(twin(x), expected)
+        torch.testing.assert_close(model(x), expected)
+    for move in (lambda: model.to("sim:1"), lambda: model.half(), lambda: model.float()):
+        with pytest.raises(RuntimeError, match="You can't move a model that has some modules offloaded"):
+            move()
+    with pytest.raises(OffloadError, match="cannot be pickled"):
+        torch.save(model, tmp_path / "whole.pt")
+
+
+@kinds
+def test_hooks_can_be_taken_off_and_put_on_again(kind: str, tmp_path: Path) -> None:
+    """E7"""
+    model, x = built(), inputs()
+    expected = model(x)
+    plain_attributes = set(vars(model.layers[0].up))
+    for other in ("cpu", kind, "disk", kind):
+        offloaded(model, other, tmp_path / other)  # over what is there
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected)
+    remove_hook_from_submodules(model)
+    assert set(vars(model.layers[0].up)) == plain_attributes
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert not any(isinstance(p, OffloadedTensor) for p in model.parameters())
+    torch.testing.assert_close(model(x), expected)
+    model.to("sim:1")
+    torch.testing.assert_close(model(x.to("sim:1")).cpu(), expected)
+
+
+@kinds
+@pytest.mark.parametrize("which", ["block", "leaf", "wrapped", "added"])
+def test_modules_may_be_replaced_after_dispatching(kind: str, which: str, tmp_path: Path) -> None:
+    """E7"""
+    model, x = built(), inputs()
+    offloaded(model, kind, tmp_path)
+    with torch.no_grad():
+        model(x)
+    torch.manual_seed(5)
+    plain = built()
+    for net in (plain, model):
+        torch.manual_seed(6)
+        if which == "block":
+            net.layers[1] = Layer()
+        elif which == "leaf":
+            net.layers[1].up = nn.Linear(WIDTH, 4 * WIDTH)
+        elif which == "wrapped":
+            net.layers[1].up = nn.Sequential(net.layers[1].up, nn.Linear(4 * WIDTH, 4 * WIDTH))
+        else:
+            net.layers[1] = Adapted(net.layers[1])
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), plain(x))
+    assert torch.sim.memory_allocated(0) <= 2 * 4 * 4 * WIDTH  # an adapter beside frozen weights stays
+
+
+def test_parts_may_be_called_by_themselves() -> None:
+    model, x = built(), inputs()
+    expected = model.layers[0](x), model.layers[0].up(x)
+    cpu_offload(model, SIM)
+    with torch.no_grad():
+        torch.testing.assert_close(model.layers[0](x.to(SIM)).cpu(), expected[0])
+        torch.testing.assert_close(model.layers[0].up(x.to(SIM)).cpu(), expected[1])
+        torch.testing.assert_close(model.layers[0].up(x), expected[1])
+
+
+def test_hooks_called_by_hand_bring_the_weights_of_a_module() -> None:
+    """As clients do it: no forward, and a new map of weights after changing them."""
+    model, x = built(), inputs()
+    cpu_offload(model, SIM)
+    with torch.no_grad():
+        model(x)
+    leaf = model.layers[0].up
+    hook = leaf._hf_hook
+    assert type(hook).__name__ == "AlignDevicesHook"
+    assert hook.offload
+    assert hook.original_devices == {"weight": torch.device("cpu"), "bias": torch.device("cpu")}
+    hook.pre_forward(leaf)
+    assert str(leaf.weight.device) == SIM
+    with torch.no_grad():
+        leaf.weight.data = leaf.weight.data * 2
+    hook.weights_map = {name: p.to("cpu") for name, p in leaf.named_parameters()}
+    hook.post_forward(leaf, torch.tensor([]))
+    assert leaf.weight.device.type == "meta"
+    plain = built()
+    with torch.no_grad():
+        plain.layers[0].up.weight.mul_(2)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+# ------------------------------------------------------------------------------------------------ streams
+
+
+class Pinning(Device):
+    """The simulated device with pinned memory, streams and the reading thread: the path of a real one."""
+
+    pins = True
+
+
+@kinds
+def test_the_path_with_streams_and_pinned_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E12, E13: nothing runs later here, but all the calls are made."""
+    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type))
+    model, x = built(), inputs()
+    expected, before = model(x), sim.pinned()
+    model.layers[2].fails = True
+    offloaded(model, kind, tmp_path)
+    with torch.no_grad():
+        with pytest.raises(ArithmeticError):
+            model(x)
+        model.layers[2].fails = False
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected)
+    assert torch.sim.memory_allocated(0) == 0
+    stats = offload_stats(model)
+    assert stats is not None
+    assert len(stats.stalls) > 8
+    assert stats.waited >= 0
+    if kind == "cpu":
+        total = sum(page.nbytes for block in pager_of(model).blocks for page in block.pages)
+        assert total <= sim.pinned() - before <= 2 * total
+    else:
+        assert pager_of(model)._reader is not None
+    del model, stats
+    gc.collect()
+
+
+def test_a_file_that_is_gone_is_told_when_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type))
+    model, x = built(), inputs()
+    disk_offload(model, tmp_path, SIM)
+    with torch.no_grad():
+        model(x)
+        (tmp_path / "layers.3.up.weight.dat").unlink()
+        with pytest.raises(OffloadError, match="are gone"):
+            model(x)
+    gc.collect()  # the error holds its frames
+    assert torch.sim.memory_allocated(0) == 0
+
+
+def test_blocks_respect_classes_that_come_whole() -> None:
+    model = built(lambda: Net(4, 256))
+    with sim.capacity(weights(model) // 8):
+        cpu_offload(model, SIM, preload_module_classes=["Layer"])
+        names = [block.name for block in pager_of(model).blocks]
+        assert names == ["inp", "layers.0", "layers.1", "layers.2", "layers.3", "out"]
+        cpu_offload(model, SIM)
+        assert "layers.0.up" in [block.name for block in pager_of(model).blocks]
+
+
+def test_dispatching_says_where_everything_went() -> None:
+    model = built()
+    given = {"": "sim:0", "layers.0": "cpu"}
+    dispatch_model(model, given)
+    assert model.hf_device_map == given
+    assert model.hf_device_map is not given
