@@ -192,7 +192,7 @@ HOMES: dict[str, dict[str, Home]] = {
     )
     | at("watch.profile", "PROFILE_PATTERN_NAME")
     | at("core.versions", "STR_OPERATION_TO_FUNC=OPERATIONS")
-    | at("facade.modules", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=LAYERS_FOR_UPCASTING")
+    | at("offload.casting", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=LAYERS")
     | constants(
         BETA_CP_AVAILABLE_PYTORCH_VERSION="2.6.0",
         BETA_SP_AVAILABLE_DEEPSPEED_VERSION="0.18.2",

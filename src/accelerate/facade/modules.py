@@ -13,16 +13,6 @@ from accelerate.core import packages
 from accelerate.core.units import parse_bytes
 from accelerate.offload.measure import named_module_tensors
 
-# Layers that change of themselves to another number format without losing what makes them work.
-LAYERS_FOR_UPCASTING = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 # torch's own classes that hold a model as ``module``; other libraries' are told by their names.
 WRAPPERS = (DataParallel, DistributedDataParallel)
 # How 1.x numbers dtypes on the wire.

@@ -80,7 +80,6 @@ from accelerate.facade.hardware import check_os_kernel as check_os_kernel
 from accelerate.facade.hardware import get_driver_version as get_driver_version
 from accelerate.facade.hardware import get_gpu_info as get_gpu_info
 from accelerate.facade.hardware import has_p2p_and_infiniband as check_cuda_p2p_ib_support
-from accelerate.facade.modules import LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
@@ -111,6 +110,7 @@ from accelerate.offload.assign import has_offloaded_params as has_offloaded_para
 from accelerate.offload.assign import load_offloaded_weights as load_offloaded_weights
 from accelerate.offload.assign import retie_parameters as retie_parameters
 from accelerate.offload.assign import set_module_tensor_to_device as set_module_tensor_to_device
+from accelerate.offload.casting import LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate.offload.folder import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accelerate.offload.folder import PrefixedDataset as PrefixedDataset
 from accelerate.offload.folder import extract_submodules_state_dict as extract_submodules_state_dict
