@@ -279,7 +279,7 @@ def test_a_killed_rank_is_missed_and_the_checkpoint_before_is_whole(
     ranks: RankServer, tmp_path: Path
 ) -> None:
     """D1: with SIGKILL, while both write in the background."""
-    zero, one = ranks.outcomes(2, be_killed, str(tmp_path))
+    zero, one = ranks.outcomes(2, be_killed, str(tmp_path), grace=30)
     assert "SIGKILL" in one.message
     assert zero.value is not None, zero
     assert "rank 1 is gone" in pickle.loads(zero.value)
@@ -327,7 +327,7 @@ def test_a_rank_that_ends_after_the_commit_leaves_no_other_in_doubt(
 
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(ranks: RankServer, tmp_path: Path) -> None:
     """C9"""
-    zero, _ = ranks.outcomes(2, late, str(tmp_path))
+    zero, _ = ranks.outcomes(2, late, str(tmp_path), grace=30)
     assert zero.value is not None, zero
     assert "rank 1 was not ready within 2 s" in pickle.loads(zero.value)
 

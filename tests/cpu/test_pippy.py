@@ -479,7 +479,7 @@ def failing() -> None:
 
 def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
     """C3: a stage that waits for another in torch's schedule is freed as well."""
-    first, second = ranks.outcomes(2, failing)
+    first, second = ranks.outcomes(2, failing, grace=30)
     assert (first.status, second.status) == ("raised", "raised")
     assert "ArithmeticError: the second stage fails" in second.traceback
 

@@ -334,7 +334,7 @@ def test_a_signal_to_one_stops_all_at_one_step(ranks: RankServer) -> None:
 
 
 def test_ranks_that_do_not_ask_equally_often_are_told(ranks: RankServer) -> None:
-    outcomes = ranks.outcomes(2, steps, (1, 2))
+    outcomes = ranks.outcomes(2, steps, (1, 2), grace=30)
     assert [outcome.kind for outcome in outcomes] == ["CollectiveError"] * 2
     assert "should_stop at test_preemption.py" in outcomes[0].message
     assert "gather at test_preemption.py" in outcomes[0].message

@@ -45,7 +45,7 @@ PRELOAD = (
     "accelerate.facade.accelerator",
 )
 POLL = 0.003  # seconds between looks at the ranks
-GRACE = 3.0  # seconds the others may go on after a rank has failed
+GRACE = 3.0  # seconds, where a test does not say how long the others may go on after a rank has failed
 # The highest real-time signal: SIGUSR1 and SIGUSR2 belong to the programs under test.
 DUMP = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -61,6 +61,7 @@ class Job:
     cwd: str
     folder: str
     timeout: float
+    grace: float = GRACE  # seconds the others may go on after a rank has failed
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _watch(job: Job, pids: list[int], opener: int, client: Connection) -> list[E
                 ended[rank].code = _reap(alive.pop(rank))
                 failed = ended[rank].code or not file_of(job.folder, rank, "report").exists()
                 if failed and reason == "timeout":
-                    deadline, reason = min(deadline, time.monotonic() + GRACE), "peer"
+                    deadline, reason = min(deadline, time.monotonic() + job.grace), "peer"
         waiting = all(file_of(job.folder, rank, "report").exists() for rank in alive)
         if not gate_open and (waiting or reason == "peer"):
             os.close(opener)

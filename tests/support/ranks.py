@@ -128,13 +128,19 @@ class RankServer:
         timeout: float = 60,
         env: Mapping[str, object | None] | None = None,
         devices: Sequence[str] | None = None,
+        grace: float = GRACE,
     ) -> list[Outcome]:
-        """Like a call, but tells how each rank ended instead of raising."""
+        """Like a call, but tells how each rank ended instead of raising.
+
+        A test that reads what the others answer to a failure gives them the time of a busy machine:
+        ``grace`` seconds.
+        """
         folder = tempfile.mkdtemp(dir=self._folder)
         try:
             call, environments = _pickled(function, args), _environments(n, env, devices)
-            ended = self._ask(Job(call, environments, list(sys.path), os.getcwd(), folder, timeout))
-            return [_outcome(folder, rank, end, timeout) for rank, end in enumerate(ended)]
+            job = Job(call, environments, list(sys.path), os.getcwd(), folder, timeout, grace)
+            ended = self._ask(job)
+            return [_outcome(folder, rank, end, job) for rank, end in enumerate(ended)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -143,7 +149,7 @@ class RankServer:
         finished = False
         try:
             channel.send(job)
-            if not channel.poll(job.timeout + GRACE + 60):
+            if not channel.poll(job.timeout + job.grace + 60):
                 raise RuntimeError(f"the rank server does not answer\n{self._log()}")
             answer = channel.recv()
             finished = True
@@ -270,7 +276,7 @@ def _pickled(function: Callable[..., object], args: tuple[Any, ...]) -> bytes:
     return pickle.dumps((function, args))
 
 
-def _outcome(folder: str, rank: int, ended: Ended, timeout: float) -> Outcome:
+def _outcome(folder: str, rank: int, ended: Ended, job: Job) -> Outcome:
     def text(what: str) -> str:
         place = file_of(folder, rank, what)
         return place.read_text(errors="replace") if place.exists() else ""
@@ -284,9 +290,9 @@ def _outcome(folder: str, rank: int, ended: Ended, timeout: float) -> Outcome:
     status, message = "returned", ""
     if ended.stopped == "timeout":
         where = "after its function had returned" if report.value else "in its function"
-        status, message = "hung", f"still {where} after {timeout:g} s"
+        status, message = "hung", f"still {where} after {job.timeout:g} s"
     elif ended.stopped:
-        status, message = "stopped", f"still running {GRACE:g} s after another rank had failed"
+        status, message = "stopped", f"still running {job.grace:g} s after another rank had failed"
     elif report.value is None or ended.code:
         status, message = "died", _epitaph(ended.code)
     return Outcome(rank, status, report.value, message=message, output=output, stacks=stacks)
