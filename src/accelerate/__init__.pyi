@@ -36,12 +36,14 @@ from accelerate.offload.empty import init_empty_weights as init_empty_weights
 from accelerate.offload.empty import init_on_device as init_on_device
 from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
 from accelerate.offload.pipeline.prepare import prepare_pippy as prepare_pippy
-from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accelerate.strategy.parallel.config import ParallelismConfig as ParallelismConfig
+from accelerate.strategy.sharding.plugin import (
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
 from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.utils.imports import is_rich_available as is_rich_available
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs

@@ -52,7 +52,6 @@ FSDP = "training sharded with torch's FSDP2"
 DEEPSPEED = "training through the DeepSpeed engine"
 MEGATRON = "training through Megatron-Core"
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
-PARALLEL = "tensor, context and sequence parallelism over a named device mesh"
 
 HOMES: dict[str, dict[str, Home]] = {
     "accelerate": {},
@@ -96,7 +95,7 @@ HOMES: dict[str, dict[str, Home]] = {
     "accelerate.optimizer": at(
         "facade.optimizer", "AcceleratedOptimizer move_to_device patch_optimizer_step"
     ),
-    "accelerate.parallelism_config": later(PARALLEL, "ParallelismConfig"),
+    "accelerate.parallelism_config": at("strategy.parallel.config", "ParallelismConfig"),
     "accelerate.scheduler": at("facade.scheduler", "AcceleratedScheduler"),
     "accelerate.state": at(
         "facade.state",
@@ -247,9 +246,13 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("checkpoint.project", "ProjectConfiguration")
     | at("watch.profile", "ProfileKwargs")
     | later("models quantized by bitsandbytes", "BnbQuantizationConfig")
-    | later(DEEPSPEED, "DeepSpeedPlugin DeepSpeedSequenceParallelConfig")
-    | at("strategy.fsdp2.plugin", "FullyShardedDataParallelPlugin")
-    | later(PARALLEL, "TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin")
+    | later(DEEPSPEED, "DeepSpeedPlugin")
+    | at("strategy.sharding.plugin", "FullyShardedDataParallelPlugin")
+    | at(
+        "strategy.parallel.config",
+        "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
+        "TorchTensorParallelPlugin",
+    )
     | later(
         MEGATRON,
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser "
@@ -273,7 +276,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | {"check_cuda_fp8_capability": Made("facade.available:format_checker", "cuda", "fp8")}
     | at("world.affinity", "override_numa_affinity set_numa_affinity"),
     "accelerate.utils.fsdp_utils": at(
-        "strategy.fsdp2.functions",
+        "strategy.sharding.functions",
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy "
         "fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "

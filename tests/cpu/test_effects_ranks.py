@@ -108,7 +108,7 @@ def shards(options: dict[str, Any], impossible: str) -> Said:
     from torch.distributed.fsdp import OffloadPolicy
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.strategy.fsdp2 import shard
+    from accelerate.strategy.sharding import shard
 
     plugin = FullyShardedDataParallelPlugin(**options)
     accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")

@@ -50,6 +50,8 @@ FACTS = {
     ("offload/estimate/bill", "ddp"): "what each rank of it holds, as a sum",
     ("offload/estimate/bill", "fsdp"): "what each rank of it holds, as a sum",
     ("strategy/settings/parallelism", "deepspeed"): "whose functions split attention by heads, and no other",
+    ("strategy/sharding", "fsdp"): "torch's own word for it, in the names of its classes and fields",
+    ("strategy/parallel/config", "deepspeed"): "what the public interface calls that way to split attention",
     **{
         ("strategy/settings/deepspeed", name): "by which program its own launcher reaches other machines"
         for name in ("openmpi", "mvapich", "slurm")
@@ -137,7 +139,8 @@ def words(source: Source) -> Iterator[tuple[int, str]]:
 def is_free(source: Source, name: str) -> bool:
     """Whether ``name`` may stand in the file: it or its folder is called so, or it states a fact."""
     own = any(named_in(part, {name}) for part in source.inside)
-    facts = {(source.room, name), ("/".join(source.inside), name)} & FACTS.keys()
+    places = ("/".join(source.inside[:depth]) for depth in range(1, len(source.inside) + 1))
+    facts = {(place, name) for place in places} & FACTS.keys()
     return own or bool(facts) or (source.inside == CLUSTERS and name in schedulers())
 
 

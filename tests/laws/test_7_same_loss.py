@@ -19,14 +19,18 @@ from accelerate.strategy import STRATEGIES
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
 GLOBAL_BATCH, STEPS, EPOCHS = 8, 6, 3
-# How a user asks for a strategy: (variables, world sizes it is for). A new one must be added here.
+# How a user asks for a strategy: (variables, with {n} for the number of processes; world sizes it is for).
+# A new one must be added here.
 ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
     "single": ({}, (1,)),
     "ddp": ({}, (2, 4)),
     "fsdp": ({"ACCELERATE_USE_FSDP": "true"}, (2, 4)),
     "deepspeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, (2, 4)),
     "megatron": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, (2, 4)),
-    "parallelism": ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, (2, 4)),
+    "parallelism": (
+        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "{n}"},
+        (2, 4),
+    ),
 }
 Numbers = tuple[list[float], list[list[float]]]
 
@@ -118,7 +122,8 @@ def test_one_process_trains_like_the_plain_loop(ranks: RankServer, precision: st
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("strategy", [name for name in ASKED if name != "single"])
 def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: int, window: int) -> None:
-    variables, sizes = ASKED[strategy]
+    texts, sizes = ASKED[strategy]
+    variables = {name: text.format(n=n) for name, text in texts.items()}
     if strategy not in STRATEGIES.names() or n not in sizes:
         pytest.skip(f"{strategy} is not for {n} processes here")
     planned = STRATEGIES.get(strategy).planned

@@ -16,9 +16,9 @@ from accelerate.core.errors import NotBuiltError, SettingError, UnknownNameError
 from accelerate.launch.job import read
 from accelerate.strategy import choose, idle
 from accelerate.strategy.base import Request
-from accelerate.strategy.fsdp2 import functions
-from accelerate.strategy.fsdp2.blocks import blocks_of
-from accelerate.strategy.fsdp2.effects import effects
+from accelerate.strategy.sharding import functions
+from accelerate.strategy.sharding.blocks import blocks_of
+from accelerate.strategy.sharding.effects import effects
 from accelerate.world.world import World
 from tests.support.sharded_models import Block, tiny
 

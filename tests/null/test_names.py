@@ -137,6 +137,7 @@ OPTIONS = {
     "accelerate.big_modeling.load_checkpoint_and_dispatch": ["allow_missing"],
     "accelerate.checkpointing.load_custom_state": ["load_kwargs"],
     "accelerate.data_loader.prepare_data_loader": ["shard"],
+    "accelerate.parallelism_config.ParallelismConfig": ["pp_size"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],
     "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard"],
     "accelerate.utils.dataclasses.GradientAccumulationPlugin": ["step_scheduler_once"],

@@ -104,7 +104,7 @@ def where_they_lie(offload: bool) -> Any:
     from torch.distributed.fsdp import OffloadPolicy
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.strategy.fsdp2 import shard
+    from accelerate.strategy.sharding import shard
 
     plugin = FullyShardedDataParallelPlugin(**LAYERS, cpu_offload=True)
     accelerator = Accelerator(fsdp_plugin=plugin)

@@ -161,6 +161,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._drop_last, self._non_blocking = drop_last, non_blocking
         self.rng_types = self.synchronized_generator = None
         self._noted: dict[str, Any] | None = None
+        # What this process computes of a batch, where processes share sequences.
+        self.own_part: Callable[[Any], Any] | None = None
         # What all processes do together once, when the first of all batches is asked for.
         self.before_first_use: Callable[[], None] | None = None
         self._num_processes = 1
@@ -259,6 +261,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.active.touch(self)
             if device is not None:
                 batch = send_to_device(batch, device, non_blocking)
+            if self.own_part is not None:
+                batch = self.own_part(batch)
             epoch.batches += 1
             epoch.samples += step if samples is None else samples
             self.real, self.filled = real, remainder != 0

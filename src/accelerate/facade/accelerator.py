@@ -26,8 +26,8 @@ from accelerate.facade.effects import Effects
 from accelerate.facade.given import Given
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
 from accelerate.facade.join import joined
-from accelerate.facade.later import Later
 from accelerate.facade.loop import Loop
+from accelerate.facade.mesh import Meshed
 from accelerate.facade.metrics import gather_for_metrics
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.rollback import remember
@@ -48,7 +48,7 @@ from accelerate.world.world import InitProcessGroupKwargs, World
 _UNSET: Any = object()
 
 
-class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
+class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -111,14 +111,14 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
             )
             if given is not None
         )
-        options.refuse_unbuilt(parallelism_config)
+        layout = options.of_layout(parallelism_config, torch_tp_plugin)
         compiler = options.of_compiler(dynamo_plugin, dynamo_backend)
         self.handlers = options.by_class(kwargs_handlers or [])
         self.state = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
             dynamo_plugin=compiler,
-            parallelism_config=parallelism_config,
+            parallelism_config=layout,
             _from_accelerator=True,
             **self._group_options(),
         )
@@ -136,12 +136,12 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
         )
         self.precision.check()
         self.strategy: Strategy = choose(
-            Request(self.world, plugins, self.handlers, precision=self.precision.name)
+            Request(self.world, plugins, self.handlers, precision=self.precision.name, parallelism=layout)
         )
         self.state.distributed_type = type(self.state.distributed_type)(
             self.strategy.distributed_type(self.world)
         )
-        vars(self.state).update(self.strategy.plugins)
+        vars(self.state).update(self.strategy.plugins, device_mesh=self.strategy.mesh)
         self.gradient_state = GradientState.own(
             options.of_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps),
             ActiveLoaders(),
@@ -387,6 +387,9 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
             return loader
         given = self.dataloader_config
         more: dict[str, Any] = {"shard": given.shard} if given.shard != "auto" else {}
+        share = self.strategy.share
+        if share.count != self.world.size:
+            more.update(num_processes=share.count, process_index=share.index)
         more.update((name, value) for name, value in asked.items() if value is not None)
         # Some programs replace this function; theirs is called then.
         prepare = lazy.patched("accelerate.data_loader", "prepare_data_loader", prepare_data_loader)
@@ -405,6 +408,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
             **more,
         )
         shard.active, shard.gradient_state = self.gradient_state.loaders, self.gradient_state
+        shard.own_part = self.strategy.own_part
         return shard
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -435,8 +439,14 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Later):
                 or a dict of such; see ``facade.metrics``.
             use_gather_object: treat it as objects.
         """
-        loader = self.gradient_state.active_dataloader
-        return gather_for_metrics(input_data, loader, as_objects=use_gather_object)
+        loader, share = self.gradient_state.active_dataloader, self.strategy.share
+        return gather_for_metrics(
+            input_data,
+            loader,
+            as_objects=use_gather_object,
+            speaks=share.speaks,
+            alone=share.count == self.world.size,
+        )
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None

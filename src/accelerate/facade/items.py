@@ -250,7 +250,8 @@ class Items:
             return counts
         # Every device adds up float32: whole numbers are exact to 16 million, and good to 7 digits beyond.
         mine = torch.tensor(counts, dtype=torch.float32, device=self.strategy.world.device)
-        return collective.reduce(mine, "sum").tolist()
+        # Processes with the very same loss have counted the same items.
+        return [total / self.strategy.peers for total in collective.reduce(mine, "sum").tolist()]
 
 
 def _near(items: float) -> float:

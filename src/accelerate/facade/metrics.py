@@ -14,7 +14,9 @@ from accelerate.core import tree
 from accelerate.world import collective
 
 
-def gather_for_metrics(data: Any, loader: Any, *, as_objects: bool = False) -> Any:
+def gather_for_metrics(
+    data: Any, loader: Any, *, as_objects: bool = False, speaks: bool = True, alone: bool = True
+) -> Any:
     """What all processes computed for the samples of a step, in dataset order, without fillers.
 
     Args:
@@ -23,6 +25,8 @@ def gather_for_metrics(data: Any, loader: Any, *, as_objects: bool = False) -> A
             tensor among them.
         loader: the one whose batch it is, or None.
         as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
+        speaks: whether the rows of this process count: others may have computed the same.
+        alone: whether every process speaks.
 
     Returns:
         The same structure. Objects come as a flat list, also on one process.
@@ -34,6 +38,8 @@ def gather_for_metrics(data: Any, loader: Any, *, as_objects: bool = False) -> A
         real = loader.real
         if real is None and loader.end_of_dataloader and loader.remainder > 0:
             last = loader.remainder  # where only the whole step is known
+    if not alone:
+        filled, real = True, real if speaks else 0
     return _Gatherer(filled, real, last).gather(data, as_objects)
 
 

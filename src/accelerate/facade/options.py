@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate.core.errors import NotBuiltError, SettingError
+from accelerate.core.errors import SettingError
 from accelerate.core.handler import KwargsHandler
 from accelerate.core.setting import load
 from accelerate.data.configuration import DataLoaderConfiguration
@@ -17,19 +17,29 @@ from accelerate.watch.profile import ProfileKwargs
 from accelerate.world.stop import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs
 
+if TYPE_CHECKING:
+    from accelerate.strategy.parallel.config import ParallelismConfig
 
-def refuse_unbuilt(parallelism_config: Any) -> None:
-    """Refuses arguments whose room is not built yet.
+
+def of_layout(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismConfig | None:
+    """The dimensions of the mesh: as given, by the older plugin, or as the launcher says; None without.
 
     Raises:
-        NotBuiltError: with the plan.
+        SettingError: both say how many processes share a layer.
     """
-    asked = {
-        "parallelism_config": (parallelism_config, "named degrees of parallelism will come"),
-    }
-    for name, (given, planned) in asked.items():
-        if given is not None:
-            raise NotBuiltError(f"Accelerator({name}=...) is not built yet", why=planned)
+    from accelerate.strategy.settings.parallelism import ParallelismSwitch
+
+    wanted = getattr(tp_plugin, "tp_size", 1)
+    if config is None and (wanted > 1 or load(ParallelismSwitch).value.use_parallelism_config):
+        from accelerate.strategy.parallel.config import ParallelismConfig
+
+        return ParallelismConfig(tp_size=wanted) if wanted > 1 else ParallelismConfig()
+    if config is not None and wanted not in (1, config.tp_size):
+        raise SettingError(
+            f"torch_tp_plugin says tp_size={wanted}, and parallelism_config tp_size={config.tp_size}",
+            fix="leave torch_tp_plugin out",
+        )
+    return config
 
 
 def of_compiler(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from accelerate.core.effects import Effect, Option, differing
 from accelerate.core.errors import NotBuiltError
 from accelerate.core.handler import KwargsHandler
 from accelerate.world.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 H = TypeVar("H", bound=KwargsHandler)
 Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
@@ -86,16 +89,33 @@ class Request:
         plugins: the strategy plugins given to the ``Accelerator``, without the absent ones.
         handlers: the kwargs handlers given to it, by class.
         precision: name of the precision.
+        parallelism: the sizes of the dimensions of a mesh, a ``ParallelismConfig``.
     """
 
     world: World
     plugins: tuple[Any, ...] = ()
     handlers: Mapping[type, Any] = field(default_factory=dict)
     precision: str = "no"
+    parallelism: Any = None
 
     def handler(self, kind: type[H]) -> H:
         """The handler of that class, or one with its defaults."""
         return self.handlers.get(kind) or kind()
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the data this process has.
+
+    Attributes:
+        count: into how many parts they are shared out.
+        index: this process's part.
+        speaks: of the processes that have the same part, this one counts where samples are counted once.
+    """
+
+    count: int
+    index: int
+    speaks: bool = True
 
 
 # Entered in every step: made once.
@@ -205,9 +225,44 @@ class Strategy(ABC):
         return {}
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """The processes as a mesh of named dimensions, where there is more than one dimension."""
+        return None
+
+    @property
+    def share(self) -> Share:
+        """Which part of the data this process reads; processes that share a layer read the same."""
+        return Share(self.world.size, self.world.rank)
+
+    @property
+    def peers(self) -> int:
+        """How many processes, this one too, compute the very same loss: of the same tokens."""
+        return 1
+
+    @property
     def replicas(self) -> int:
         """Over how many processes reducing a gradient takes the mean."""
-        return self.world.size
+        return self.world.size // self.peers
+
+    def own_part(self, batch: Any) -> Any:
+        """What this process computes of a batch that is on its device: its part of each sequence, say."""
+        return batch
+
+    def sequences(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
+    ) -> AbstractContextManager[Any]:
+        """Around forward and backward of whole sequences, which are cut where processes share them.
+
+        Args:
+            buffers: tensors with whole sequences, cut in place.
+            dims: the dimension of each that counts tokens.
+            kept: those that need not be whole again afterwards.
+        """
+        return NOTHING
+
+    def adapted(self, loader: Any, model: nn.Module) -> Any:
+        """A loader of whole sequences as one of this process's parts."""
+        return loader
 
     def synchronises(self, model: nn.Module) -> bool:
         """Whether a backward through ``model`` now leaves gradients that are reduced over the processes."""

@@ -1,33 +1,16 @@
-"""Fully sharded data parallel: every process holds a part of parameters, gradients and optimizer state.
-
-Before a block computes, its parameters are gathered, and they are freed afterwards; its gradients are
-reduced, and every process keeps its part. torch's ``fully_shard`` does it, in place: the model stays the
-user's object, with its names, and its parameters are distributed tensors. The work stands in the folder
-``fsdp2``, which is loaded only when this strategy is chosen: it costs a second of torch.
-"""
+"""Fully sharded data parallel: every process holds a part of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
-import torch
-from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
-
-from accelerate.core.effects import Effect, Option, given
-from accelerate.core.errors import PrepareError
+from accelerate.core.effects import Option, given
 from accelerate.core.setting import load
-from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
+from accelerate.strategy.base import Request
 from accelerate.strategy.settings.fsdp import FSDPSwitch
+from accelerate.strategy.sharding.strategy import Sharding
 from accelerate.world.world import World
-
-if TYPE_CHECKING:
-    from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin
-    from accelerate.strategy.fsdp2.shard import Layout, Sharder
 
 
 def _asked(request: Request) -> bool:
@@ -35,23 +18,11 @@ def _asked(request: Request) -> bool:
     return named or load(FSDPSwitch).value.use_fsdp
 
 
-class FSDP(Strategy):
-    """Parameters, gradients and optimizer state cut over all processes."""
+class FSDP(Sharding):
+    """Cut over all processes, by torch's ``fully_shard``."""
 
     name: ClassVar[str] = "fsdp"
     priority: ClassVar[int] = 10
-    shards: ClassVar[bool] = True
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin
-
-        given = next((p for p in request.plugins if isinstance(p, FullyShardedDataParallelPlugin)), None)
-        self.plugin: FullyShardedDataParallelPlugin = given or FullyShardedDataParallelPlugin()
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # The parameters that are no more, and what took their place: optimizers may still hold them.
-        self._renewed: Any = WeakIdKeyDictionary()
-        self._keeps_back = False
 
     @classmethod
     def claims(cls, request: Request) -> bool:
@@ -73,263 +44,10 @@ class FSDP(Strategy):
             if type(plugin).__name__ == "FullyShardedDataParallelPlugin":
                 yield Option("fsdp_plugin", type(plugin).__name__, "the argument fsdp_plugin")
 
-    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
-        """See ``fsdp2/effects.py``."""
-        from accelerate.strategy.fsdp2.effects import effects
-
-        return effects(self.asked(self.request), self.plugin, [m for m in models if m in self.models])
-
     @classmethod
     def distributed_type(cls, world: World) -> str:
         """The contract's name, on any device."""
         return "FSDP"
-
-    @property
-    def plugins(self) -> dict[str, Any]:
-        """How it shards."""
-        return {"fsdp_plugin": self.plugin}
-
-    @cached_property
-    def _sharder(self) -> Sharder:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from accelerate.strategy.fsdp2.shard import Sharder
-
-        mesh = init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("dp_shard",))
-        return Sharder(mesh, self.plugin, self.world.device)
-
-    # --- prepare
-
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """Shard every model, part by part, and keep the optimizers on the parameters."""
-        models = [model for model in dict.fromkeys(bundle.of("model")) if not self._known(model)]
-        if bundle.training and models:
-            yield self._shard_step(models)
-        elif models:
-            yield Step("place", f"the weights go to {self.world.device}", self._place)
-        if bundle.of("optimizer"):
-            self._check_optimizers(bundle)
-            yield Step("parameters", "optimizers hold the sharded parameters", self._catch_up)
-
-    def _shard_step(self, models: list[nn.Module]) -> Step:
-        from accelerate.strategy.fsdp2.shard import share
-
-        layouts = [self._layout(model) for model in models]
-        here = self.world.device.type
-        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (here, "meta"))
-        pairs = zip(models, layouts, strict=True)
-        after = sum(share(m, found, self.world.size, here != "cpu" and self._offloads) for m, found in pairs)
-        said = "; ".join(dict.fromkeys(found.says() for found in layouts))
-        reason = f"each of {self.world.size} processes holds a part of every parameter; {said}"
-        return Step("shard", reason, self._shard, before, after)
-
-    @property
-    def _offloads(self) -> bool:
-        return type(self.plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
-
-    def _layout(self, model: nn.Module) -> Layout:
-        from accelerate.strategy.fsdp2.plugin import policy_of
-        from accelerate.strategy.fsdp2.shard import layout_of
-
-        return layout_of(model, self.plugin, policy_of(self.request.precision))
-
-    def _shard(self, bundle: Bundle) -> None:
-        for model in dict.fromkeys(bundle.of("model")):
-            if not self._known(model):
-                self.shard(model, bundle.of("optimizer"))
-
-    def shard(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
-        """Shards one model in place, and makes ``optimizers`` hold its new parameters."""
-        self._sharder.shard(model, self._layout(model), optimizers, self._follow)
-        self.models.add(model)
-
-    def _known(self, model: nn.Module) -> bool:
-        from accelerate.strategy.fsdp2.shard import is_sharded
-
-        return is_sharded(model)
-
-    def _place(self, bundle: Bundle) -> None:
-        for index in bundle.positions("model"):
-            if bundle.place[index] and not hasattr(bundle.objects[index], "hf_device_map"):
-                bundle.objects[index].to(self.world.device)
-
-    def _follow(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
-        from accelerate.strategy.fsdp2.shard import follow
-
-        follow(renewed, optimizers)
-        for old, new in renewed.values():
-            self._renewed[old] = new
-
-    def _catch_up(self, bundle: Bundle) -> None:
-        """Optimizers that were made before their model was prepared, in a call of its own."""
-        from accelerate.strategy.fsdp2.shard import follow
-
-        for optimizer in bundle.of("optimizer"):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            renewed = {id(p): (p, self._renewed[p]) for p in held if p in self._renewed}
-            # It may have been made right after a forward.
-            whole = self._whole()
-            renewed |= {id(p): (p, whole[p]) for p in held if p in whole}
-            follow(renewed, [optimizer])
-
-    def _check_optimizers(self, bundle: Bundle) -> None:
-        """Before anything is changed: an optimizer that would train what nobody reduces.
-
-        Raises:
-            PrepareError: all of its parameters belong to no model that is prepared.
-        """
-        known = {p for model in (*bundle.of("model"), *self.models) for p in model.parameters()}
-        for optimizer in bundle.of("optimizer"):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            if held and not any(p in known or p in self._renewed for p in held):
-                raise PrepareError(
-                    f"the {type(optimizer).__name__} holds parameters of no prepared model",
-                    why="sharding gives a model new parameters, and its optimizer has to follow them",
-                    fix="prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)",
-                )
-
-    # --- the loop
-
-    def synchronises(self, model: nn.Module) -> bool:
-        """Unless ``no_sync`` is around it."""
-        from accelerate.strategy.fsdp2.grads import reduces
-
-        return reduces(model)
-
-    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
-        """Without ``sync`` every process keeps whole gradients: as much memory as unsharded ones take."""
-        if sync:
-            return NOTHING
-        self._keeps_back = True
-        return _quiet(models)
-
-    @staticmethod
-    def sync_next_backward(model: nn.Module) -> None:
-        """The next backward reduces, with what was kept back."""
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(True)  # type: ignore[operator]
-
-    @property
-    def holds_back(self) -> bool:
-        """Since a micro-batch ran without reducing."""
-        return self._keeps_back
-
-    def parameters(self, model: nn.Module) -> list[torch.Tensor]:
-        """The sharded ones: after a forward the root still has its whole ones in their places."""
-        whole = self._whole()
-        return [whole.get(p, p) for p in model.parameters()]
-
-    def _whole(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Sharded parameters by the whole ones that stand in their places now and then."""
-        from accelerate.strategy.fsdp2.grads import leaf, places
-
-        pairs = ((leaf(place), p) for p, place in places(self.models).items())
-        return {found: p for found, p in pairs if found is not None}
-
-    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The local parts, and whole gradients that have not been reduced yet."""
-        from accelerate.strategy.fsdp2.grads import kept_back, local, places
-
-        wanted = list(parameters)
-        found = [local(p.grad) for p in wanted if p.grad is not None]
-        if self._keeps_back:
-            record = places(self.models)
-            more = (kept_back(record[p]) for p in wanted if p in record)
-            found += [grad for grad in more if grad is not None]
-        return found
-
-    def reached(self, loss: torch.Tensor) -> set[torch.Tensor]:
-        """Graphs reach the whole parameters: those that they stand for."""
-        from accelerate.strategy.fsdp2.grads import leaf, places
-
-        found = leaves(loss)
-        return found | {p for p, place in places(self.models).items() if leaf(place) in found}
-
-    def backward_zero(
-        self,
-        models: Iterable[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        reached: set[torch.Tensor],
-        loss: torch.Tensor,
-    ) -> None:
-        """The whole backward: other processes wait for every gather and reduction in it."""
-        from accelerate.strategy.fsdp2.grads import zero_backward
-
-        zero_backward(self.models, loss)
-
-    def clip_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """By one exchange of one number."""
-        from accelerate.strategy.fsdp2.grads import clip_norm
-
-        return clip_norm(parameters, max_norm, norm_type, self.world.device)
-
-    def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
-        """Each process its part."""
-        from accelerate.strategy.fsdp2.grads import clip_value
-
-        clip_value(parameters, limit)
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
-        """Also what was kept back."""
-        if self._keeps_back:
-            from accelerate.strategy.fsdp2.grads import drop, places
-
-            record = places(self.models)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter in record:
-                        drop(record[parameter])
-        zero()
-
-    # --- states
-
-    @property
-    def saves_sharded(self) -> bool:
-        """As the plugin's ``state_dict_type`` says."""
-        return "SHARDED_STATE_DICT" in str(self.plugin.state_dict_type)
-
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
-        from accelerate.strategy.fsdp2.whole import model_state
-
-        return model_state(model, self.world.rank == 0)
-
-    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """A full state on every process; each takes its part."""
-        from accelerate.strategy.fsdp2.whole import load_model
-
-        return load_model(model, state, strict=strict)
-
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
-    ) -> dict[str, Any]:
-        """Gathered, on the host of rank 0."""
-        from accelerate.strategy.fsdp2.whole import optimizer_state
-
-        return optimizer_state(optimizer, self.world.rank == 0)
-
-    def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
-    ) -> None:
-        """A full state on every process; each takes its part."""
-        from accelerate.strategy.fsdp2.whole import load_optimizer
-
-        load_optimizer(optimizer, state)
-
-
-@contextmanager
-def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
-    found: list[Any] = [model for model in models if hasattr(model, "set_requires_gradient_sync")]
-    for model in found:
-        model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        for model in found:
-            model.set_requires_gradient_sync(True)
 
 
 PLUGIN = FSDP

@@ -138,33 +138,41 @@ from accelerate.offload.measure import get_module_leaves as get_module_leaves
 from accelerate.offload.measure import get_module_size_with_ties as get_module_size_with_ties
 from accelerate.offload.measure import get_non_persistent_buffers as get_non_persistent_buffers
 from accelerate.offload.measure import named_module_tensors as named_module_tensors
-from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.strategy.deepspeed import GatheredParameters as GatheredParameters
-from accelerate.strategy.fsdp2.functions import (
+from accelerate.strategy.parallel.config import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+)
+from accelerate.strategy.parallel.config import ParallelismConfig as ParallelismConfig
+from accelerate.strategy.parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
+from accelerate.strategy.parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accelerate.strategy.parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.strategy.sharding.functions import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
-from accelerate.strategy.fsdp2.functions import (
+from accelerate.strategy.sharding.functions import (
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
 )
-from accelerate.strategy.fsdp2.functions import ensure_weights_retied as ensure_weights_retied
-from accelerate.strategy.fsdp2.functions import fsdp2_apply_ac as fsdp2_apply_ac
-from accelerate.strategy.fsdp2.functions import fsdp2_canonicalize_names as fsdp2_canonicalize_names
-from accelerate.strategy.fsdp2.functions import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
-from accelerate.strategy.fsdp2.functions import (
+from accelerate.strategy.sharding.functions import ensure_weights_retied as ensure_weights_retied
+from accelerate.strategy.sharding.functions import fsdp2_apply_ac as fsdp2_apply_ac
+from accelerate.strategy.sharding.functions import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accelerate.strategy.sharding.functions import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accelerate.strategy.sharding.functions import (
     fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
 )
-from accelerate.strategy.fsdp2.functions import fsdp2_prepare_model as fsdp2_prepare_model
-from accelerate.strategy.fsdp2.functions import (
+from accelerate.strategy.sharding.functions import fsdp2_prepare_model as fsdp2_prepare_model
+from accelerate.strategy.sharding.functions import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
-from accelerate.strategy.fsdp2.functions import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
-from accelerate.strategy.fsdp2.functions import get_parameters_from_modules as get_parameters_from_modules
-from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.functions import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.strategy.sharding.functions import get_parameters_from_modules as get_parameters_from_modules
+from accelerate.strategy.sharding.plugin import (
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
 from accelerate.utils import ao as ao
 from accelerate.utils import bnb as bnb
 from accelerate.utils import constants as constants
@@ -233,14 +241,10 @@ from accelerate.utils.constants import (
 )
 from accelerate.utils.dataclasses import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
-from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from accelerate.utils.dataclasses import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )
 from accelerate.utils.dataclasses import MegatronLMPlugin as MegatronLMPlugin
-from accelerate.utils.dataclasses import TorchContextParallelConfig as TorchContextParallelConfig
-from accelerate.utils.dataclasses import TorchTensorParallelConfig as TorchTensorParallelConfig
-from accelerate.utils.dataclasses import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accelerate.utils.dataclasses import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )

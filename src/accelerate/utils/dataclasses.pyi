@@ -26,7 +26,15 @@ from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accelerate.strategy.parallel.config import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+)
+from accelerate.strategy.parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
+from accelerate.strategy.parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accelerate.strategy.parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.strategy.sharding.plugin import (
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.world.stop import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.tensors import TensorInformation as TensorInformation
@@ -43,23 +51,7 @@ class DeepSpeedPlugin:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __getattr__(self, name: str) -> Any: ...
 
-class DeepSpeedSequenceParallelConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
 class MegatronLMPlugin:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-class TorchContextParallelConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-class TorchTensorParallelConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-class TorchTensorParallelPlugin:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __getattr__(self, name: str) -> Any: ...
 

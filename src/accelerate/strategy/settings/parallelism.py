@@ -51,6 +51,9 @@ class ParallelismSettings:
         "processes that share each layer",
         question="How many processes share each layer?",
     )
+    parallelism_config_pp_size: int | None = _option(
+        "PP_SIZE", "stages of layers, one after another", question="How many stages of layers?"
+    )
     parallelism_config_cp_size: int | None = _option(
         "CP_SIZE",
         "processes that share each sequence, around a ring",

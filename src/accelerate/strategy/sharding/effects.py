@@ -11,8 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from accelerate.core import environ
 from accelerate.core.effects import Effect, Option, given
-from accelerate.strategy.fsdp2.grads import groups
-from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.grads import groups
+from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 _IGNORED = (
     "it is an option of version 1; version 2 always gathers ahead in the backward, keeps the user's own "

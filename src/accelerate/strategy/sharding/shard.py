@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.fsdp2.blocks import blocks_of, check_parameters, ignored_of, parameters_of
-from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.fsdp2.whole import distributed
+from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
+from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.whole import distributed
 from accelerate.world import collective
 
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from accelerate.core import environ
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.fsdp2.blocks import blocks_of
-from accelerate.strategy.fsdp2.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.fsdp2.shard import follow, recompute
-from accelerate.strategy.fsdp2.whole import part_of
+from accelerate.strategy.sharding.blocks import blocks_of
+from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.shard import follow, recompute
+from accelerate.strategy.sharding.whole import part_of
 
 # What wrappers of torch put into names.
 _WRAPPED = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")

@@ -1,0 +1,72 @@
+"""What one dimension of a mesh does to models and batches: a file of this folder holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from accelerate.strategy.base import Bundle, Step
+from accelerate.world.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate.strategy.parallel.config import ParallelismConfig
+
+Nothing = Generator[None]
+
+
+class Dimension:
+    """One dimension of a mesh, with more than one process.
+
+    Attributes:
+        name: of the dimension in the mesh.
+        spreads: its processes hold different parts of parameters.
+    """
+
+    name: ClassVar[str]
+    spreads: ClassVar[bool] = False
+
+    def __init__(self, config: ParallelismConfig, mesh: DeviceMesh, world: World) -> None:
+        """
+        Args:
+            config: all sizes, and the options of each dimension.
+            mesh: the whole mesh; ``mesh[name]`` is this dimension.
+            world: the processes.
+        """
+        self.config, self.mesh, self.world = config, mesh, world
+
+    def check(self) -> None:
+        """Refuses, with the reason, what cannot work here.
+
+        Raises:
+            SettingError, WorldError, NotBuiltError: by what is wrong.
+        """
+
+    def steps(self, bundle: Bundle) -> Iterator[Step]:
+        """What is done to a bundle before parameters are sharded over the data. Changes nothing by itself."""
+        return iter(())
+
+    def own_part(self, batch: Any) -> Any:
+        """What this process computes of a batch that is on its device."""
+        return batch
+
+    def sequences(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Around forward and backward of whole sequences, which are cut for the time of it.
+
+        Args:
+            buffers: tensors with whole sequences, cut in place.
+            dims: the dimension of each that counts tokens.
+            kept: those that need not be whole again afterwards.
+        """
+        return nullcontext()
+
+    def adapted(self, loader: Any, model: nn.Module) -> Any:
+        """A loader of whole sequences as one of parts."""
+        return loader
