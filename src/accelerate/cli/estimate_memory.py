@@ -111,7 +111,7 @@ def _estimate(model_name: str, given: Mapping[str, Any]) -> None:
     kinds = _kinds(given) if wanted else []
     facts, below = _facts(model_name, given, head=bool(given["head"] or wanted))
     rows = table(facts, given["dtypes"])
-    bills = [sums.training(facts, kind, _kept(model_name, given, kind)) for kind in kinds]
+    bills = [sums.training(facts, kind, traced(model_name, _options(given), kind)) for kind in kinds]
     if given["plot"]:
         plot(
             Path(given["plot"]),
@@ -153,8 +153,14 @@ def _facts(model_name: str, given: Mapping[str, Any], *, head: bool) -> tuple[su
     return base, notes
 
 
-def _kept(model_name: str, given: Mapping[str, Any], how: sums.Training) -> Any:
-    """What a forward of that training keeps; None where it is not asked."""
+def traced(model_name: str, options: Mapping[str, Any], how: sums.Training) -> Any:
+    """What a forward of that training keeps; None where it is not asked.
+
+    Args:
+        model_name: as typed.
+        options: of ``skeleton``.
+        how: the training; the strategy matters only for the format of the weights.
+    """
     if how.length is None:
         return None
     import torch
@@ -166,7 +172,7 @@ def _kept(model_name: str, given: Mapping[str, Any], how: sums.Training) -> Any:
     if narrow and how.narrow_weights:
         dtype, narrow = narrow, None
     attention = "fused" if how.recompute == "selective" else how.attention
-    model = skeleton.skeleton(model_name, **_options(given))
+    model = skeleton.skeleton(model_name, **options)
     return trace.kept(model, how.batch, how.length, dtype, narrow, attention)
 
 

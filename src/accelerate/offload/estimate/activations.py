@@ -84,16 +84,26 @@ def recomputed(layers: Layers, batch: int, length: int, size: int, kept: int) ->
     return layers.count * tokens * layers.hidden * size + (kept - head) // layers.count + head
 
 
+def inside(layers: Layers, size: int) -> float:
+    """Which part of what a block keeps of a token lies between the first and the last matrix of its halves.
+
+    Those are the numbers that tensor parallelism divides (section 4.2.1 of the paper).
+    """
+    return _inside(layers) * size / _token(layers, size)
+
+
+def _inside(layers: Layers) -> int:
+    """Numbers of one token: queries, keys, values, what attention gives; and those within the MLP."""
+    query, key = layers.heads * layers.head_size, layers.kv_heads * layers.head_size
+    return 2 * query + 2 * key + (4 if layers.gated else 2) * layers.inner
+
+
 def _token(layers: Layers, size: int) -> int:
     """Bytes that one block keeps of one token, scores left out."""
-    query, key = layers.heads * layers.head_size, layers.kv_heads * layers.head_size
-    norms = 2 * layers.hidden
-    # The input of the projections; queries, keys, values; what attention gives to its output projection.
-    attention = layers.hidden + query + 2 * key + query
-    # The input; what the activation takes and gives; of a gate also the other factor and the product.
-    mlp = layers.hidden + (4 if layers.gated else 2) * layers.inner
+    # The inputs of two norms, of the projections of attention and of the MLP.
+    around = 4 * layers.hidden
     masks = 2 * layers.hidden if layers.dropout else 0  # one byte each
-    return (norms + attention + mlp) * size + masks
+    return (around + _inside(layers)) * size + masks
 
 
 def _logit(size: int) -> int:

@@ -13,13 +13,20 @@ Arithmetic over the sizes of a model that is never loaded. What is counted, with
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.units import show_bytes
-from accelerate.offload.estimate.activations import RECOMPUTE, Layers, activations, recomputed
+from accelerate.offload.estimate.activations import (
+    RECOMPUTE,
+    Layers,
+    activations,
+    inside,
+    recomputed,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +64,9 @@ class Facts:
         shapes: of every parameter, tied ones once, with whether it is trained.
         buffers: bytes of the buffers, as they are.
         largest: bytes of the largest layer that is not split between devices, and its names.
+        block: numbers of the largest block, which is gathered by itself where weights are cut; 0: not known.
+        rest: numbers outside of all blocks.
+        matrices: numbers that tensor parallelism divides; 0 where the model does not say how.
         layers: what the formula of activations needs; None where a model is no stack of transformer blocks.
     """
 
@@ -65,6 +75,9 @@ class Facts:
     shapes: tuple[tuple[tuple[int, ...], bool], ...]
     buffers: int = 0
     largest: tuple[int, tuple[str, ...]] = (0, ())
+    block: int = 0
+    rest: int = 0
+    matrices: int = 0
     layers: Layers | None = None
 
     @property
@@ -100,7 +113,45 @@ def facts_of(model: nn.Module, name: str) -> Facts:
     model = model.float()
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     shapes = tuple((tuple(p.shape), p.requires_grad) for p in model.parameters())
-    return Facts(name, type(model).__name__, shapes, buffers, _largest(model), layers_of(model))
+    block, rest = _blocks(model)
+    return Facts(
+        name,
+        type(model).__name__,
+        shapes,
+        buffers,
+        _largest(model),
+        block,
+        rest,
+        _divisible(model),
+        layers_of(model),
+    )
+
+
+def _blocks(model: nn.Module) -> tuple[int, int]:
+    """Numbers of the largest of the blocks that a model names as not to be split, and of what is around."""
+    told = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    blocks = [part for part in model.modules() if type(part).__name__ in told]
+    inside = {parameter for part in blocks for parameter in part.parameters()}
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in blocks]
+    rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
+    return (max(sizes), rest) if sizes else (0, 0)
+
+
+def _divisible(model: nn.Module) -> int:
+    """Numbers of the matrices that the model's own plan of tensor parallelism cuts."""
+    plan: Any = getattr(model, "_tp_plan", None) or getattr(
+        getattr(model, "config", None), "base_model_tp_plan", None
+    )
+    if not isinstance(plan, dict):
+        return 0
+    cut = [name for name, style in plan.items() if str(style).startswith(("colwise", "rowwise"))]
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found = set[Any]()
+    for name, module in model.named_modules():
+        generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if generic in cut or generic.removeprefix(prefix) in cut:
+            found |= set(module.parameters())
+    return sum(parameter.numel() for parameter in found)
 
 
 def _largest(model: nn.Module) -> tuple[int, tuple[str, ...]]:
@@ -182,6 +233,10 @@ class Training:
         attention: ``fused`` keeps no scores; ``eager`` keeps them.
         strategy: a name of ``STRATEGIES``.
         num_processes: ranks.
+        shard: ranks that share one copy of what is divided; None: all of them.
+        tensor: ranks that share each layer.
+        keeps: whole weights stay between forward and backward, where they are divided.
+        offload: what is divided rests in the memory of the host.
     """
 
     dtype: str = "float32"
@@ -193,6 +248,10 @@ class Training:
     attention: str = "fused"
     strategy: str = "single"
     num_processes: int = 1
+    shard: int | None = None
+    tensor: int = 1
+    keeps: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         known: tuple[tuple[str, str, Iterable[str]], ...] = (
@@ -233,7 +292,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Bill:
-    """Bytes of one rank, part by part; see ``training``."""
+    """Bytes of one rank, part by part; see ``training``. ``host`` is in the memory of its machine."""
 
     training: Training
     weights: int
@@ -242,6 +301,7 @@ class Bill:
     copies: int
     activations: int
     notes: tuple[str, ...] = field(default=(), compare=False)
+    host: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -271,28 +331,48 @@ def training(facts: Facts, how: Training, kept: Kept | str | None = None) -> Bil
         how: its training.
         kept: what a forward keeps (``trace.kept``), or why that is not known; then a formula counts.
     """
-    stage, ranks, mixed = STRATEGIES[how.strategy], how.num_processes, MIXED[how.mixed_precision]
+    stage, mixed = STRATEGIES[how.strategy], MIXED[how.mixed_precision]
+    ranks = how.shard or how.num_processes // how.tensor
     size = 4 if mixed else bits(how.dtype) // 8
-    trained = sum(map(math.prod, facts.trained))
-    state = sum(OPTIMIZERS[how.optimizer](shape, size) for shape in facts.trained)
-    weights, gradients = facts.parameters * size, trained * size
-    if (
-        mixed and how.narrow_weights
-    ):  # both in 16 bits; float32 weights belong to the optimizer (ZeRO, section 3.1)
-        weights, gradients, state = facts.parameters * mixed, trained * mixed, state + 4 * trained
+    part = _of_layers(facts, how.tensor)
+    trained = sum(map(math.prod, facts.trained)) * part
+    state = sum(OPTIMIZERS[how.optimizer](shape, size) for shape in facts.trained) * part
+    weights, gradients = facts.parameters * size * part, trained * size
+    if mixed and how.narrow_weights:
+        # Both in 16 bits; float32 weights belong to the optimizer (ZeRO, section 3.1).
+        weights, gradients, state = facts.parameters * mixed * part, trained * mixed, state + 4 * trained
     share = [
-        math.ceil(part / ranks) if stage >= least else part
-        for part, least in _divided(weights, gradients, state)
+        math.ceil(bytes / ranks) if stage >= least else math.ceil(bytes)
+        for bytes, least in ((weights, 3), (gradients, 2), (state, 1))
     ]
-    whole = weights // max(facts.parameters, 1)  # bytes of one number as a forward needs it
     saved, note = _saved(facts, how, mixed or size, kept)
     casts = None if kept is None or isinstance(kept, str) else kept.casts
-    copies = _copies(facts, how, whole, gradients, casts)
-    return Bill(how, share[0] + facts.buffers, share[1], share[2], copies, saved, (note,))
+    copies = _copies(facts, how, math.ceil(gradients), casts)
+    notes = (note,) if how.tensor == 1 else (note, _OF_LAYERS)
+    if how.offload:
+        return Bill(how, facts.buffers, 0, 0, copies, saved, notes, sum(share))
+    return Bill(how, share[0] + facts.buffers, share[1], share[2], copies, saved, notes)
+
+
+_OF_LAYERS = "of activations, those inside of attention and MLP are divided by tensor parallelism"
+
+
+def _of_layers(facts: Facts, ranks: int) -> float:
+    """Which part of all numbers one of the ranks has that share each layer."""
+    return 1 - facts.matrices * (1 - 1 / ranks) / max(facts.parameters, 1)
 
 
 def _saved(facts: Facts, how: Training, size: int, kept: Kept | str | None) -> tuple[int, str]:
-    """Bytes of activations, and how they are known."""
+    """Bytes of activations of one rank, and how they are known."""
+    found, note = _saved_whole(facts, how, size, kept)
+    if how.tensor == 1 or facts.layers is None:
+        return found, note
+    inner = inside(facts.layers, size)
+    return math.ceil(found * (1 - inner * (1 - 1 / how.tensor))), note
+
+
+def _saved_whole(facts: Facts, how: Training, size: int, kept: Kept | str | None) -> tuple[int, str]:
+    """The same where nothing is divided."""
     layers = facts.layers
     if how.length is None:
         return 0, "activations are left out: --length says how many tokens a sample has"
@@ -312,25 +392,35 @@ def _saved(facts: Facts, how: Training, size: int, kept: Kept | str | None) -> t
     return formula, f"activations by the formula of {PAPER}: {why}"
 
 
-def _divided(weights: int, gradients: int, state: int) -> tuple[tuple[int, int], ...]:
-    """Each part with the stage from which on it is divided."""
-    return (weights, 3), (gradients, 2), (state, 1)
-
-
-def _copies(facts: Facts, how: Training, whole: int, gradients: int, casts: int | None) -> int:
+def _copies(facts: Facts, how: Training, gradients: int, casts: int | None) -> int:
     """Bytes of what a step has besides.
 
     Args:
-        whole: bytes of one number of a gathered block.
+        gradients: bytes of those of one rank, before they are divided.
         casts: copies of weights that autocast makes, where a trace has counted them.
     """
     stage, mixed = STRATEGIES[how.strategy], MIXED[how.mixed_precision]
-    if stage == 3:  # the block that computes, and the next one on its way
-        return 2 * facts.largest[0] * (mixed or whole) // 4
+    if stage == 3:
+        return _gathered(facts, how)
     cast = 0
     if mixed and not how.narrow_weights:
         cast = facts.parameters * mixed if casts is None else casts
-    buckets = (
-        gradients if how.strategy == "ddp" else 0
-    )  # gradients are copied into them, unless they are views
-    return cast + buckets
+    # Gradients are copied into buckets, unless they are views of them.
+    return math.ceil(cast * _of_layers(facts, how.tensor)) + (gradients if how.strategy == "ddp" else 0)
+
+
+def _gathered(facts: Facts, how: Training) -> int:
+    """Bytes of weights that are whole for a while, and of their gradients on the way to their owners.
+
+    The rest around the blocks is whole from the beginning to the end. Of blocks there are two, the one that
+    computes and the next, and the gradients of one, as computed and as they are reduced (in float32 under
+    mixed precision).
+    """
+    mixed = MIXED[how.mixed_precision]
+    size = mixed or bits(how.dtype) // 8
+    if not facts.block:
+        return 2 * facts.largest[0] * size // 4
+    part = _of_layers(facts, how.tensor)
+    blocks = facts.parameters - facts.rest if how.keeps else 2 * facts.block
+    reduced = 2 if how.narrow_weights else 4 if mixed else size
+    return math.ceil(part * (size * (facts.rest + blocks) + (size + reduced) * facts.block))
