@@ -1,0 +1,101 @@
+"""What ``accelerate plan`` says each rank holds, against the memory of two simulated accelerators."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import RankServer
+
+pytest.importorskip("transformers")
+BATCH, LENGTH = 4, 64
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+# Way -> (fields of the estimate, how a user asks for it).
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "copies": ({"strategy": "ddp"}, None),
+    "sharded": ({"strategy": "fsdp"}, {}),
+    "whole in the step": ({"strategy": "fsdp", "keeps": True}, {"reshard_after_forward": False}),
+    "recomputed": ({"strategy": "fsdp", "recompute": "full"}, {"activation_checkpointing": True}),
+}
+RESTING, ALL = 1.10, 1.20  # how far weights, gradients and optimizer, and the peak, may be from measured
+
+
+def model_of() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
+
+
+def said(options: dict[str, Any], mixed: str) -> Any:
+    """The bill of that way."""
+    from accelerate.offload.estimate.bill import Training, facts_of, training
+    from accelerate.offload.estimate.trace import kept
+
+    how = Training(
+        batch=BATCH, length=LENGTH, attention="eager", mixed_precision=mixed, num_processes=2, **options
+    )
+    with torch.device("meta"):
+        model = model_of()
+    narrow = torch.bfloat16 if mixed == "bf16" else None
+    return training(
+        facts_of(model, "llama"), how, kept(model, BATCH, LENGTH, autocast=narrow, attention="eager")
+    )
+
+
+def settled(sim: Any) -> int:
+    """Bytes once the thread of the last collective has let go of its tensors."""
+    gc.collect()
+    last, until = -1, time.monotonic() + 10
+    while last != sim.memory_allocated() and time.monotonic() < until:
+        last = sim.memory_allocated()
+        time.sleep(0.05)
+    return last
+
+
+def measured(options: dict[str, Any] | None, mixed: str) -> tuple[int, int]:
+    """(bytes between backward and step of the second window, greatest of all that)."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    layers: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+    plugin = None if options is None else FullyShardedDataParallelPlugin(**layers, **options)
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=mixed)
+    sim: Any = torch.get_device_module("sim")
+    model: Any = model_of()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    words = torch.randint(2, 500, (BATCH, LENGTH), device=accelerator.device)
+    resting = 0
+    for step in range(2):
+        if step:
+            sim.reset_peak_memory_stats()
+        for _ in range(2):
+            accelerator.backward(model(input_ids=words, labels=words).loss)
+        resting = settled(sim)
+        optimizer.step()
+        optimizer.zero_grad()
+    return resting, sim.max_memory_allocated()
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_near_what_is_measured(ranks: RankServer, way: str, mixed: str) -> None:
+    asked, options = WAYS[way]
+    bill = said(asked, mixed)
+    kept = bill.weights + bill.gradients + bill.optimizer
+    for resting, peak in ranks(2, measured, options, mixed):
+        print(way, mixed, resting / kept, peak / bill.total, bill)
+        assert kept / RESTING <= resting <= kept * RESTING
+        assert bill.total / ALL <= peak <= bill.total * ALL
