@@ -1,0 +1,152 @@
+"""A small decoder with everything that strategies stumble over, and its training in one plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+WORDS, WIDTH, HEADS, LENGTH, ROWS = 32, 16, 4, 8, 8
+STEPS = 20
+Numbers = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+class Attention(nn.Module):
+    """Causal, with rotated positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(batch, length, WIDTH), (batch, length) -> (batch, length, WIDTH)."""
+        rows, length, _ = x.shape
+
+        def heads(projected: torch.Tensor) -> torch.Tensor:
+            return projected.view(rows, length, -1, WIDTH // HEADS).transpose(1, 2)
+
+        q, k, v = (heads(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotated(q, positions), rotated(k, positions)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021) of (batch, heads, length, size)."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, :, None] * 100.0 ** (-torch.arange(half, device=x.device) / half)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+
+class Block(nn.Module):
+    """Attention and a small network, each beside the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(batch, length, WIDTH), (batch, length) -> (batch, length, WIDTH)."""
+        x = x + self.attention(self.first(x), positions)
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class Decoder(nn.Module):
+    """Tied embeddings, four blocks of which the second is frozen, no dropout."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.3)
+        self.head.weight = self.embed.weight
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """(batch, length) -> (batch, length, WORDS)."""
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, position_ids)
+        return self.head(self.norm(x))
+
+
+# By names, for tensor parallelism: heads and the inner width are shared.
+PLAN = {
+    **{f"layers.*.attention.{name}_proj": "colwise" for name in "qkv"},
+    "layers.*.attention.o_proj": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
+
+
+def decoder(seed: int = 0) -> Decoder:
+    """The model, for a seed always with the same weights."""
+    torch.manual_seed(seed)
+    return Decoder()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Frozen parameters are in it, as in many scripts. ``eps`` keeps rounding from deciding about a step."""
+    return torch.optim.AdamW(model.parameters(), lr=0.005, weight_decay=0.01, eps=1e-4)
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Words of an order that can be learned; labels are the next words."""
+    chance = torch.Generator().manual_seed(7)
+    start = torch.randint(WORDS, (STEPS * ROWS, 1), generator=chance)
+    step = torch.randint(1, 4, (STEPS * ROWS, 1), generator=chance)
+    words = (start + step * torch.arange(LENGTH + 1)) % WORDS
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in words]
+
+
+def loader(rows: int = ROWS) -> DataLoader[Any]:
+    """In order, ``rows`` samples at once."""
+    return DataLoader(samples(), batch_size=rows)  # type: ignore[arg-type]
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean cross entropy over this process's words."""
+    inputs = {name: value for name, value in batch.items() if name in ("input_ids", "position_ids")}
+    logits = model(**inputs)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+
+def plain(window: int, half: bool = False) -> Numbers:
+    """Losses, norms and weights of the loop without this package, on one process."""
+    model = decoder()
+    optimizer = adamw(model)
+    losses, norms = [], []
+    for step, batch in enumerate(loader(), 1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = loss_of(model, batch)
+        (loss / window).backward()
+        losses.append(loss.item())
+        if step % window == 0:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def close(ours: Numbers, theirs: Numbers, within: float) -> None:
+    """Losses, norms and weights are equal within an absolute distance."""
+    for one, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=within)
+    assert ours[2].keys() == theirs[2].keys()
+    for name, value in theirs[2].items():
+        torch.testing.assert_close(
+            ours[2][name], value, rtol=0, atol=within, msg=lambda text, n=name: f"{n}: {text}"
+        )
