@@ -91,6 +91,10 @@ def launch(request: Request, *, replace: bool = False) -> None:
         show.show(request, plan, asked)
     effects.refuse_idle(request, idle)
     if request.settings.dry_run:
+        if request.settings.dry_run_model:
+            from accelerate.launch import show
+
+            show.rehearse(request, plan)
         return
     if request.file is not None and not request.file.named:
         say(request, f"settings from {request.file.path} (--config_file names another)")

@@ -129,6 +129,14 @@ class Job:
         topic="Output",
         help="print what would be started, with what each option does and where it came from; start nothing",
     )
+    dry_run_model: str | None = setting(
+        None,
+        variable=None,
+        in_file=False,
+        topic="Output",
+        help="with --dry_run: spread this model on empty tensors and show the bytes of each rank; a folder with "
+        "config.json, a name on the hub, or module:factory",
+    )
     quiet: bool = setting(
         False, flags=("-q",), variable=None, in_file=False, topic="Output", help="say nothing but errors"
     )

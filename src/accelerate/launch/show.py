@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate.core import environ
+from accelerate.core.errors import LaunchError
 from accelerate.core.frozen import frozen
 from accelerate.core.setting import declared
 from accelerate.launch.effects import Asked, shown
@@ -42,6 +44,33 @@ def show(request: Request, plan: Plan, asked: Sequence[Asked]) -> None:
     print("\n\n".join("\n".join(_plain(part)) for part in parts), flush=True)
 
 
+def rehearse(request: Request, plan: Plan) -> None:
+    """Spreads ``--dry_run_model`` over processes that are not there, in a process of its own.
+
+    Raises:
+        LaunchError: the model cannot be spread so.
+    """
+    settings = request.settings
+    told = {**plan.variables, **(plan.starts[0].variables if plan.starts else {})}
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    environment = {
+        **environ.snapshot(),
+        **{name: str(value) for name, value in told.items() if value is not None},
+    }
+    command = [sys.executable, "-m", "accelerate.facade.rehearsal", str(settings.dry_run_model)]
+    command += ["--processes", str(_processes(request, plan)), "--nodes", str(request.machines[1])]
+    print(flush=True)
+    kept = {name: value for name, value in environment.items() if name not in of_ranks}
+    code = subprocess.run(command, env=kept, check=False).returncode
+    if code:
+        raise LaunchError(f"{settings.dry_run_model} cannot be spread as asked: the lines above say why")
+
+
+def _processes(request: Request, plan: Plan) -> int:
+    """All of them, on all machines."""
+    return request.settings.num_processes or max(1, len(plan.starts)) * request.machines[1]
+
+
 def sections(request: Request, plan: Plan, asked: Sequence[Asked]) -> Iterator[Section]:
     """What there is to say about a plan, in order; some of it may be empty."""
     yield Section("A dry run: nothing is started", tuple(_facts(request, plan)))
@@ -68,6 +97,8 @@ def _facts(request: Request, plan: Plan) -> Iterator[Row]:
     yield "machines", facts.pop("machines", str(request.settings.num_machines))
     yield from facts.items()
     yield "strategy", _strategy(request, alone=facts.get("processes") == "1")
+    if "use_parallelism_config" in request and request.get("use_parallelism_config"):
+        yield "mesh", _mesh(request, _processes(request, plan))
     precision = request.origin("mixed_precision")
     yield "precision", f"{precision.value} ({precision.where})" if precision.value else "as the weights are"
     yield "settings", _file(request)
@@ -80,6 +111,16 @@ def _strategy(request: Request, *, alone: bool) -> str:
             if any(row.name == switch for cls in SETTINGS.get(name) for row in declared(cls)):
                 return f"{name} ({place.where})"
     return "none: one process" if alone else "data parallel"
+
+
+def _mesh(request: Request, processes: int) -> str:
+    """The dimensions, outermost first; neighbouring ranks meet in the last one."""
+    from accelerate.world.layout import DIMENSIONS, Layout
+
+    sizes = {name: request.get(f"parallelism_config_{name}_size") or 1 for name in DIMENSIONS.values()}
+    layout = Layout(**{degree: sizes[name] for degree, name in DIMENSIONS.items()}).check(processes)
+    shown = [f"{name} {sizes[name]}" for name in layout.axes()]
+    return f"{' x '.join(shown) or 1} = {layout.size()} processes"
 
 
 def _file(request: Request) -> str:

@@ -1,0 +1,223 @@
+"""``accelerate plan``: which way to spread a training fits some devices, from a configuration alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from accelerate.cli.main import run
+from accelerate.core.errors import SettingError
+from accelerate.offload.estimate.bill import Facts, Training, facts_of
+from accelerate.offload.estimate.layouts import SPARE, Devices, Way, devices, reason, recommended, ways
+from accelerate.offload.estimate.skeleton import skeleton
+
+transformers = pytest.importorskip("transformers")
+NUMBERS: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EMBEDDING = 1000 * 64
+MATRICES = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
+BLOCK = MATRICES + 2 * 64
+Run = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration of a small Llama, without weights."""
+    path = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(**NUMBERS, dtype="float32", architectures=["LlamaForCausalLM"])
+    config.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def facts(folder: Path) -> Facts:
+    return facts_of(skeleton(folder), "llama")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``cli("MODEL", ...)`` runs the command and returns code, out, err and, with --json, the object."""
+
+    def call(*args: str | Path) -> SimpleNamespace:
+        code = run(["plan", *map(str, args)])
+        captured = capsys.readouterr()
+        found = json.loads(captured.out) if "--json" in args and not code else None
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err, found=found)
+
+    return call
+
+
+# ---------------------------------------------------------------- facts and sums
+
+
+def test_blocks_and_matrices_are_counted(facts: Facts) -> None:
+    assert facts.block == BLOCK
+    assert facts.rest == 2 * EMBEDDING + 64
+    # The head is cut by the model's plan too.
+    assert facts.matrices == 4 * MATRICES + EMBEDDING
+
+
+def named(found: list[Way]) -> dict[str, Way]:
+    return {way.name: way for way in found}
+
+
+def test_every_part_is_the_sum_that_it_says(facts: Facts) -> None:
+    on = Devices(2, 4, 10**9)
+    found = named(ways(facts, Training(mixed_precision="bf16"), on))
+    n = facts.parameters
+    buffers = facts.buffers
+    copies, sharded = found["copies (DDP)"].bill, found["sharded (FSDP)"].bill
+    assert (copies.weights, copies.gradients, copies.optimizer) == (4 * n + buffers, 4 * n, 8 * n)
+    assert sharded.weights == -(-4 * n // 8) + buffers
+    inside = found["sharded in each machine (HSDP)"].bill
+    assert inside.optimizer == 8 * n // 4
+    # Around the blocks 16 bits all the time; two blocks; the gradients of one in 16 and 32 bits.
+    assert sharded.copies == 2 * (facts.rest + 2 * BLOCK) + 6 * BLOCK
+    assert found["sharded, whole in the step (FSDP)"].bill.copies == 2 * n + 6 * BLOCK
+    tensor = found["sharded, layers over 2, recomputed (FSDP x TP)"].bill
+    assert tensor.gradients == pytest.approx((4 * n - 2 * facts.matrices) / 4, abs=1)
+    host = found["sharded, recomputed, on the host (FSDP)"].bill
+    assert (host.weights, host.gradients, host.optimizer) == (buffers, 0, 0)
+    assert host.host == sharded.weights - buffers + sharded.gradients + sharded.optimizer
+
+
+def test_layers_are_divided_only_where_heads_allow(facts: Facts) -> None:
+    found = named(ways(facts, Training(), Devices(1, 8, 10**9)))
+    assert [name for name in found if "TP" in name] == ["sharded, layers over 2, recomputed (FSDP x TP)"]
+    plain = replace(facts, matrices=0)
+    assert not [way for way in ways(plain, Training(), Devices(1, 8, 10**9)) if "TP" in way.name]
+
+
+def test_one_device_exchanges_nothing(facts: Facts) -> None:
+    (only,) = ways(facts, Training(), Devices(1, 1, 10**9))
+    assert only.bill.weights == 4 * facts.parameters + facts.buffers
+
+
+def test_the_first_that_fits_is_recommended(facts: Facts) -> None:
+    how = Training(length=128)
+    found = ways(facts, how, Devices(1, 4, 1))
+    for way in found:
+        on = Devices(1, 4, int(way.bill.total / (1 - SPARE)) + 1)
+        assert way.fits(on)
+        best = recommended(found, on)
+        if way.engine:
+            continue
+        assert best is not None
+        assert found.index(best) <= found.index(way)
+        assert best.name in reason(best, found, on)
+    assert recommended(found, Devices(1, 4, 1000)) is None
+    assert reason(None, found, Devices(1, 4, 1000)).startswith("Nothing fits: the leanest, ")
+    roomy = Devices(1, 4, 10**12)
+    assert found[0] is recommended(found, roomy)
+    assert "no way exchanges less" in reason(found[0], found, roomy)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("8x80GB", Devices(1, 8, 80 * 10**9)),
+        ("4x8x80GiB", Devices(4, 8, 80 * 2**30)),
+        ("2 x 24gb", Devices(1, 2, 3 * 10**9)),
+    ],
+)
+def test_devices_are_read(text: str, found: Devices) -> None:
+    assert devices(text.replace("gb", "GB")) in (found, replace(found, memory=24 * 10**9))
+
+
+@pytest.mark.parametrize("text", ["", "80GB", "0x80GB", "8x", "axb", "1x2x3x4GB", "8x80XB"])
+def test_what_says_no_devices_is_refused(text: str) -> None:
+    with pytest.raises(SettingError):
+        devices(text)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_it_prints_a_table_bars_and_a_reason(cli: Run, folder: Path) -> None:
+    result = cli(folder, "--gpus", "4x1GB", "--length", "64")
+    assert result.code == 0
+    assert "What each of 4 devices holds" in result.out
+    assert "yes, take it" in result.out
+    assert "█ weights   ▓ gradients   ▒ optimizer   ░ copies   # activations" in result.out
+    assert result.out.rstrip().splitlines()[-1].startswith("Take: copies (DDP). It fits with ")
+
+
+def test_json_has_every_number(cli: Run, folder: Path) -> None:
+    found = cli(folder, "--gpus", "4x1GB", "--json").found
+    assert found["recommended"] == "copies (DDP)"
+    for way in found["ways"]:
+        parts = ("weights", "gradients", "optimizer", "copies", "activations")
+        assert way["peak"] == sum(way[name] for name in parts)
+
+
+def written(cli: Run, folder: Path, path: Path, *more: str) -> dict[str, Any]:
+    result = cli(folder, "--gpus", "8x1GB", "--write", path, *more)
+    assert result.code == 0, result.err
+    assert f"accelerate launch --config_file {path}" in result.err
+    return yaml.safe_load(path.read_text())
+
+
+def test_what_is_written_is_what_a_launch_takes(cli: Run, folder: Path, tmp_path: Path) -> None:
+    """Every row: ``accelerate launch --dry-run`` takes the file."""
+    rows = cli(folder, "--gpus", "8x1GB", "--json").found["ways"]
+    script = tmp_path / "train.py"
+    script.write_text("")
+    for number, way in enumerate(rows, 1):
+        path = tmp_path / f"{number}.yaml"
+        config = written(cli, folder, path, "--take", str(number))
+        assert config["num_processes"] == 8
+        assert config["mixed_precision"] == "bf16"
+        if "TP" in way["name"]:
+            assert config["parallelism_config"] == {
+                "parallelism_config_dp_shard_size": 4,
+                "parallelism_config_tp_size": 2,
+            }
+        if "ZeRO" in way["name"]:
+            assert config["deepspeed_config"]["zero_stage"] == int(way["name"][-1])
+        code = run(["launch", "--dry-run", "--cpu", "--config_file", str(path), str(script)])
+        assert code == 0, way["name"]
+
+
+def test_nothing_is_overwritten(cli: Run, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("mine: 1\n")
+    result = cli(folder, "--gpus", "8x1GB", "--write", path)
+    assert result.code == 2
+    assert "is there already" in result.err
+    assert path.read_text() == "mine: 1\n"
+
+
+def test_a_picture_is_drawn(cli: Run, folder: Path, tmp_path: Path) -> None:
+    assert cli(folder, "--gpus", "2x1GB", "--plot", tmp_path / "a.png").code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--gpus", "many"), "'many' does not say how many devices there are"),
+        (("--gpus", "8x80GB", "--optimizer", "adamv"), "did you mean 'adamw'"),
+        (("--gpus", "8x80GB", "--mixed-precision", "bf61"), "unknown mixed precision 'bf61'"),
+        (("--gpus", "8x80GB", "--take", "99", "--write", "x.yaml"), "unknown row '99'"),
+        (("--gpus", "8x1KB", "--write", "x.yaml"), "nothing fits, so there is nothing to write"),
+        ((), "--gpus"),
+    ],
+)
+def test_mistakes_are_said_in_words(cli: Run, folder: Path, more: tuple[str, ...], words: str) -> None:
+    result = cli(folder, *more)
+    assert result.code == 2
+    assert words in result.err
+    assert "Traceback" not in result.err
