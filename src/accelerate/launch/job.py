@@ -134,7 +134,7 @@ class Job:
         variable=None,
         in_file=False,
         topic="Output",
-        help="with --dry_run: spread this model on empty tensors and show the bytes of each rank; a folder with "
+        help="with --dry_run: spread this model on empty tensors and show what ranks hold; a folder with "
         "config.json, a name on the hub, or module:factory",
     )
     quiet: bool = setting(
