@@ -19,7 +19,7 @@ LAW = "law 2, imports go down"
 FLOORS = (
     ("core",),
     ("device",),
-    ("world",),
+    ("world", "stages"),
     ("data", "precision", "strategy", "checkpoint", "offload", "outer", "track", "watch"),
     ("facade", "launch"),
     ("check", "cli"),

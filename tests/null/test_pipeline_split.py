@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, UnknownNameError
 from accelerate.inference import find_pippy_batch_size, generate_device_map
-from accelerate.offload.pipeline.split import Block, blocks, even_cuts, named_cuts, sizes_of
+from accelerate.stages.split import Block, blocks, even_cuts, named_cuts, sizes_of
 
 
 def chain(sizes: list[int]) -> list[Block]:

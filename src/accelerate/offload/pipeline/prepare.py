@@ -1,7 +1,7 @@
 """Pipeline-parallel inference: ``prepare_pippy`` cuts a model into stages, one for each process.
 
-split.py chooses where, graph.py makes the stages (chain.py where a forward cannot be traced), stages.py runs
-them by torch's GPipe schedule. Each process keeps the weights of its stage and lets go of the others.
+The room stages chooses where, graph.py makes the stages (chain.py where a forward cannot be traced),
+stages.py runs them by torch's GPipe schedule. Each process keeps the weights of its stage and lets go of the others.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -21,9 +21,10 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.units import parse_bytes
-from accelerate.offload.pipeline import chain, forms, split
+from accelerate.offload.pipeline import chain
 from accelerate.offload.pipeline.graph import Stage, Traced, TraceError
 from accelerate.offload.pipeline.stages import Pipeline, Result, Shapes, together
+from accelerate.stages import forms, split
 from accelerate.world import collective
 from accelerate.world import world as worlds
 from accelerate.world.tensors import ignorant_find_batch_size, pad_input_tensors, send_to_device

@@ -21,8 +21,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate.core import tree
 from accelerate.core.errors import AccelerateError, PrepareError
-from accelerate.offload.pipeline import forms
 from accelerate.offload.pipeline.graph import Stage
+from accelerate.stages import forms
 from accelerate.world import collective
 from accelerate.world.world import World
 

@@ -69,17 +69,18 @@ def blocks(
 
 def _inside(module: nn.Module, name: str, closed: frozenset[str]) -> Iterator[Block]:
     """The blocks of a module that is opened; its own weights go with the first."""
-    own = _weights(module, recurse=False)
+    own = weights(module, recurse=False)
     for label, child in module.named_children():
         full = f"{name}.{label}" if name else label
         atomic = _is_chain(module) or not _is_opened(child, closed)
-        inner = [Block(full, _weights(child))] if atomic else list(_inside(child, full, closed))
+        inner = [Block(full, weights(child))] if atomic else list(_inside(child, full, closed))
         for block in inner:
             yield Block(block.name, (*own, *block.weights))
             own = ()
 
 
-def _weights(module: nn.Module, *, recurse: bool = True) -> tuple[tuple[int, int], ...]:
+def weights(module: nn.Module, *, recurse: bool = True) -> tuple[tuple[int, int], ...]:
+    """(identity, bytes) of the tensors of a module."""
     tensors = [*module.parameters(recurse), *module.buffers(recurse)]
     return tuple((id(tensor), tensor.numel() * tensor.element_size()) for tensor in tensors)
 
