@@ -21,6 +21,7 @@ from torch import nn
 from accelerate.core.effects import Effect, Ledger, Option, differing, given, overridden
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import load
+from accelerate.core.units import show_bytes
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.effects import effects as of_loaders
 from accelerate.data.loader import DataLoaderShard
@@ -103,7 +104,7 @@ class Effects(Processes):
         yield from compile.effects(self.state.dynamo_plugin, models, stepped=self._stepped)
         yield from self.strategy.effects(self._models)
         yield from idle(self.strategy.request, self.strategy)
-        yield from of_loaders(self._of_data(), self._dataloaders, self.num_processes)
+        yield from of_loaders(self._of_data(), self._dataloaders, self.strategy.share.count)
         yield from self._of_accumulation()
         yield from self._of_trackers()
 
@@ -153,12 +154,24 @@ class Effects(Processes):
                         "'with accelerator.accumulate(model):' or accelerator.windows(loader)"
                     )
                 else:
-                    yield option.applied()
+                    yield option.applied(self._cost_of_waiting())
             elif option.name == "adjust_scheduler":
                 yield option.failed("a schedule advances with the optimizer, whatever it says", matters=False)
             else:
                 here = self.gradient_state.plugin_kwargs.get(option.name)
                 yield option.seen("" if here == option.value else f"it is {here} now")
+
+    def _cost_of_waiting(self) -> str:
+        """What accumulating takes besides time, where gradients are divided otherwise."""
+        more = self.strategy.waiting(self._models)
+        if not more or self.gradient_state.num_steps == 1:
+            return ""
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            return "gradients are reduced in every micro-batch, and none wait as a whole"
+        return (
+            f"whole gradients wait for the end of a window: {show_bytes(more)} on each process; "
+            "GradientAccumulationPlugin(sync_each_batch=True) takes none of it"
+        )
 
     def _unwindowed(self) -> bool:
         """Whether the first step was taken after one batch that is not the last, without any accumulation."""

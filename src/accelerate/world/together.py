@@ -148,7 +148,7 @@ class Watch:
         self.tick = TICK * max(1.0, size / LARGE)
         self._wake, self._stop, self._found = threading.Event(), threading.Event(), threading.Event()
         self._looking = threading.Lock()
-        self._counters = counters
+        self._counters = list(counters)
         self.group: object = None
         self._last: list[Callable[[], None]] = []
         self._told: Position | None = None
@@ -157,6 +157,12 @@ class Watch:
         # Also for a rank that never gets to a collective of this package: it may wait for others in torch.
         self._thread = threading.Thread(target=self._run, name="accelerate-together", daemon=True)
         self._thread.start()
+
+    def count(self, group: Any) -> None:
+        """Counts the collectives of one more group, of which every process begins as many as the others."""
+        if group is not self.group:
+            backends = {id(b): b for b in map(group._get_backend, group._device_types)}
+            self._counters += [each._get_sequence_number_for_group for each in backends.values()]
 
     # --- the thread that works
 
@@ -234,7 +240,7 @@ class Watch:
         self._thread.join(10.0)
         for action in self._last:
             action()
-        self._last, self._counters, self.group = [], (), None
+        self._last, self._counters, self.group = [], [], None
 
     def _farewell(self, key: str) -> None:
         others = [f"{key}/{rank}" for rank in range(self.size) if rank != self.rank]

@@ -11,12 +11,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from accelerate.core import environ
 from accelerate.core.effects import Effect, Option, given
+from accelerate.strategy.sharding.activations import keeps_on_host
+from accelerate.strategy.sharding.formats import formats
 from accelerate.strategy.sharding.grads import groups
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 _IGNORED = (
-    "it is an option of version 1; version 2 always gathers ahead in the backward, keeps the user's own "
-    "parameters, and begins with the weights of rank 0"
+    "it is an option of version 1; version 2 always keeps the user's own parameters, and begins with the "
+    "weights of rank 0"
 )
 
 
@@ -62,6 +64,8 @@ def _options(plugin: FullyShardedDataParallelPlugin) -> Iterator[Option]:
         yield Option("limit_all_gathers", False, where)
     if plugin.auto_wrap_policy is not None and "fsdp_auto_wrap_policy" not in named:
         yield Option("fsdp_auto_wrap_policy", "a policy", where)
+    if plugin.mixed_precision_policy is not None:
+        yield Option("mixed_precision_policy", plugin.mixed_precision_policy, where)
 
 
 def _parts(models: Sequence[nn.Module]) -> int:
@@ -95,15 +99,79 @@ def _recomputed(option: Option, models: Sequence[nn.Module]) -> Effect:
     return option.applied(f"{len(parts)} parts") if parts else option.failed(why)
 
 
+def _on_host(option: Option, models: Sequence[nn.Module]) -> Effect:
+    parts = [part for model in models for part in model.modules() if keeps_on_host(part)]
+    if not parts:
+        return option.failed("no part of the model computes its activations again")
+    here = next((p.device.type for model in models for p in model.parameters()), "cpu")
+    device = next((group.device.type for model in models for group in groups(model)), here)
+    if device == "cpu":
+        return option.applied(f"the inputs of {len(parts)} parts are on the host anyway")
+    return option.applied(f"the inputs of {len(parts)} parts wait there for the backward")
+
+
+def _ahead(option: Option, models: Sequence[nn.Module]) -> Effect:
+    """In the forward: each part but the last asks for the next."""
+    asking = [s for s in _states(models) if s._states_to_forward_prefetch]
+    return option.counted(
+        len(asking), _parts(models) + len(models), "parts ask for the next", "there is none after them"
+    )
+
+
+def _behind(option: Option, models: Sequence[nn.Module]) -> Effect:
+    """In the backward: torch gathers the next part by itself, unless a part names others."""
+    own = [state for state in _states(models) if state._states_to_backward_prefetch]
+    if str(option.value).upper() in ("1", "BACKWARD_PRE"):
+        return option.seen("parts wait for their own backward" if own else "")
+    if len(own) < _parts(models) + len(models):
+        return option.failed("torch gathers the next part ahead")
+    return option.applied("each part is gathered when its own backward begins")
+
+
+def _states(models: Sequence[nn.Module]) -> list[Any]:
+    parts = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
+    return [part._get_fsdp_state() for part in parts]
+
+
+def _formats(option: Option, models: Sequence[nn.Module]) -> Effect:
+    """The types that are there after a forward, against the policy."""
+    found = formats(models)
+    if found is None:
+        return option.pending("no forward has run")
+    wrong = found.other_than(option.value)
+    return option.failed(wrong) if wrong else option.applied(str(found))
+
+
 def _resharded(option: Option, models: Sequence[nn.Module]) -> Effect:
     """Torch never frees the outermost part after the forward: its backward begins at once."""
     inner = [group for model in models for group in groups(model) if group not in _outermost(model)]
-    wanted = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard")
+    wanted = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard", "4")
     other = [group for group in inner if group._reshard_after_forward != wanted]
     what = "keep" if wanted else "free"
     return option.seen(
         f"{len(other)} of {len(inner)} parts {what} whole parameters after the forward" if other else ""
     )
+
+
+def _spread(option: Option, models: Sequence[nn.Module]) -> Effect:
+    """Over which processes: all, or those of each copy."""
+    found = _resharded(option, models)
+    meshes = {group.mesh_info.mesh for model in models for group in groups(model)}
+    if found.failed or not meshes:
+        return found
+    sizes = {tuple(mesh.shape) for mesh in meshes}
+    said = ", ".join(
+        f"{shape[0]} copies over {shape[1]} processes each"
+        if len(shape) == 2
+        else f"over {shape[0]} processes"
+        for shape in sizes
+    )
+    return option.applied(said)
+
+
+def _copies(option: Option, models: Sequence[nn.Module]) -> Effect:
+    sizes = {(1, *group.mesh_info.mesh.shape)[-2] for model in models for group in groups(model)}
+    return option.seen("" if sizes == {option.value} else f"there are {sizes} copies")
 
 
 def _outermost(model: Any) -> list[Any]:
@@ -121,6 +189,12 @@ _LOOK: dict[str, Callable[[Option, Sequence[nn.Module]], Effect]] = {
     "fsdp_auto_wrap_policy": _wrapped,
     "fsdp_offload_params": _offloaded,
     "fsdp_activation_checkpointing": _recomputed,
+    "fsdp_activation_checkpointing_offload": _on_host,
+    "fsdp_forward_prefetch": _ahead,
+    "fsdp_backward_prefetch": _behind,
+    "mixed_precision_policy": _formats,
+    "fsdp_replicate_size": _copies,
     "fsdp_reshard_after_forward": _resharded,
+    "fsdp_sharding_strategy": _spread,
     "fsdp_cpu_ram_efficient_loading": _loads_on_rank_0,
 }

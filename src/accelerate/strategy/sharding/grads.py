@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from accelerate.strategy.sharding.whole import is_cut
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -60,6 +62,18 @@ def drop(place: Any) -> None:
         whole.grad = None
 
 
+def unreduced(models: Iterable[nn.Module]) -> int:
+    """Bytes of whole gradients on this process, which wait for the last micro-batch of a window."""
+    total = 0
+    for group in (group for model in models for group in groups(model)):
+        for place in group.fsdp_params:
+            own = place.sharded_param
+            if own.requires_grad:
+                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or own.dtype
+                total += place._orig_size.numel() * dtype.itemsize
+    return total
+
+
 @torch.no_grad()
 def local(gradient: Any) -> torch.Tensor:
     """The part of a gradient that is here; changing it changes the gradient."""
@@ -86,42 +100,79 @@ def zero_backward(models: Iterable[nn.Module], loss: torch.Tensor) -> None:
 
 @torch.no_grad()
 def clip_norm(
-    parameters: Iterable[torch.Tensor], limit: float, p: float, device: torch.device
+    parameters: Iterable[torch.Tensor],
+    limit: float,
+    p: float,
+    device: torch.device,
+    stages: Sequence[Any] = (),
+    elsewhere: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scales gradients so that their global norm is at most ``limit``; the norm before, equal on all ranks.
+
+    Every element counts once, however many processes have it.
 
     Args:
         parameters: sharded or not; those that are not count once.
         limit: the greatest norm.
         p: of the p-norm; ``inf`` takes the greatest value.
         device: where processes exchange values.
+        stages: groups of processes that have other parameters, whose gradients count too.
+        elsewhere: parameters that count on another process of such a group, which has them too.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
+    if not grads and not stages:
         return torch.zeros((), device=device)
-    meshes: dict[Any, list[torch.Tensor]] = {}
-    for grad in grads:
-        meshes.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(local(grad))
-    powers = [_power(mesh, found, float(p), device) for mesh, found in meshes.items()]
-    total = torch.stack(powers)
-    norm = total.max() if p == float("inf") else total.sum() ** (1.0 / p)
+    alike: dict[Any, list[torch.Tensor]] = {}
+    others = {id(parameter.grad) for parameter in elsewhere}
+    for grad in map(_summed, (grad for grad in grads if id(grad) not in others)):
+        alike.setdefault(_cut_over(grad), []).append(local(grad))
+    powers = [_power(over, found, float(p), device) for over, found in alike.items()]
+    total = torch.stack(powers or [torch.zeros((), device=device)])
+    total = total.max() if p == float("inf") else total.sum()
+    for group in stages:
+        dist.all_reduce(total, _operation(p), group=group)
+    norm = total if p == float("inf") else total ** (1.0 / p)
     # As torch does it: 1e-6 keeps the division defined.
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for found in _alike(part for parts in meshes.values() for part in parts):
+    for found in _alike(map(local, grads)):
         torch._foreach_mul_(found, scale.to(found[0].device))  # pyright: ignore[reportPrivateImportUsage]
     return norm
 
 
-def _power(mesh: Any, parts: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The sum of p-th powers (the maximum for ``inf``) of the gradients that are cut over ``mesh``."""
-    norms = [torch.linalg.vector_norm(part, p, dtype=torch.float32) for part in parts if part.numel()]
-    mine = torch.stack([n.to(device) for n in norms]) if norms else torch.zeros(1, device=device)
-    greatest = p == float("inf")
-    value = mine.max() if greatest else (mine**p).sum()
-    if mesh is not None:
-        operation = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
-        dist.all_reduce(value, operation, group=mesh.get_group())
+def _summed(gradient: Any) -> Any:
+    """A gradient of which each process has a summand, as one that all have; others as they are."""
+    if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
+        return gradient
+    return gradient.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in gradient.placements]
+    )
+
+
+def _cut_over(gradient: Any) -> tuple[Any, ...]:
+    """The mesh of a gradient and those of its dimensions that cut it; along the others all have the same."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    return gradient.device_mesh, *(axis for axis, p in enumerate(gradient.placements) if is_cut(p))
+
+
+def _power(over: tuple[Any, ...], parts: Sequence[torch.Tensor], p: float, device: torch.device) -> Any:
+    """The sum of p-th powers (the maximum for ``inf``) of gradients that are cut ``over`` dimensions."""
+    norms = [torch.linalg.vector_norm(part, p, dtype=_width(part)) for part in parts if part.numel()]
+    mine = (
+        torch.stack([n.to(device, torch.float32) for n in norms]) if norms else torch.zeros(1, device=device)
+    )
+    value = mine.max() if p == float("inf") else (mine**p).sum()
+    for axis in over[1:]:
+        dist.all_reduce(value, _operation(p), group=over[0].get_group(axis))
     return value
+
+
+def _width(part: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(part.dtype, torch.float32)
+
+
+def _operation(p: float) -> Any:
+    return dist.ReduceOp.MAX if p == float("inf") else dist.ReduceOp.SUM
 
 
 def _alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -138,4 +189,6 @@ def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
     """Clamps every gradient element to ``[-limit, limit]``."""
     for parameter in parameters:
         if parameter.grad is not None:
+            # The sum is clamped, not its summands.
+            parameter.grad = _summed(parameter.grad)
             local(parameter.grad).clamp_(-limit, limit)

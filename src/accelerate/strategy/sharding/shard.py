@@ -7,8 +7,9 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
+from accelerate.strategy.sharding.activations import keep_on_host
 from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.whole import distributed
+from accelerate.strategy.sharding.whole import distributed, guard
 from accelerate.world import collective
 
 
@@ -91,16 +93,26 @@ def share(model: nn.Module, layout: Layout, size: int, offloaded: bool) -> int:
 class Sharder:
     """Shards models over a mesh, and keeps optimizers on the parameters.
 
+    The mesh may be a part of a greater one: processes outside of it hold other parts of the same parameters
+    (tensor parallelism), or other parameters (stages of a pipeline).
+
     Args:
-        mesh: the processes, in one dimension.
+        mesh: the processes that share parameters: in one dimension, or copies of shards in two.
         plugin: how.
         device: where this process computes.
+        alike: more meshes of one dimension, whose processes have the same parameters as long as these are
+            not distributed.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin, device: torch.device
+        self,
+        mesh: DeviceMesh,
+        plugin: FullyShardedDataParallelPlugin,
+        device: torch.device,
+        alike: Sequence[DeviceMesh] = (),
     ) -> None:
         self.mesh, self.plugin, self.device = mesh, plugin, device
+        self.alike = tuple(alike)
 
     @property
     def offload(self) -> OffloadPolicy:
@@ -111,18 +123,18 @@ class Sharder:
         return given
 
     def shard(self, model: nn.Module, layout: Layout, optimizers: Iterable[Any], follow: Follow) -> None:
-        """Shards ``model``; afterwards it has the weights of rank 0 on all ranks.
+        """Shards ``model``; afterwards all processes of the mesh have the weights of its first.
 
         Args:
-            model: the model; its parameters may be on the meta device, on rank 0 only with a
-                ``param_init_fn``.
+            model: the model; its parameters may be on the meta device, on the first process of the mesh only
+                with a ``param_init_fn``. Those that are distributed tensors are cut further.
             layout: how.
             optimizers: those that may hold its parameters.
             follow: is told which parameters took the place of which.
         """
-        initialize = agree(model, self.plugin.param_init_fn)
+        initialize = agree(model, self.plugin.param_init_fn, self.mesh)
         if self.plugin.activation_checkpointing:
-            recompute(layout.blocks)
+            recompute(layout.blocks, bool(self.plugin.activation_checkpointing_offload))
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
         held = list(optimizers)
@@ -143,6 +155,8 @@ class Sharder:
             follow(_renewed(before), held)
             # The whole parameters are freed here: nobody holds them any more.
             del before
+        gather_ahead(model, *self.plugin._ahead)
+        guard(model)
         verify(model, layout)
 
     def _options(self, root: bool, ignored: set[nn.Parameter]) -> dict[str, Any]:
@@ -169,7 +183,7 @@ class Sharder:
             empty = False
             for table, known in zip((module._parameters, module._buffers), brought, strict=True):
                 for name, old in table.items():
-                    if old is None or isinstance(old, DTensor):
+                    if old is None:
                         continue
                     empty = empty or old.is_meta
                     if old not in known:
@@ -184,9 +198,11 @@ class Sharder:
         dtype = torch.float32 if upcast else old.dtype
         if old.is_meta:
             data = torch.empty_like(old.data, dtype=dtype, device=self.device)
+        elif (old.device, old.dtype) == (self.device, dtype):
+            return old
         else:
             data = old.data.to(self.device, dtype)
-        if data.device == old.device:
+        if data.device == old.device and not isinstance(old, DTensor):
             old.data = data
             return old
         if not isinstance(old, nn.Parameter):
@@ -197,10 +213,13 @@ class Sharder:
         return new
 
     def _same(self, modules: list[nn.Module]) -> None:
-        """Gives a part the values of rank 0."""
+        """Gives a part the values of the first process."""
         found = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
-        for tensor in {id(t): t for t in found if t is not None and not isinstance(t, DTensor)}.values():
-            _broadcast(tensor.data, self.mesh)
+        for tensor in {id(t): t for t in found if t is not None}.values():
+            if not isinstance(tensor, DTensor):
+                for mesh in self.alike:
+                    spread(tensor.data, mesh)
+            spread(local(tensor), self.mesh)
 
 
 Initialize = Callable[[nn.Module], None]
@@ -216,9 +235,21 @@ def _inner(policy: MixedPrecisionPolicy, root: bool) -> MixedPrecisionPolicy:
     )
 
 
-def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What is here of a tensor, without its gradient."""
+    data = tensor.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def spread(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Gives all processes of ``mesh`` the values of its first, in place."""
     whole = tensor.contiguous()
-    dist.broadcast(whole, src=0, group=mesh.get_group())
+    for axis in range(mesh.ndim):
+        # Along the outer dimensions only those need them who pass them on.
+        if all(mesh.get_local_rank(inner) == 0 for inner in range(axis + 1, mesh.ndim)):
+            group = mesh.get_group(axis)
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     if whole is not tensor:
         tensor.copy_(whole)
 
@@ -231,42 +262,55 @@ def _renewed(
     return {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
 
 
-def agree(model: nn.Module, initialize: Initialize | None) -> Initialize | None:
-    """Refuses models that differ between ranks by more than their values, and those without any.
+def agree(model: nn.Module, initialize: Initialize | None, mesh: DeviceMesh) -> Initialize | None:
+    """Refuses models that differ between processes by more than their values, and those without any.
+
+    Processes of another mesh may have other parameters: another stage of a pipeline.
 
     Args:
         model: the model.
-        initialize: fills a module that has no values on any rank.
+        initialize: fills a module that has no values on the first process of its mesh.
+        mesh: the processes that share this one's parameters.
 
     Returns:
-        ``initialize`` where it is needed: rank 0 has no values either.
+        ``initialize`` where it is needed: the first process has no values either.
 
     Raises:
-        PrepareError: on all ranks.
+        PrepareError: on all ranks, whichever mesh it is about.
     """
     rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
-    every = collective.all_objects((digest, empty), "prepare(model)")
-    other = [rank for rank, found in enumerate(every) if found[0] != every[0][0]]
+    first = int(mesh.mesh.flatten()[0])
+    found = collective.all_objects((digest, empty, first), "prepare(model)")
+    if len(found) == 1:  # a rehearsal: the others are not there, and no values are needed
+        return None
+    every: list[tuple[str, str, int]] = found
+    other = [rank for rank, (own, _, leader) in enumerate(every) if own != every[leader][0]]
     if other:
         raise PrepareError(
-            f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank 0",
+            f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank "
+            f"{every[other[0]][2]}",
             why="names, shapes, types and which of them train must be equal: every process holds a part",
             fix="build the model in the same way on all processes",
         )
-    if every[0][1] and initialize is None:
+    bare = next((leader for _, _, leader in every if every[leader][1]), None)
+    if bare is not None and initialize is None:
         raise PrepareError(
-            f"the parameter {every[0][1]} is on the meta device, on rank 0 too",
-            why="the weights of rank 0 are those that all processes get a part of",
-            fix="load the weights on rank 0, or give the plugin a param_init_fn",
+            f"the parameter {every[bare][1]} is on the meta device, on rank {bare} too",
+            why=f"the weights of rank {bare} are those that all processes get a part of",
+            fix=f"load the weights on rank {bare}, or give the plugin a param_init_fn",
         )
-    return initialize if every[0][1] else None
+    return initialize if every[first][1] else None
 
 
-def recompute(blocks: list[nn.Module]) -> None:
-    """Recomputes the activations of each block in the backward; names stay as they are.
+def recompute(blocks: list[nn.Module], offload: bool = False) -> None:
+    """Computes the activations of each block again in the backward; names stay as they are.
+
+    Args:
+        blocks: which; one inside another is left out.
+        offload: what is kept of each, its inputs, waits for the backward on the host.
 
     Raises:
         PrepareError: there is no block.
@@ -282,7 +326,30 @@ def recompute(blocks: list[nn.Module]) -> None:
     inside = {part for block in blocks for part in block.modules() if part is not block}
     for block in blocks:
         if block not in inside:
+            if offload:
+                keep_on_host(block)
             checkpoint(block)
+
+
+def gather_ahead(model: nn.Module, forward: bool, backward: bool) -> None:
+    """Which parts are gathered before they are needed.
+
+    Torch's default in the forward is to let the device's queue run ahead, and in the backward to gather the
+    part before the one that computes.
+
+    Args:
+        model: sharded.
+        forward: each part asks for the next one before it computes, by the order of the modules.
+        backward: as torch does it; False gathers each part when its own backward begins.
+    """
+    parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    if forward:
+        for part, following in pairwise(parts):
+            part.set_modules_to_forward_prefetch([following])
+    if not backward:
+        for part in parts:
+            # The part itself is there already: nothing is gathered ahead.
+            part.set_modules_to_backward_prefetch([part])
 
 
 def follow(renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers: list[Optimizer]) -> None:
@@ -298,10 +365,10 @@ def follow(renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers:
 
 
 def _sharded(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """An optimizer's state of one parameter, this process's part of it: that of rank 0's."""
+    """An optimizer's state of one parameter, this process's part of it: that of the first process's."""
     for value in state.values():
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-            _broadcast(value, parameter.device_mesh)
+        if type(value) is torch.Tensor and value.shape == parameter.shape:
+            spread(value, parameter.device_mesh)
     return {name: distributed(value, parameter) for name, value in state.items()}
 
 

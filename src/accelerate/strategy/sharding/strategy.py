@@ -21,8 +21,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.effects import Effect
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
+from accelerate.world import collective
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
@@ -56,18 +58,59 @@ class Sharding(Strategy):
         """How it shards."""
         return {"fsdp_plugin": self.plugin}
 
+    # --- over which processes
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """(copies of the model, processes that share each copy's parameters); known before any mesh is made.
+
+        Raises:
+            SettingError: the processes cannot be shared out so.
+        """
+        copies = self.plugin.copies(self.world.size, self.world.nodes)
+        return copies, self.world.size // copies
+
     @cached_property
     def _shard_mesh(self) -> DeviceMesh:
         """The processes that share parameters: in one dimension, or copies of shards in two."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("dp_shard",))
+        copies, shards = self._grid
+        # A rehearsal has no device.
+        kind = "cpu" if self.world.device.type == "meta" else self.world.device.type
+        if copies == 1:
+            return init_device_mesh(kind, (shards,), mesh_dim_names=("dp_shard",))
+        return init_device_mesh(kind, (copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Copies of shards are a mesh of two dimensions."""
+        return self._shard_mesh if self._grid[0] > 1 else None
+
+    @property
+    def _alike(self) -> Sequence[DeviceMesh]:
+        """Further meshes of one dimension along which parameters are equal unless they are distributed."""
+        return ()
+
+    @property
+    def _stages(self) -> Sequence[ProcessGroup]:
+        """Groups of processes with other parameters of the same model, which count for its norm."""
+        return ()
+
+    def _elsewhere(self) -> Sequence[torch.Tensor]:
+        """Parameters that another process of such a group has as well, and counts."""
+        return ()
 
     @cached_property
     def _sharder(self) -> Sharder:
         from accelerate.strategy.sharding.shard import Sharder
 
-        return Sharder(self._shard_mesh, self.plugin, self.world.device)
+        return Sharder(self._shard_mesh, self.plugin, self.world.device, self._alike)
+
+    def check(self) -> None:
+        """Copies of a model need equally many processes each."""
+        super().check()
+        _ = self._grid
 
     # --- prepare
 
@@ -90,9 +133,11 @@ class Sharding(Strategy):
         tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
         before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (here, "meta"))
         pairs = zip(models, layouts, strict=True)
-        after = sum(share(m, found, self.world.size, here != "cpu" and self._offloads) for m, found in pairs)
+        copies, shards = self._grid
+        after = sum(share(m, found, shards, here != "cpu" and self._offloads) for m, found in pairs)
         said = "; ".join(dict.fromkeys(found.says() for found in layouts))
-        reason = f"each of {self.world.size} processes holds a part of every parameter; {said}"
+        several = f", in {copies} copies" if copies > 1 else ""
+        reason = f"each of {shards} processes holds a part of every parameter{several}; {said}"
         return Step("shard", reason, self._shard, before, after)
 
     @property
@@ -138,11 +183,17 @@ class Sharding(Strategy):
 
         for optimizer in bundle.of("optimizer"):
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            renewed = {id(p): (p, self._renewed[p]) for p in held if p in self._renewed}
+            renewed = {id(p): (p, self._newest(p)) for p in held if p in self._renewed}
             # It may have been made right after a forward.
             whole = self._whole()
             renewed |= {id(p): (p, whole[p]) for p in held if p in whole}
             follow(renewed, [optimizer])
+
+    def _newest(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What has taken its place: other dimensions may have divided it before it was sharded."""
+        while parameter in self._renewed:
+            parameter = self._renewed[parameter]
+        return parameter
 
     def _check_optimizers(self, bundle: Bundle) -> None:
         """Before anything is changed: an optimizer that would train what nobody reduces.
@@ -174,6 +225,12 @@ class Sharding(Strategy):
             return NOTHING
         self._keeps_back = True
         return _quiet(models)
+
+    def waiting(self, models: Iterable[nn.Module]) -> int:
+        """Whole gradients take as many bytes as unsharded training's."""
+        from accelerate.strategy.sharding.grads import unreduced
+
+        return unreduced(model for model in models if model in self.models)
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
@@ -232,10 +289,11 @@ class Sharding(Strategy):
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """By one exchange of one number."""
+        """By exchanges of one number."""
         from accelerate.strategy.sharding.grads import clip_norm
 
-        return clip_norm(parameters, max_norm, norm_type, self.world.device)
+        device, elsewhere = self.world.device, self._elsewhere()
+        return clip_norm(parameters, max_norm, norm_type, device, self._stages, elsewhere)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Each process its part."""
@@ -266,7 +324,16 @@ class Sharding(Strategy):
         """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
         from accelerate.strategy.sharding.whole import model_state
 
+        self._together("get_state_dict", type(model).__name__)
         return model_state(model, self.world.rank == 0)
+
+    def _together(self, operation: str, what: str) -> None:
+        """Makes sure that all processes are here: torch's own collectives would wait for those that are not.
+
+        Raises:
+            CollectiveError: on all ranks, if some do something else.
+        """
+        collective.all_objects(what, operation)
 
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """A full state on every process; each takes its part."""
@@ -280,6 +347,7 @@ class Sharding(Strategy):
         """Gathered, on the host of rank 0."""
         from accelerate.strategy.sharding.whole import optimizer_state
 
+        self._together("the state of an optimizer", type(optimizer).__name__)
         return optimizer_state(optimizer, self.world.rank == 0)
 
     def load_optimizer(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ from torch.optim import Optimizer
 from accelerate.core.errors import PrepareError
 
 
+def is_cut(placement: Any) -> bool:
+    """Whether a placement cuts a tensor; torch's own ``is_shard`` leaves out one that was cut in two ways."""
+    return getattr(placement, "dim", None) is not None
+
+
 def part_of(value: torch.Tensor, like: Any) -> torch.Tensor:
     """This process's part of a whole tensor, a view where it can be one.
 
@@ -21,23 +28,39 @@ def part_of(value: torch.Tensor, like: Any) -> torch.Tensor:
         like: a distributed tensor of the same shape; it says how things are cut.
     """
     mesh = like.device_mesh
-    for axis, placement in enumerate(like.placements):
-        if placement.is_shard():
-            chunks = value.chunk(mesh.size(axis), placement.dim)
-            place = mesh.get_local_rank(axis)
-            # Fewer rows than processes: the last ones have none.
-            empty = value.narrow(placement.dim, value.shape[placement.dim], 0)
-            value = chunks[place] if place < len(chunks) else empty
+    for axis in cuts(like.placements):
+        dim = like.placements[axis].dim
+        chunks = value.chunk(mesh.size(axis), dim)
+        place = mesh.get_local_rank(axis)
+        # Fewer rows than processes: the last ones have none.
+        empty = value.narrow(dim, value.shape[dim], 0)
+        value = chunks[place] if place < len(chunks) else empty
     return value
+
+
+def cuts(placements: Sequence[Any]) -> list[int]:
+    """The dimensions of the mesh that cut a tensor, in the order in which it was cut.
+
+    Sharding cuts what tensor parallelism has cut before, though its dimension of the mesh comes first: its
+    placement is a strided one then.
+    """
+    axes = [axis for axis, placement in enumerate(placements) if is_cut(placement)]
+    late = [axis for axis in axes if hasattr(placements[axis], "split_factor")]
+    return [axis for axis in axes if axis not in late] + late[::-1]
 
 
 def distributed(value: Any, like: Any) -> Any:
     """A whole tensor of a parameter's state as a distributed one beside the parameter; others stay.
 
     A tensor of another shape (a factored moment, say) is kept whole on every process; a scalar counts steps.
+    What was distributed over fewer dimensions (by tensor parallelism alone) is gathered first.
     """
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
+    if isinstance(value, DTensor):
+        if value.device_mesh == like.device_mesh:
+            return value
+        value = value.full_tensor()
     if value.shape == like.shape:
         # A copy: a part of a file that is mapped into memory must not stay tied to the file. It rests where
         # the parameter does, which may be the host.
@@ -71,6 +94,40 @@ def _back(value: DTensor) -> DTensor:
         shape=value.shape,
         stride=value.stride(),
     )
+
+
+class OwnParts(OrderedDict[str, Any]):
+    """What ``state_dict`` of a sharded model gives: of each parameter, the part that this process has.
+
+    It can be copied, loaded again, and saved by ``torch.distributed.checkpoint``. In a file of its own it
+    would be a model of which the most is missing.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PrepareError(
+            "model.state_dict() of a sharded model is no whole state: it has the parts of one process",
+            why="what the other processes have would be missing in the file",
+            fix="call accelerator.save_model(model, folder) on all processes, or save on the main one what "
+            "accelerator.get_state_dict(model) gives; for checkpoints accelerator.save_state(folder)",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnParts:
+        made = OwnParts((name, deepcopy(value, memo)) for name, value in self.items())
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
+
+
+def guard(model: nn.Module) -> None:
+    """Makes ``model.state_dict()`` refuse to be written to a file as if it were whole."""
+    model._register_state_dict_hook(_own_parts)
+
+
+def _own_parts(module: nn.Module, state: Any, prefix: str, metadata: Any) -> Any:
+    if prefix or type(state) is not OrderedDict:
+        return None  # inside another model, or into a mapping of the caller's
+    made = OwnParts(state)
+    made.__dict__.update(vars(state))
+    return made
 
 
 @torch.no_grad()

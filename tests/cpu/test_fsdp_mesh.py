@@ -1,0 +1,265 @@
+"""Sharding over meshes: copies of shards, a part of a greater mesh, parameters that are divided already."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.cpu.test_fsdp2 import close, plain, prepared
+from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny, whole
+
+HYBRID: dict[str, Any] = {
+    "auto_wrap_policy": "transformer_based_wrap",
+    "sharding_strategy": "HYBRID_SHARD",
+    "replicate_size": 2,
+}
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_copies_of_shards_train_to_the_numbers_of_one_process(ranks: RankServer, window: int) -> None:
+    """B7: two copies of two shards; the norm counts every element once."""
+    close(same_on_all(ranks(4, prepared, HYBRID, window)), plain(window), 1e-5)
+
+
+def test_shard_groups_of_one_process_train_to_the_numbers_of_one_process(ranks: RankServer) -> None:
+    """B7: gradients of the copies are reduced all the same."""
+    ways = {**HYBRID, "sharding_strategy": "_HYBRID_SHARD_ZERO2"}
+    close(same_on_all(ranks(2, prepared, ways, 1)), plain(1), 1e-5)
+
+
+def of_copies(size: int, **options: Any) -> tuple[Any, Any, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    chosen = HYBRID if size == 4 else {"auto_wrap_policy": "transformer_based_wrap"}
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**chosen, **options))
+    model = tiny(accelerator.process_index)
+    return accelerator, *accelerator.prepare(model, adamw(model))
+
+
+def step(accelerator: Any, model: Any, optimizer: Any, words: torch.Tensor) -> None:
+    mine = share(words, accelerator.process_index, accelerator.num_processes)
+    accelerator.backward(loss_of(model, mine))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(folder: str) -> tuple[Any, ...]:
+    """What is there to see of the mesh; saves after two steps and takes two more."""
+    accelerator, model, optimizer = of_copies(4)
+    first, second, third, fourth = batches(4)
+    for words in (first, second):
+        step(accelerator, model, optimizer, words)
+    accelerator.save_state(folder)
+    state = accelerator.get_state_dict(model)
+    for words in (third, fourth):
+        step(accelerator, model, optimizer, words)
+    mesh = accelerator.torch_device_mesh
+    placed = [str(p) for p in model.embed.weight.placements]
+    return mesh.mesh_dim_names, tuple(mesh.shape), placed, sorted(state), whole(model)
+
+
+def resumed(folder: str) -> dict[str, torch.Tensor]:
+    accelerator, model, optimizer = of_copies(2)
+    accelerator.load_state(folder)
+    for words in list(batches(4))[2:]:
+        step(accelerator, model, optimizer, words)
+    return whole(model)
+
+
+def test_what_four_processes_in_copies_save_two_shards_load(ranks: RankServer, tmp_path: Path) -> None:
+    """A4, D6: save on 4, load on 2."""
+    found = ranks(4, saved, str(tmp_path / "state"))
+    names, shape, placed, _, weights = found[0]
+    assert (names, shape, placed) == (("dp_replicate", "dp_shard"), (2, 2), ["R", "S(0)"])
+    assert [bool(each[3]) for each in found] == [True, False, False, False]
+    after = same_on_all(ranks(2, resumed, str(tmp_path / "state")))
+    for name, value in weights.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-5)
+
+
+def uneven() -> None:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**{**HYBRID, "replicate_size": 3}))
+
+
+def test_copies_that_do_not_divide_the_processes_are_refused(ranks: RankServer) -> None:
+    with pytest.raises(RanksError, match="3 copies of the shards, and 2 processes") as caught:
+        ranks(2, uneven)
+    assert set(caught.value.kinds()) <= {"SettingError", "DistNetworkError"}
+
+
+# --- every placement
+
+
+PLACED = ("S0 R", "R S1", "S0 S1", "S0 S0", "R R", "strided S0", "R P", "S0 P")
+
+
+def placements(text: str) -> list[Any]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    kinds = {
+        "S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial(),
+        "strided": _StridedShard(0, split_factor=2),
+    }  # fmt: skip
+    return [kinds[word] for word in text.split()]
+
+
+def every_placement() -> dict[str, Any]:
+    """Of gradients that are cut in each way: norms, clamped values, and parts of whole tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    from accelerate import PartialState
+    from accelerate.strategy.sharding.grads import clip_norm, clip_value
+    from accelerate.strategy.sharding.whole import distributed, gathered, part_of
+
+    PartialState()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    chance = torch.Generator().manual_seed(0)
+    values = {text: torch.randn(8, 6, generator=chance) for text in PLACED}
+    plain_value = torch.randn(5, generator=chance)
+
+    def gradients() -> list[Any]:
+        """What parameters would have."""
+        made = [SimpleNamespace(grad=plain_value.clone())]
+        for text, value in values.items():
+            kinds = placements(text)
+            here = [Replicate() if isinstance(kind, Partial) else kind for kind in kinds]
+            grad: Any = distribute_tensor(value.clone(), mesh, here)
+            if here != kinds:
+                # Two summands, 3 and -2 times the value.
+                factor = (3.0, -2.0)[mesh.get_local_rank("tp")]
+                grad = DTensor.from_local(grad.to_local() * factor, mesh, kinds, run_check=False)
+            made.append(SimpleNamespace(grad=grad))
+        return made
+
+    def joined(held: list[Any]) -> torch.Tensor:
+        return torch.cat([getattr(h.grad, "full_tensor", h.grad.clone)().flatten() for h in held])
+
+    true = torch.cat([value.flatten() for value in (plain_value, *values.values())])
+    found: dict[str, Any] = {"parts": True, "odd": True}
+    for p in (1.0, 2.0, math.inf):
+        held = gradients()
+        norm = clip_norm(held, 0.5, p, torch.device("cpu"))
+        ratio = norm / torch.linalg.vector_norm(true, p)
+        found[str(p)] = ratio.item(), torch.linalg.vector_norm(joined(held), p).item()
+    held = gradients()
+    clip_value(held, 0.3)
+    found["clamped"] = torch.allclose(joined(held), true.clamp(-0.3, 0.3), atol=1e-6)
+    for rows in (8, 5, 3):
+        for text in PLACED:
+            if "P" in text or ("strided" in text and rows != 8):
+                continue
+            value = torch.randn(rows, 6, generator=chance)
+            like = distribute_tensor(value, mesh, placements(text))
+            found["parts"] &= torch.equal(part_of(value, like), like.to_local())
+            kept = gathered(distributed(value, like), True)
+            found["odd"] &= torch.equal(kept, value)
+    return found
+
+
+def test_every_placement_counts_once(ranks: RankServer) -> None:
+    """B7, PAINS 48: norms, clamping, parts and wholes of what is cut, copied, summed, or cut twice."""
+    found = same_on_all(ranks(4, every_placement))
+    assert found["parts"]
+    assert found["odd"]
+    assert found["clamped"]
+    for p in ("1.0", "2.0", "inf"):
+        ratio, after = found[p]
+        assert ratio == pytest.approx(1, abs=1e-5)
+        assert after == pytest.approx(0.5, abs=1e-5)
+
+
+# --- a part of a greater mesh, and layers that are divided already
+
+
+def divided() -> dict[str, Any]:
+    """Two processes share layers, and two of these pairs share parameters: four steps, and states."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.strategy.sharding.grads import clip_norm
+    from accelerate.strategy.sharding.shard import Sharder, follow, layout_of
+    from accelerate.strategy.sharding.whole import load_model, load_optimizer, model_state, optimizer_state
+
+    state = PartialState()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    # Others than rank 0 begin with other weights, but for layers: whoever divides these makes them equal.
+    model = tiny(0)
+    before = dict(model.named_parameters())
+    optimizer = adamw(model)
+    plan = {
+        f"layers.{n}.{name}": style
+        for n in range(2)
+        for name, style in (("up", ColwiseParallel()), ("down", RowwiseParallel()))
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    renewed = {id(old): (old, model.get_parameter(name)) for name, old in before.items()}
+    follow({key: pair for key, pair in renewed.items() if pair[0] is not pair[1]}, [optimizer])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if mesh.get_local_rank("dp_shard"):
+                here.fill_(7.0)
+            elif not isinstance(parameter, DTensor) and mesh.get_local_rank("tp"):
+                here.fill_(9.0)
+    sharder = Sharder(mesh["dp_shard"], plugin, torch.device("cpu"), (mesh["tp"],))
+    sharder.shard(model, layout_of(model, plugin, None), [optimizer], follow)
+    norms = []
+
+    def step(words: torch.Tensor) -> None:
+        mine = share(words, mesh.get_local_rank("dp_shard"), 2)
+        loss_of(model, mine).backward()
+        norms.append(clip_norm(model.parameters(), 0.5, 2.0, torch.device("cpu")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, second, third, fourth = batches(4)
+    step(first)
+    step(second)
+    main = state.process_index == 0
+    kept = [model_state(model, main), optimizer_state(optimizer, main)]
+    torch.distributed.broadcast_object_list(kept)
+    step(third)
+    step(fourth)
+    weights = {name: value.clone() for name, value in model_state(model, True).items()}
+    # Back to where it was, and on.
+    load_model(model, kept[0], strict=True)
+    load_optimizer(optimizer, kept[1])
+    del norms[2:]
+    step(third)
+    step(fourth)
+    again = model_state(model, True)
+    placed = {name: str(tuple(p.placements)) for name, p in model.named_parameters()}
+    same = all(torch.equal(again[name], value) for name, value in weights.items())
+    return {"norms": norms, "weights": weights, "same": same, "placed": placed}
+
+
+def test_divided_layers_are_cut_further(ranks: RankServer) -> None:
+    """PAINS 48: layers over two processes, parameters over two of these pairs; states of both, and back."""
+    found = same_on_all(ranks(4, divided))
+    model = tiny()
+    optimizer = adamw(model)
+    norms = []
+    for words in batches(4):
+        loss_of(model, words).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found["norms"] == pytest.approx(norms, abs=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-5)
+    assert found["same"]
+    assert "_S" in found["placed"]["layers.0.up.weight"] or "Strided" in found["placed"]["layers.0.up.weight"]
