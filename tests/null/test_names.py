@@ -139,6 +139,8 @@ OPTIONS = {
     "accelerate.data_loader.prepare_data_loader": ["shard"],
     "accelerate.parallelism_config.ParallelismConfig": ["pp_size"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],
+    "accelerate.utils.dataclasses.DeepSpeedSequenceParallelConfig": ["cut"],
+    "accelerate.utils.dataclasses.TorchContextParallelConfig": ["cut"],
     "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard"],
     "accelerate.utils.dataclasses.GradientAccumulationPlugin": ["step_scheduler_once"],
     "accelerate.utils.dataclasses.ProfileKwargs": ["memory_timeline"],

@@ -163,6 +163,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._noted: dict[str, Any] | None = None
         # What this process computes of a batch, where processes share sequences.
         self.own_part: Callable[[Any], Any] | None = None
+        # How the data are shared out, where the strategy has said so.
+        self.data_share: Any = None
         # What all processes do together once, when the first of all batches is asked for.
         self.before_first_use: Callable[[], None] | None = None
         self._num_processes = 1

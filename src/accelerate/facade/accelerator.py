@@ -387,7 +387,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
             return loader
         given = self.dataloader_config
         more: dict[str, Any] = {"shard": given.shard} if given.shard != "auto" else {}
-        share = self.strategy.share
+        share = self.strategy.share_of(loader)
         if share.count != self.world.size:
             more.update(num_processes=share.count, process_index=share.index)
         more.update((name, value) for name, value in asked.items() if value is not None)
@@ -408,7 +408,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
             **more,
         )
         shard.active, shard.gradient_state = self.gradient_state.loaders, self.gradient_state
-        shard.own_part = self.strategy.own_part
+        shard.own_part, shard.data_share = self.strategy.part_of(loader), share
         return shard
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -439,7 +439,10 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
                 or a dict of such; see ``facade.metrics``.
             use_gather_object: treat it as objects.
         """
-        loader, share = self.gradient_state.active_dataloader, self.strategy.share
+        loader = self.gradient_state.active_dataloader
+        share = getattr(loader, "data_share", None) or self.strategy.share
+        if share.count == self.strategy.share.count < self.world.size and not use_gather_object:
+            input_data = self.strategy.joined(input_data)
         return gather_for_metrics(
             input_data,
             loader,

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from accelerate.core.errors import WorldError
+from accelerate.core.errors import PrepareError, WorldError
 from accelerate.facade.processes import Processes
 from accelerate.strategy.base import Strategy
+from accelerate.world import collective
 
 
 class Meshed(Processes):
@@ -37,6 +38,38 @@ class Meshed(Processes):
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """A loader of whole sequences as one of this process's parts; the same where none are shared."""
         return self.strategy.adapted(dl, model)
+
+    def mean_loss(self, loss: Any, num_items: Any = None) -> torch.Tensor:
+        """The mean over all items (tokens, samples) of all processes, to log or to evaluate by.
+
+        Processes may have different numbers of items, or none: a mean of nothing, NaN, does not count. The
+        same holds for processes with parts of the same sequences. All processes must call it; it costs one
+        exchange, so evaluate with one call for all batches. ::
+
+            losses.append(model(**batch).loss), counts.append((batch["shift_labels"] != -100).sum())
+            accelerator.mean_loss(losses, counts)
+
+        Args:
+            loss: of this process: a mean, or a list or tensor of means.
+            num_items: of how many items each is the mean; None counts all alike.
+
+        Returns:
+            A scalar in float32 on the device, the same on all processes; NaN where nobody has any item.
+
+        Raises:
+            PrepareError: there are more or fewer numbers than losses.
+        """
+        losses = _numbers(loss)
+        items = torch.ones_like(losses) if num_items is None else _numbers(num_items)
+        if items.shape != losses.shape:
+            raise PrepareError(
+                f"mean_loss of {len(losses)} losses with {len(items)} numbers of items",
+                fix="give as many: of how many items each loss is the mean",
+            )
+        # Processes with the very same loss count alike, above and below the line.
+        total = torch.stack((torch.where(items > 0, losses * items, 0.0).sum(), items.sum()))
+        value, count = collective.reduce(total, "sum").tolist()
+        return torch.tensor(value / count if count else float("nan"), device=self.device)
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -76,3 +109,10 @@ class Meshed(Processes):
     def data_parallel_shard_rank(self) -> int:
         """Place among the processes that share parameters; 0 where none do."""
         return self._place("dp_shard")
+
+
+def _numbers(values: Any) -> torch.Tensor:
+    """A number, a tensor, or a list of them as one flat tensor of float64 on the host."""
+    listed = values if isinstance(values, list | tuple) else [values]
+    flat = [torch.as_tensor(value).detach().reshape(-1).cpu().double() for value in listed]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)

@@ -244,6 +244,21 @@ class Strategy(ABC):
         """Over how many processes reducing a gradient takes the mean."""
         return self.world.size // self.peers
 
+    def share_of(self, loader: Any) -> Share:
+        """The same for one loader, before it is prepared."""
+        return self.share
+
+    def part_of(self, loader: Any) -> Callable[[Any], Any] | None:
+        """``own_part`` for the batches of ``loader``, before it is prepared; None where they stay whole."""
+        return self.own_part
+
+    def joined(self, values: Any) -> Any:
+        """What processes with the same samples have computed, as one of them would have computed it alone.
+
+        All processes must call it.
+        """
+        return values
+
     def own_part(self, batch: Any) -> Any:
         """What this process computes of a batch that is on its device: its part of each sequence, say."""
         return batch

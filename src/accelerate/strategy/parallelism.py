@@ -7,7 +7,7 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from importlib import import_module
@@ -95,6 +95,35 @@ class Parallelism(Sharding):
         others = sum(places[name] for name in _DIMENSIONS)
         return Share(self.config.data_parallel_size, index, others == 0)
 
+    def share_of(self, loader: Any) -> Share:
+        """Also along dimensions that read other data of this loader."""
+        count, index, speaks = self.share.count, self.share.index, True
+        places = self.config.layout().coordinates(self.world.rank)
+        for dimension in self.dimensions:
+            if dimension.apart(loader):
+                count *= self.config._sizes[dimension.name]
+                index = index * self.config._sizes[dimension.name] + places[dimension.name]
+            else:
+                speaks = speaks and places[dimension.name] == 0
+        return Share(count, index, speaks)
+
+    def part_of(self, loader: Any) -> Callable[[Any], Any] | None:
+        """As the dimensions say."""
+        found = [dimension.own_part for dimension in self.dimensions if dimension.cuts(loader)]
+
+        def part(batch: Any) -> Any:
+            for own in found:
+                batch = own(batch)
+            return batch
+
+        return part if found else None
+
+    def joined(self, values: Any) -> Any:
+        """Along all dimensions."""
+        for dimension in self.dimensions:
+            values = dimension.joined(values)
+        return values
+
     @property
     def peers(self) -> int:
         """Along the dimensions of layers and stages."""
@@ -120,6 +149,55 @@ class Parallelism(Sharding):
         for dimension in self.dimensions:
             loader = dimension.adapted(loader, model)
         return loader
+
+    def backward_zero(
+        self,
+        models: Iterable[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        reached: set[torch.Tensor],
+        loss: torch.Tensor,
+    ) -> None:
+        """One process of a dimension may have nothing, and others something that goes through it."""
+        if not any(dimension.backward_zero(loss) for dimension in self.dimensions):
+            super().backward_zero(models, parameters, reached, loss)
+
+    # --- states
+
+    @property
+    def _leads(self) -> bool:
+        """The first process of each stage: the stages are put together then."""
+        places = self.config.layout().coordinates(self.world.rank)
+        return not any(place for name, place in places.items() if name != "pp")
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
+        found = super().state(model)
+        for dimension in self.dimensions:
+            found = dimension.whole(model, found) if self._leads else found
+        return found
+
+    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """A full state on every process; each takes its part."""
+        for dimension in self.dimensions:
+            state = dimension.own(model, state, strict=strict)
+        return super().load(model, state, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> dict[str, Any]:
+        """Gathered, on the host of rank 0."""
+        found = super().optimizer_state(optimizer, models)
+        for dimension in self.dimensions:
+            found = dimension.whole_optimizer(optimizer, found) if self._leads else found
+        return found
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """A full state on every process; each takes its part."""
+        for dimension in self.dimensions:
+            state = dimension.own_optimizer(optimizer, state)
+        super().load_optimizer(optimizer, models, state)
 
     # --- prepare
 

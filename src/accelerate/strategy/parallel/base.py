@@ -51,6 +51,22 @@ class Dimension:
         """What is done to a bundle before parameters are sharded over the data. Changes nothing by itself."""
         return iter(())
 
+    def cuts(self, loader: Any) -> bool:
+        """Whether ``own_part`` is for the batches of ``loader``, before it is prepared."""
+        return True
+
+    def apart(self, loader: Any) -> bool:
+        """Whether the processes of this dimension read different data of ``loader``, before it is prepared."""
+        return False
+
+    def joined(self, values: Any) -> Any:
+        """What its processes have computed, as one of them would have computed it alone."""
+        return values
+
+    def backward_zero(self, loss: torch.Tensor) -> bool:
+        """Runs a backward to which ``loss`` adds nothing, where that is special here; whether it did."""
+        return False
+
     def own_part(self, batch: Any) -> Any:
         """What this process computes of a batch that is on its device."""
         return batch

@@ -7,6 +7,7 @@ share a machine, meet in the dimensions that talk most.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,15 @@ class TorchContextParallelConfig:
     Attributes:
         cp_comm_strategy: ``"allgather"``: each gathers those of all; ``"alltoall"``: they go around a ring
             (``PARALLELISM_CONFIG_CP_COMM_STRATEGY``, allgather).
+        cut: which loaders give parts of sequences: those that are prepared together with a model (None), all,
+            none, or all, by the names of keys and the dimensions of their tokens: ``{"tokens": 1}``.
 
     Raises:
         UnknownNameError: another word.
     """
 
     cp_comm_strategy: str | None = None
+    cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         found = load(ParallelismSettings).value.parallelism_config_cp_comm_strategy
@@ -65,6 +69,7 @@ class DeepSpeedSequenceParallelConfig:
         sp_seq_length_is_variable: they are not (``PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE``, True).
         sp_attn_implementation: name of the attention in transformers
             (``PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION``).
+        cut: as for ``TorchContextParallelConfig``.
 
     Raises:
         SettingError: sequences are equally long, and nothing says how long.
@@ -73,6 +78,7 @@ class DeepSpeedSequenceParallelConfig:
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
     sp_attn_implementation: str | None = None
+    cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         found = load(ParallelismSettings).value

@@ -1,0 +1,55 @@
+"""Context parallelism on two and four processes: the numbers of one, and refusals where there can be none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import RankServer
+from tests.support.sequences import (
+    Numbers,
+    alone,
+    close,
+    shared,
+)
+
+
+def trained_all(jobs: list[tuple[Any, ...]]) -> list[Numbers]:
+    """Several trainings in one start of processes."""
+    return [shared(*job) for job in jobs]
+
+
+JOBS: list[tuple[Any, ...]] = [
+    ("llama", {"cp_size": 2}, 4, 1, False),
+    ("llama", {"cp_size": 2}, 8, 4, False),
+    ("llama", {"cp_size": 2}, 4, 1, True),
+    ("gpt2", {"cp_size": 2}, 4, 2, False),
+    ("mistral", {"cp_size": 2}, 4, 2, True),
+    ("plain", {"cp_size": 2}, 6, 1, False),
+]
+
+
+def same(jobs: list[tuple[Any, ...]], found: list[list[Numbers]]) -> None:
+    """All processes have the numbers of one; the first has the weights."""
+    for job, *numbers in zip(jobs, *found, strict=True):
+        kind, _, steps, window, padded = job
+        one = alone(kind, steps, window, padded)
+        for mine in numbers:
+            close((*mine[:2], numbers[0][2]), one)
+
+
+def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
+    """B1, B9: rotary and learned positions, grouped heads, windows of attention, padding, tied weights.
+
+    Labels are unevenly shared, and in every second batch one process has none.
+    """
+    same(JOBS, ranks(2, trained_all, JOBS, timeout=100))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"cp_size": 2, "dp_shard_size": 2}, {"cp_size": 2, "dp_replicate_size": 2}]
+)
+def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer, sizes: dict[str, Any]) -> None:
+    jobs = [("llama", sizes, 8, 4, True), ("plain", sizes, 4, 1, False)]
+    same(jobs, ranks(4, trained_all, jobs, timeout=100))
