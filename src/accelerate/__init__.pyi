@@ -44,7 +44,7 @@ from accelerate.strategy.parallel.config import ParallelismConfig as Parallelism
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
-from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.strategy.zero.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.utils.imports import is_rich_available as is_rich_available
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size

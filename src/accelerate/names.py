@@ -49,8 +49,6 @@ def every(modules: str) -> dict[str, str]:
 
 # --- what will come, in the words that an error shows ------------------------------------------------------
 FSDP = "training sharded with torch's FSDP2"
-DEEPSPEED = "training through the DeepSpeed engine"
-MEGATRON = "training through Megatron-Core"
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 
 HOMES: dict[str, dict[str, Home]] = {
@@ -246,22 +244,27 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("checkpoint.project", "ProjectConfiguration")
     | at("watch.profile", "ProfileKwargs")
     | later("models quantized by bitsandbytes", "BnbQuantizationConfig")
-    | later(DEEPSPEED, "DeepSpeedPlugin")
+    | at("strategy.zero.plugin", "DeepSpeedPlugin")
     | at("strategy.sharding.plugin", "FullyShardedDataParallelPlugin")
     | at(
         "strategy.parallel.config",
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
         "TorchTensorParallelPlugin",
     )
-    | later(
-        MEGATRON,
-        "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser "
+    | at(
+        "strategy.megatron_core.parsers",
+        "MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser "
         "parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config",
-    ),
-    "accelerate.utils.deepspeed": later(
-        DEEPSPEED,
-        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim "
-        "DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed",
+    )
+    | at("strategy.megatron_core.plugin", "MegatronLMPlugin"),
+    "accelerate.utils.deepspeed": at(
+        "facade.deepspeed",
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper "
+        "get_active_deepspeed_plugin",
+    )
+    | at(
+        "strategy.zero.tree",
+        "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed",
     ),
     "accelerate.utils.environment": at(
         "facade.environment",
@@ -327,14 +330,16 @@ HOMES: dict[str, dict[str, Home]] = {
         "prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
     )
     | at("launch.kinds.sagemaker", "prepare_sagemager_args_inputs"),
-    "accelerate.utils.megatron_lm": later(
-        MEGATRON,
-        "AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
-        "MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep "
-        "avg_losses_across_data_parallel_group finish_mpu_init gather_across_data_parallel_groups "
-        "initialize model_provider_func prepare_data_loader prepare_model_optimizer_scheduler "
-        "prepare_optimizer prepare_scheduler",
-    ),
+    "accelerate.utils.megatron_lm": at(
+        "strategy.megatron_core.functions",
+        "MegatronLMDummyDataLoader avg_losses_across_data_parallel_group finish_mpu_init "
+        "gather_across_data_parallel_groups initialize model_provider_func prepare_data_loader "
+        "prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler",
+    )
+    | at("strategy.megatron_core.step", "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
+    | at("strategy.megatron_core.engine", "MegatronEngine")
+    | at("strategy.megatron_core.schedule", "MegatronLMDummyScheduler")
+    | at("facade.megatron_lm", "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper"),
     "accelerate.utils.memory": at(
         "watch.retry",
         "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
@@ -387,14 +392,16 @@ HOMES: dict[str, dict[str, Home]] = {
         "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "
         "has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor",
     )
-    | at("facade.compile", "compile_regions compile_regions_fsdp2=compile_regions")
+    | at(
+        "facade.compile",
+        "compile_regions compile_regions_fsdp2=compile_regions compile_regions_deepspeed=compile_regions",
+    )
     | at("facade.hardware", "check_os_kernel")
     | at("facade.objects", "get_pretty_name merge_dicts recursive_getattr")
     | at("core.units", "convert_bytes=show_bytes")
     | at("world.ports", "get_free_port is_port_in_use")
     | at("world.collective", "wait_for_everyone=barrier")
-    | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save")
-    | later(DEEPSPEED, "compile_regions_deepspeed"),
+    | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": later("training on TPU", "install_xla"),
     "accelerate.utils.tqdm": at("watch.progress", "tqdm"),

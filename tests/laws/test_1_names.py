@@ -53,6 +53,7 @@ FACTS = {
     ("offload/estimate/bill", "ddp"): "what each rank of it holds, as a sum",
     ("offload/estimate/bill", "fsdp"): "what each rank of it holds, as a sum",
     ("strategy/settings/parallelism", "deepspeed"): "whose functions split attention by heads, and no other",
+    ("strategy/zero", "deepspeed"): "the library of the engine, in the names of its modules and classes",
     ("strategy/sharding", "fsdp"): "torch's own word for it, in the names of its classes and fields",
     ("strategy/parallel/config", "deepspeed"): "what the public interface calls that way to split attention",
     **{

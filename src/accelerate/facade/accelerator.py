@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -100,17 +102,8 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
         parallelism_config: Any = None,
         strict: bool | None = None,
     ) -> None:
-        plugins = tuple(
-            given
-            for given in (
-                deepspeed_plugin,
-                deepspeed_plugins,
-                fsdp_plugin,
-                torch_tp_plugin,
-                megatron_lm_plugin,
-            )
-            if given is not None
-        )
+        every = (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
+        plugins = tuple(given for given in every if given is not None)
         layout = options.of_layout(parallelism_config, torch_tp_plugin)
         compiler = options.of_compiler(dynamo_plugin, dynamo_backend)
         self.handlers = options.by_class(kwargs_handlers or [])
@@ -138,14 +131,18 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
         self.strategy: Strategy = choose(
             Request(self.world, plugins, self.handlers, precision=self.precision.name, parallelism=layout)
         )
+        self.precision.agree(self.strategy.agreement())
         self.state.distributed_type = type(self.state.distributed_type)(
             self.strategy.distributed_type(self.world)
         )
         vars(self.state).update(self.strategy.plugins, device_mesh=self.strategy.mesh)
         self.gradient_state = GradientState.own(
-            options.of_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps),
+            options.of_accumulation(
+                gradient_accumulation_plugin, gradient_accumulation_steps, self.strategy.accumulation
+            ),
             ActiveLoaders(),
         )
+        self.strategy.owner = weakref.proxy(self)
         self._trigger = False
         self._start_saving()
         self._start_tracking(log_with)
@@ -354,7 +351,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
             return optimizer
         wrapped = next((known for known in self._optimizers if known.optimizer is optimizer), None)
         if wrapped is None:
-            wrapped = AcceleratedOptimizer(optimizer).bind(
+            wrapped = self._wrapper("optimizer", AcceleratedOptimizer)(optimizer).bind(
                 self.gradient_state, self.precision, self.strategy, self._before_first_step
             )
             # Registered at once: a scheduler of the same bundle looks for it.
@@ -362,6 +359,11 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
             for scheduler in self._schedulers:
                 scheduler.follow(wrapped)
         return wrapped
+
+    def _wrapper(self, kind: str, usual: Any) -> Any:
+        """The class that stands before an optimizer or a schedule: that of the engine, or the usual one."""
+        module, _, name = self.strategy.wrappers.get(kind, "").partition(":")
+        return getattr(import_module(module), name) if name else usual
 
     def _before_first_step(self, optimizer: AcceleratedOptimizer) -> None:
         self._check_first_step(optimizer)
@@ -375,12 +377,14 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
                 return known
         inner = getattr(scheduler, "optimizer", None)
         followed = [o for o in self._optimizers if o.optimizer is inner or o is inner] or self._optimizers
+        if self.strategy.advances(scheduler):
+            return self._wrapper("scheduler", AcceleratedScheduler)(scheduler, list(followed))
         return AcceleratedScheduler(
             scheduler,
             list(followed),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
-        ).bind(self.gradient_state)
+        ).bind(self.gradient_state, self.strategy.share.count)
 
     def _wrap_loader(self, loader: DataLoader[Any], place: bool, **asked: Any) -> DataLoaderShard:
         if isinstance(loader, DataLoaderShard) and loader.active is self.gradient_state.loaders:
@@ -407,6 +411,8 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
             use_stateful_dataloader=given.use_stateful_dataloader,
             **more,
         )
+        if share.count < self.world.size and isinstance(shard, DataLoaderShard):
+            shard.among(share.count, share.index)
         shard.active, shard.gradient_state = self.gradient_state.loaders, self.gradient_state
         shard.own_part, shard.data_share = self.strategy.part_of(loader), share
         return shard

@@ -160,7 +160,7 @@ class Loop(Processes):
                 return
         gradients.uncounted = True
         try:
-            if not strategy.owns_step:
+            if strategy.divides(kwargs):
                 window = gradients.window
                 steps = gradients.num_steps if window is None else window.divisor
                 if steps != 1:
@@ -237,6 +237,8 @@ class Loop(Processes):
         """
         if not self.sync_gradients:
             return
+        if self.strategy.owns_precision:
+            return
         wanted = self._optimizers if optimizer is None else optimizer
         for item in wanted if isinstance(wanted, list | tuple) else [wanted]:
             self.precision.unscale(getattr(item, "optimizer", item))
@@ -275,6 +277,8 @@ class Loop(Processes):
 
     def _unscale_owners(self, params: list[torch.Tensor]) -> None:
         """Only optimizers whose gradients are clipped: others may have no backward behind them yet."""
+        if self.strategy.owns_precision:
+            return
         wanted = {id(p) for p in params if p.grad is not None}
         for optimizer in self._optimizers:
             if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):

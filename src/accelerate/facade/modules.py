@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from accelerate.core import packages
 from accelerate.core.units import parse_bytes
 from accelerate.offload.measure import named_module_tensors
+from accelerate.strategy import STRATEGIES
 
 # torch's own classes that hold a model as ``module``; other libraries' are told by their names.
 WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -136,6 +137,10 @@ def extract_model_from_parallel(
 def _unwrapped(model: Any) -> Any:
     while isinstance(model, WRAPPERS) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module
+    # Only what holds a module under that name may be an engine.
+    if isinstance(getattr(model, "_modules", {}).get("module"), nn.Module):
+        for strategy in STRATEGIES:
+            model = strategy.inner(model)
     return model
 
 

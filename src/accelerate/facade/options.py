@@ -25,10 +25,14 @@ def of_layout(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismCo
     """The dimensions of the mesh: as given, by the older plugin, or as the launcher says; None without.
 
     Raises:
-        SettingError: both say how many processes share a layer.
+        SettingError: ``config`` is something else, or both say how many processes share a layer.
     """
     from accelerate.strategy.settings.parallelism import ParallelismSwitch
 
+    if config is not None and not hasattr(config, "total_size"):
+        raise SettingError(
+            f"parallelism_config is a {type(config).__name__}", fix="give a ParallelismConfig, or None"
+        )
     wanted = getattr(tp_plugin, "tp_size", 1)
     if config is None and (wanted > 1 or load(ParallelismSwitch).value.use_parallelism_config):
         from accelerate.strategy.parallel.config import ParallelismConfig
@@ -80,7 +84,16 @@ def of_data(config: DataLoaderConfiguration | None, split_batches: Any) -> DataL
     return DataLoaderConfiguration(split_batches=bool(split_batches))
 
 
-def of_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
+def of_accumulation(
+    plugin: GradientAccumulationPlugin | None, steps: int, engine: int | None = None
+) -> GradientAccumulationPlugin:
+    """How gradients accumulate: as given, else as an engine's own configuration says.
+
+    Args:
+        plugin: given in code.
+        steps: the same; 1 asks for nothing.
+        engine: micro-batches of a step by the configuration of an engine, if it says so.
+    """
     if plugin is not None:
         if steps != 1:
             raise SettingError(
@@ -92,6 +105,16 @@ def of_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gr
     given = {"gradient_accumulation_steps": steps if steps != 1 else None}
     loaded = load(GradientSettings, code=given)
     count = loaded.value.gradient_accumulation_steps
+    origin = loaded.origin("gradient_accumulation_steps")
+    if engine is not None and origin.source == "default":
+        count = engine
+    elif engine not in (None, count):
+        raise SettingError(
+            f"{origin.where} is {count}, but the engine's configuration says gradient_accumulation_steps: "
+            f"{engine}",
+            why="each of the two would train in another way",
+            fix='keep one of them, or write "auto" there',
+        )
     _check_steps(count)
     return GradientAccumulationPlugin(num_steps=count)
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 def model_part(strategy: Strategy, model: nn.Module) -> Part:
     """A prepared model: whole as its strategy gives it, in parts by the names of the user's module."""
-    module = strategy.unwrap(model)
+    module = strategy.as_saved(model)
     return Part(
         type(model).__name__,
-        lambda: with_values(strategy.state(model)),
+        lambda: with_values(strategy.exact_state(model)),
         partial(strategy.load, model),
         spread=cache(partial(spread_model, strategy, model)),
         like=module.state_dict if strategy.shards else None,
@@ -67,7 +67,8 @@ def load_optimizer(
     if any(isinstance(key, str) for group in state["param_groups"] for key in group["params"]):
         from accelerate.checkpoint.spread import by_number
 
-        state = by_number(optimizer, [strategy.unwrap(model) for model in models], state)
+        own = strategy.optimizer_as_saved(optimizer)
+        state = by_number(own, [strategy.as_saved(model) for model in models], state)
     strategy.load_optimizer(optimizer, models, state)
 
 
@@ -76,7 +77,7 @@ def spread_model(strategy: Strategy, model: nn.Module, only: Mapping[str, str] |
     """The model as it is saved in parts; with ``only``, these of its tensors, by the names that follow."""
     from accelerate.checkpoint.spread import SpreadModel
 
-    return SpreadModel(strategy.unwrap(model), only, apart=strategy.trains_apart)
+    return SpreadModel(strategy.as_saved(model), only, apart=strategy.trains_apart)
 
 
 def spread_optimizer(
@@ -85,5 +86,5 @@ def spread_optimizer(
     """The optimizer as it is saved in parts."""
     from accelerate.checkpoint.spread import SpreadOptimizer
 
-    modules = [strategy.unwrap(model) for model in models]
-    return SpreadOptimizer(optimizer, modules, apart=strategy.trains_apart)
+    modules = [strategy.as_saved(model) for model in models]
+    return SpreadOptimizer(strategy.optimizer_as_saved(optimizer), modules, apart=strategy.trains_apart)

@@ -70,6 +70,9 @@ def kind_of(value: Any) -> Kind:
     """
     if isinstance(value, DataLoader):
         return "loader"
+    stands_for = getattr(type(value), "prepared_as", None)
+    if stands_for is not None:
+        return stands_for
     if isinstance(value, nn.Module):
         return "model"
     if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
@@ -125,6 +128,8 @@ def make(
     Raises:
         PrepareError: parameters cannot be trained in this precision.
     """
+    if not strategy.owns_step:
+        _check_real(bundle, strategy)
     if bundle.training and not strategy.owns_precision:
         _check_trained(bundle, precision)
     steps = [*_model_steps(bundle, world, precision, strategy)]
@@ -233,6 +238,17 @@ def _check_trained(bundle: Bundle, precision: Precision) -> None:
         groups = enumerate(group["params"] for group in optimizer.param_groups)
         rest = ((f"parameter {i} of group {g}", p) for g, group in groups for i, p in enumerate(group))
         precision.check_trainable((name, p) for name, p in rest if p not in named)
+
+
+def _check_real(bundle: Bundle, strategy: Strategy) -> None:
+    """Stand-ins, for what an engine makes by itself, mean nothing to other strategies."""
+    for item in bundle.objects:
+        if hasattr(type(item), "prepared_as"):
+            raise PrepareError(
+                f"a {type(item).__name__} stands for what an engine makes by itself, and the strategy is "
+                f"{strategy.name!r}",
+                fix="prepare an optimizer and a schedule of torch, or launch with the engine",
+            )
 
 
 def _attach(bundle: Bundle, precision: Precision) -> None:

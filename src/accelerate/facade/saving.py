@@ -132,7 +132,7 @@ class Saving(Processes):
                 what ``ProjectConfiguration`` says. ``wait_for_checkpoint`` tells when it is committed.
             metadata: plain values to read again in ``load_state(...).metadata`` and in the table of
                 ``accelerate checkpoint ls``: ``{"epoch": 3}``. Process 0's are kept.
-            save_model_func_kwargs: options of engines that write their own files; no strategy has any yet.
+            save_model_func_kwargs: options of the checkpoint that an engine writes by itself.
 
         Returns:
             The folder, or the URL as text; the same on every process.
@@ -141,8 +141,12 @@ class Saving(Processes):
             CheckpointError: on every process; what was there before is untouched. Also when the save before
                 failed in the background: this one has not begun then.
         """
-        self._no_options("save_state", save_model_func_kwargs)
         parts = self._parts()
+        own = self.strategy.own_files(self._models, save_model_func_kwargs) if sharded is not False else []
+        if own:
+            self._leave_to(own, parts)
+        else:
+            self._no_options("save_state", save_model_func_kwargs)
         parts.sharded = self._in_parts(sharded)
         parts.metadata = dict(metadata or {})
 
@@ -198,24 +202,29 @@ class Saving(Processes):
             CheckpointError: on every process, naming the file and what was expected.
         """
         options = dict(load_model_func_kwargs)
+        strict, location = options.pop("strict", True), options.pop("map_location", None)
         background.settle("load a checkpoint")
         parts = self._parts()
+        own = self.strategy.own_files(self._models, options)
 
         def before(folder: Path) -> None:
             left = list(self._models)
             for hook in list(self._load_model_state_pre_hook.values()):
                 hook(left, str(folder))
             parts.models = [model_part(self.strategy, model) for model in left]
+            present = [each for each in own if each.present(folder)]
+            if present:
+                self._leave_to(present, parts, left)
 
         loaded = checkpoints.load(
             parts,
             _path(input_dir),
             project=self.project_configuration,
-            strict=options.pop("strict", True),
-            map_location=options.pop("map_location", None),
+            strict=strict,
+            map_location=location,
             load_kwargs=load_kwargs,
             model_kwargs=options,
-            before=before if self._load_model_state_pre_hook else None,
+            before=before if self._load_model_state_pre_hook or own else None,
         )
         self.gradient_state.step = loaded.step
         return loaded
@@ -233,6 +242,16 @@ class Saving(Processes):
             step=self.gradient_state.step,
             strategy=strategy.name,
         )
+
+    def _leave_to(self, own: list[Any], parts: Parts, models: list[nn.Module] | None = None) -> None:
+        """What an engine saves and loads by itself is no part of ours."""
+        held = {id(each) for files in own for each in files.objects}
+        left = [m for m in (self._models if models is None else models) if id(m) not in held]
+        parts.models = [model_part(self.strategy, model) for model in left]
+        optimizers = [each for each in self._optimizers if id(each.optimizer) not in held]
+        parts.optimizers = [optimizer_part(self.strategy, each, self._models) for each in optimizers]
+        parts.schedulers = [each for each in self._schedulers if id(each.scheduler) not in held]
+        parts.own_files = own
 
     def _in_parts(self, asked: bool | None) -> bool:
         """Whether a save writes parts.

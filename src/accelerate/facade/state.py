@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import device as devices
 from accelerate.core import environ
-from accelerate.core.errors import NotBuiltError, WorldError
+from accelerate.core.errors import UnknownNameError, WorldError
 from accelerate.core.setting import load
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient import GradientState as GradientState
@@ -259,11 +259,17 @@ class AcceleratorState(Processes):
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """The engine's plugin of that name."""
-        raise NotBuiltError("several engine plugins are not built yet", why=_ENGINES)
+        if name not in (self.deepspeed_plugins or {}):
+            raise UnknownNameError("engine plugin", name, self.deepspeed_plugins or {})
+        return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Makes the engine's plugin of that name the active one."""
-        raise NotBuiltError("several engine plugins are not built yet", why=_ENGINES)
+        """Makes the engine's plugin of that name the active one: the next ``prepare`` goes by it."""
+        chosen = self.get_deepspeed_plugin(str(name))
+        for plugin in self.deepspeed_plugins.values():
+            if plugin is not chosen:
+                plugin._unselect()
+        chosen.select(_from_accelerator_state=True)
 
     @property
     def mixed_precision(self) -> str:
@@ -272,8 +278,9 @@ class AcceleratorState(Processes):
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The engine's plugin, None when it is not used."""
-        return None
+        """The engine's plugin that is selected, None when it is not used."""
+        every = (self.deepspeed_plugins or {}).values()
+        return next((plugin for plugin in every if plugin.selected), None)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -298,9 +305,6 @@ def _refuse_unbuilt(world: World) -> None:
     for strategy in STRATEGIES:
         if strategy.planned and strategy.claims(request):
             strategy(request).check()
-
-
-_ENGINES = "they will come with the sharded strategies"
 
 
 class _ClosedError(WorldError, AttributeError):

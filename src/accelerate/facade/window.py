@@ -157,6 +157,8 @@ class Window:
         if self.done and self.count < self.n and self._divided and not self.strategy.owns_step:
             # Earlier losses were divided by n, before it was known that the window is shorter.
             scale_gradients(self.strategy.gradients(self._windows.trained()), self.n / self.count)
+        if self.done and self.count < self.n and self._divided:
+            self.strategy.shortened(self.n / self.count)
         gradients.sync_gradients = self.done
         sync = self.done or gradients.plugin_kwargs.get("sync_each_batch", False)
         self._inner = self.strategy.accumulating(models, sync=sync)

@@ -153,6 +153,9 @@ class Strategy(ABC):
         replicates: every process holds a whole copy of each model, and could train it by itself for a while.
         trains_apart: that is so now: gradients stay on their process.
         shards: every process holds a part of each parameter, and of what optimizers keep for it.
+        wrappers: for an engine, the classes that stand before its ``"optimizer"`` and ``"scheduler"``, as
+            ``"module:class"``.
+        owner: the ``Accelerator`` that trains by it; None before there is one.
     """
 
     name: ClassVar[str]
@@ -164,6 +167,8 @@ class Strategy(ABC):
     instead: ClassVar[str] = ""
     replicates: ClassVar[bool] = False
     shards: ClassVar[bool] = False
+    wrappers: ClassVar[Mapping[str, str]] = {}
+    owner: Any = None
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -218,6 +223,22 @@ class Strategy(ABC):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Runs the backward pass of a loss that is scaled already."""
         loss.backward(**kwargs)
+
+    def divides(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a loss is divided by its micro-batches before ``backward``, which gets ``kwargs``."""
+        return not self.owns_step
+
+    def shortened(self, factor: float) -> None:
+        """The next micro-batch closes a window early: an engine multiplies what it holds by ``factor``."""
+
+    def advances(self, scheduler: Any) -> bool:
+        """Whether the step of an engine advances this schedule too."""
+        return False
+
+    @property
+    def accumulation(self) -> int | None:
+        """How many micro-batches a step has, as an engine's own configuration says; None if it does not."""
+        return None
 
     @property
     def plugins(self) -> Mapping[str, Any]:
@@ -322,6 +343,10 @@ class Strategy(ABC):
         """Around forward and backward of one micro-batch; ``sync`` False keeps gradients local."""
         return NOTHING
 
+    def waiting(self, models: Iterable[nn.Module]) -> int:
+        """Bytes that gradients take more on this process between the micro-batches of a window."""
+        return 0
+
     def apart(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around steps that this process takes by itself: nothing of ``model`` is exchanged.
 
@@ -359,6 +384,29 @@ class Strategy(ABC):
         """Loads what ``state`` gave; the result lists missing and unexpected names."""
         return model.load_state_dict(state, strict=strict)
 
+    def exact_state(self, model: nn.Module) -> dict[str, Any]:
+        """What a checkpoint holds of the model, where it computes with other weights than it trains."""
+        return self.state(model)
+
+    def own_files(self, models: Sequence[nn.Module], options: Mapping[str, Any]) -> list[Any]:
+        """What an engine writes into a checkpoint by itself, for those of ``models`` that it trains.
+
+        Each has ``name``, ``save(folder)`` and ``load(folder)``, says by ``present(folder)`` whether it was
+        written there, and has as ``objects`` what it stands for.
+
+        Args:
+            models: all prepared models.
+            options: more arguments of the save or the load.
+        """
+        return []
+
+    def agreement(self) -> Callable[[torch.Tensor], None] | None:
+        """Makes a flag of each process the greatest of all, in place; None where all find the same.
+
+        A gradient that is not finite, say, is seen by the process that has it.
+        """
+        return None
+
     @property
     def saves_sharded(self) -> bool:
         """Whether checkpoints hold what each process has, unless somebody asks for whole files.
@@ -366,6 +414,17 @@ class Strategy(ABC):
         Only where the strategy ``shards``.
         """
         return False
+
+    def as_saved(self, model: nn.Module) -> Any:
+        """The model as checkpoints in parts see it: a module by the user's names.
+
+        What is cut is a distributed tensor, or a stand-in of one where only names and shapes count.
+        """
+        return self.unwrap(model)
+
+    def optimizer_as_saved(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer as they see it: of the parameters that ``as_saved`` has."""
+        return optimizer
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
@@ -385,6 +444,11 @@ class Strategy(ABC):
     ) -> None:
         """Loads what ``optimizer_state`` gave; every process gets it whole, and takes its part."""
         optimizer.load_state_dict(dict(state))
+
+    @staticmethod
+    def inner(model: Any) -> Any:
+        """The module inside of what this strategy, or its library, puts around one; else ``model``."""
+        return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module."""

@@ -46,7 +46,12 @@ from accelerate.facade.available import is_torch_distributed_available as is_tor
 from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compile import compile_regions as compile_regions
+from accelerate.facade.compile import compile_regions as compile_regions_deepspeed
 from accelerate.facade.compile import compile_regions as compile_regions_fsdp2
+from accelerate.facade.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.facade.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.facade.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.facade.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.facade.enums import CustomDtype as CustomDtype
 from accelerate.facade.enums import DistributedType as DistributedType
@@ -80,6 +85,8 @@ from accelerate.facade.hardware import check_os_kernel as check_os_kernel
 from accelerate.facade.hardware import get_driver_version as get_driver_version
 from accelerate.facade.hardware import get_gpu_info as get_gpu_info
 from accelerate.facade.hardware import has_p2p_and_infiniband as check_cuda_p2p_ib_support
+from accelerate.facade.megatron_lm import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accelerate.facade.megatron_lm import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
@@ -144,6 +151,40 @@ from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.strategy.deepspeed import GatheredParameters as GatheredParameters
+from accelerate.strategy.megatron_core.engine import MegatronEngine as MegatronEngine
+from accelerate.strategy.megatron_core.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accelerate.strategy.megatron_core.functions import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from accelerate.strategy.megatron_core.functions import finish_mpu_init as finish_mpu_init
+from accelerate.strategy.megatron_core.functions import (
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+)
+from accelerate.strategy.megatron_core.functions import initialize as initialize
+from accelerate.strategy.megatron_core.functions import model_provider_func as model_provider_func
+from accelerate.strategy.megatron_core.functions import prepare_data_loader as prepare_data_loader
+from accelerate.strategy.megatron_core.functions import (
+    prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
+)
+from accelerate.strategy.megatron_core.functions import prepare_optimizer as prepare_optimizer
+from accelerate.strategy.megatron_core.functions import prepare_scheduler as prepare_scheduler
+from accelerate.strategy.megatron_core.parsers import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+)
+from accelerate.strategy.megatron_core.parsers import (
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
+from accelerate.strategy.megatron_core.parsers import parse_bert_config as parse_bert_config
+from accelerate.strategy.megatron_core.parsers import parse_glm4_moe_config as parse_glm4_moe_config
+from accelerate.strategy.megatron_core.parsers import parse_gpt2_config as parse_gpt2_config
+from accelerate.strategy.megatron_core.parsers import parse_llama_config as parse_llama_config
+from accelerate.strategy.megatron_core.parsers import parse_t5_config as parse_t5_config
+from accelerate.strategy.megatron_core.plugin import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.strategy.megatron_core.schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.strategy.megatron_core.step import AbstractTrainStep as AbstractTrainStep
+from accelerate.strategy.megatron_core.step import BertTrainStep as BertTrainStep
+from accelerate.strategy.megatron_core.step import GPTTrainStep as GPTTrainStep
+from accelerate.strategy.megatron_core.step import T5TrainStep as T5TrainStep
 from accelerate.strategy.parallel.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
@@ -173,6 +214,11 @@ from accelerate.strategy.sharding.functions import get_parameters_from_modules a
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
+from accelerate.strategy.zero.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.strategy.zero.tree import DummyOptim as DummyOptim
+from accelerate.strategy.zero.tree import DummyScheduler as DummyScheduler
+from accelerate.strategy.zero.tree import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.strategy.zero.tree import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from accelerate.utils import ao as ao
 from accelerate.utils import bnb as bnb
 from accelerate.utils import constants as constants
@@ -240,27 +286,6 @@ from accelerate.utils.constants import (
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
 from accelerate.utils.dataclasses import BnbQuantizationConfig as BnbQuantizationConfig
-from accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
-from accelerate.utils.dataclasses import (
-    MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
-)
-from accelerate.utils.dataclasses import MegatronLMPlugin as MegatronLMPlugin
-from accelerate.utils.dataclasses import (
-    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
-)
-from accelerate.utils.dataclasses import parse_bert_config as parse_bert_config
-from accelerate.utils.dataclasses import parse_glm4_moe_config as parse_glm4_moe_config
-from accelerate.utils.dataclasses import parse_gpt2_config as parse_gpt2_config
-from accelerate.utils.dataclasses import parse_llama_config as parse_llama_config
-from accelerate.utils.dataclasses import parse_t5_config as parse_t5_config
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from accelerate.utils.deepspeed import DummyOptim as DummyOptim
-from accelerate.utils.deepspeed import DummyScheduler as DummyScheduler
-from accelerate.utils.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accelerate.utils.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from accelerate.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accelerate.utils.fsdp_utils import logger as logger
 from accelerate.utils.imports import USE_TORCH_XLA as USE_TORCH_XLA
@@ -329,32 +354,7 @@ from accelerate.utils.imports import is_weights_only_available as is_weights_onl
 from accelerate.utils.imports import is_xccl_available as is_xccl_available
 from accelerate.utils.imports import is_xpu_available as is_xpu_available
 from accelerate.utils.imports import torchao_required as torchao_required
-from accelerate.utils.megatron_lm import AbstractTrainStep as AbstractTrainStep
-from accelerate.utils.megatron_lm import BertTrainStep as BertTrainStep
-from accelerate.utils.megatron_lm import GPTTrainStep as GPTTrainStep
-from accelerate.utils.megatron_lm import MegatronEngine as MegatronEngine
-from accelerate.utils.megatron_lm import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from accelerate.utils.megatron_lm import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from accelerate.utils.megatron_lm import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
-from accelerate.utils.megatron_lm import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
-from accelerate.utils.megatron_lm import T5TrainStep as T5TrainStep
-from accelerate.utils.megatron_lm import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-)
-from accelerate.utils.megatron_lm import finish_mpu_init as finish_mpu_init
-from accelerate.utils.megatron_lm import (
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-)
-from accelerate.utils.megatron_lm import initialize as initialize
-from accelerate.utils.megatron_lm import model_provider_func as model_provider_func
-from accelerate.utils.megatron_lm import prepare_data_loader as prepare_data_loader
-from accelerate.utils.megatron_lm import (
-    prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
-)
-from accelerate.utils.megatron_lm import prepare_optimizer as prepare_optimizer
-from accelerate.utils.megatron_lm import prepare_scheduler as prepare_scheduler
 from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
-from accelerate.utils.other import compile_regions_deepspeed as compile_regions_deepspeed
 from accelerate.utils.torch_xla import install_xla as install_xla
 from accelerate.utils.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
 from accelerate.utils.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast

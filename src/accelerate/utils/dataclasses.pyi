@@ -26,6 +26,18 @@ from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.strategy.megatron_core.parsers import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+)
+from accelerate.strategy.megatron_core.parsers import (
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
+from accelerate.strategy.megatron_core.parsers import parse_bert_config as parse_bert_config
+from accelerate.strategy.megatron_core.parsers import parse_glm4_moe_config as parse_glm4_moe_config
+from accelerate.strategy.megatron_core.parsers import parse_gpt2_config as parse_gpt2_config
+from accelerate.strategy.megatron_core.parsers import parse_llama_config as parse_llama_config
+from accelerate.strategy.megatron_core.parsers import parse_t5_config as parse_t5_config
+from accelerate.strategy.megatron_core.plugin import MegatronLMPlugin as MegatronLMPlugin
 from accelerate.strategy.parallel.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
@@ -35,30 +47,15 @@ from accelerate.strategy.parallel.config import TorchTensorParallelPlugin as Tor
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
+from accelerate.strategy.zero.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.world.stop import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.tensors import TensorInformation as TensorInformation
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
 from typing import Any
 
-MODEL_CONFIGS_TO_MEGATRON_PARSERS: Any
-
 class BnbQuantizationConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __getattr__(self, name: str) -> Any: ...
 
-class DeepSpeedPlugin:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-class MegatronLMPlugin:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
-
-def add_model_config_to_megatron_parser(*args: Any, **kwargs: Any) -> Any: ...
-def parse_bert_config(*args: Any, **kwargs: Any) -> Any: ...
-def parse_glm4_moe_config(*args: Any, **kwargs: Any) -> Any: ...
-def parse_gpt2_config(*args: Any, **kwargs: Any) -> Any: ...
-def parse_llama_config(*args: Any, **kwargs: Any) -> Any: ...
-def parse_t5_config(*args: Any, **kwargs: Any) -> Any: ...
 def __getattr__(name: str) -> Any: ...

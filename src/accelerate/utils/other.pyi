@@ -7,6 +7,7 @@ from accelerate.checkpoint.export import load as load
 from accelerate.checkpoint.export import save as save
 from accelerate.core.units import show_bytes as convert_bytes
 from accelerate.facade.compile import compile_regions as compile_regions
+from accelerate.facade.compile import compile_regions as compile_regions_deepspeed
 from accelerate.facade.compile import compile_regions as compile_regions_fsdp2
 from accelerate.facade.hardware import check_os_kernel as check_os_kernel
 from accelerate.facade.modules import extract_model_from_parallel as extract_model_from_parallel
@@ -27,5 +28,4 @@ from typing import Any
 
 logger: Any
 
-def compile_regions_deepspeed(*args: Any, **kwargs: Any) -> Any: ...
 def __getattr__(name: str) -> Any: ...

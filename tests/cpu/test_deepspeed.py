@@ -1,0 +1,458 @@
+"""ZeRO by the DeepSpeed engine on two processes: the numbers of one, and states that others read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.core.packages import installed
+from tests.support.command import launch
+from tests.support.ranks import RankServer, same_on_all
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
+
+pytestmark = [
+    pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.timeout(180),
+]
+STEPS = 6
+Numbers = dict[str, Any]
+
+
+def options(stage: int, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, **more}
+    return {"zero_optimization": zero, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+BOTH = {**OFFLOAD, "offload_param": {"device": "cpu", "pin_memory": False}}
+ASKED: dict[str, dict[str, Any]] = {
+    "0": options(0),
+    "1": options(1),
+    "2": options(2),
+    "3": options(3),
+    "2 offload": options(2, **OFFLOAD),
+    "3 offload": options(3, **BOTH),
+}
+
+
+def alone(window: int, clip: float = 0.5) -> Numbers:
+    """The plain loop in one process."""
+    torch.set_num_threads(1)
+    model = tiny()
+    optimizer = adamw(model)
+    losses, norms = [], []
+    for step, words in enumerate(batches(STEPS), 1):
+        loss = loss_of(model, words)
+        (loss / window).backward()
+        losses.append(loss.item())
+        if step % window == 0:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+
+
+def engine(config: dict[str, Any], window: int = 1, seed: int = 0, **more: Any) -> tuple[Any, Any, Any]:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    accelerator = Accelerator(
+        cpu=True,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        gradient_accumulation_steps=window,
+        **more,
+    )
+    model = tiny(seed)
+    return accelerator, *accelerator.prepare(model, adamw(model))
+
+
+def loop(accelerator: Any, model: Any, optimizer: Any, clip: float = 0.5, steps: int = STEPS) -> Numbers:
+    losses, norms = [], []
+    for words in batches(steps):
+        mine = share(words, accelerator.process_index, accelerator.num_processes)
+        with accelerator.accumulate(model):
+            loss = loss_of(model, mine)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return {"losses": losses, "norms": norms}
+
+
+def trained(names: list[str], window: int) -> dict[str, Numbers]:
+    """All of ``names`` in one process, one after the other: an import of the engine costs seconds."""
+    found: dict[str, Numbers] = {}
+    for name in names:
+        accelerator, model, optimizer = engine(ASKED[name], window)
+        numbers = loop(accelerator, model, optimizer)
+        weights = accelerator.get_state_dict(model)
+        kept = accelerator.strategy.optimizer_state(optimizer.optimizer, [model])
+        if accelerator.is_main_process:
+            numbers |= {"weights": weights, "optimizer": kept}
+        found[name] = numbers
+        assert str(accelerator.distributed_type.value) == "DEEPSPEED"
+    return found
+
+
+def close(ours: Numbers, plain: Numbers, within: float = 1e-5) -> None:
+    torch.testing.assert_close(
+        torch.tensor(ours["losses"]), torch.tensor(plain["losses"]), rtol=0, atol=within
+    )
+    torch.testing.assert_close(
+        torch.tensor(ours["norms"]), torch.tensor(plain["norms"]), rtol=1e-4, atol=within
+    )
+    assert ours["weights"].keys() == plain["weights"].keys()
+    for name, value in plain["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], value, rtol=0, atol=within, msg=name)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_every_stage_trains_like_one_process(ranks: RankServer, window: int) -> None:
+    """Losses, norms, weights and the optimizer's state; the norm is known before the step, which clips."""
+    plain = alone(window)
+    first, second = ranks(2, trained, list(ASKED), window, timeout=150)
+    for name in ASKED:
+        close(first[name], plain)
+        assert first[name]["losses"] == second[name]["losses"]
+        assert first[name]["norms"] == second[name]["norms"]
+        assert "weights" not in second[name]
+        mine, theirs = first[name]["optimizer"], plain["optimizer"]
+        assert [g["params"] for g in mine["param_groups"]] == [g["params"] for g in theirs["param_groups"]]
+        assert mine["state"].keys() == theirs["state"].keys()
+        for number, kept in theirs["state"].items():
+            for key, value in kept.items():
+                torch.testing.assert_close(mine["state"][number][key], value, rtol=0, atol=1e-5)
+
+
+# --- states
+
+
+def saves(folder: str) -> None:
+    """Trains three steps, saves in the engine's form and whole, trains on, leaves the weights of the end."""
+    for stage in ("2", "3"):
+        accelerator, model, optimizer = engine(ASKED[stage])
+        loop(accelerator, model, optimizer, steps=3)
+        accelerator.save_state(f"{folder}/own{stage}")
+        accelerator.save_state(f"{folder}/whole{stage}", sharded=False)
+        numbers = loop(accelerator, model, optimizer, steps=3)
+        # Back in the same engine, and the same steps again.
+        accelerator.load_state(f"{folder}/own{stage}")
+        assert loop(accelerator, model, optimizer, steps=3) == numbers
+        weights = accelerator.get_state_dict(model)
+        accelerator.save_model(model, f"{folder}/export{stage}")
+        if accelerator.is_main_process:
+            torch.save((numbers, weights), f"{folder}/end{stage}.pt")
+        accelerator.wait_for_everyone()
+
+
+def resumes(folder: str) -> None:
+    """Fresh engines over other weights: each form, and the whole form in another stage."""
+    from accelerate.core.errors import CheckpointError
+
+    for stage, source in (("2", "own2"), ("3", "own3"), ("3", "whole2"), ("2", "whole3"), ("0", "whole3")):
+        numbers, weights = torch.load(f"{folder}/end{source[-1]}.pt")
+        accelerator, model, optimizer = engine(ASKED[stage], seed=5)
+        accelerator.load_state(f"{folder}/{source}")
+        ours = loop(accelerator, model, optimizer, steps=3)
+        torch.testing.assert_close(
+            torch.tensor(ours["losses"]), torch.tensor(numbers["losses"]), rtol=0, atol=1e-5
+        )
+        state = accelerator.get_state_dict(model)
+        for name in weights if accelerator.is_main_process else ():
+            torch.testing.assert_close(state[name], weights[name], rtol=0, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"written with stage=3(.*\n)*.*sharded=False"):
+        engine(ASKED["2"])[0].load_state(f"{folder}/own3")
+
+
+def ordinary(folder: str, kind: str) -> Numbers:
+    """The whole form under another strategy."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    more = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if kind == "fsdp" else {}
+    accelerator = Accelerator(cpu=True, **more)
+    model = tiny(5)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.load_state(f"{folder}/whole3")
+    return loop(accelerator, model, optimizer, steps=3)
+
+
+def test_states_come_back_in_any_stage_and_under_other_strategies(ranks: RankServer, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks(2, saves, folder, timeout=150)
+    own = tmp_path / "own3"
+    assert (own / "pytorch_model").is_dir()
+    assert (own / "latest").read_text() == "pytorch_model"
+    assert not (own / "model.safetensors").exists()
+    assert (tmp_path / "whole3" / "model.safetensors").exists()
+    ranks(2, resumes, folder, timeout=150)
+    numbers, weights = torch.load(tmp_path / "end3.pt")
+    for n, kind in ((1, "single"), (2, "fsdp")):
+        ours = same_on_all(ranks(n, ordinary, folder, kind))
+        torch.testing.assert_close(
+            torch.tensor(ours["losses"]), torch.tensor(numbers["losses"]), rtol=0, atol=1e-5
+        )
+    from safetensors.torch import load_file
+
+    exported = load_file(tmp_path / "export3" / "model.safetensors")
+    torch.testing.assert_close(exported["embed.weight"], weights["embed.weight"], rtol=0, atol=1e-6)
+
+
+# --- ways of use, in one process each: an import of the engine costs seconds
+
+
+def bf16() -> None:
+    accelerator, model, optimizer = engine(ASKED["2"], mixed_precision="bf16")
+    ours, plain = loop(accelerator, model, optimizer), alone(1)
+    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(plain["losses"]), rtol=0, atol=2e-2)
+    words = next(batches(1))
+    assert model(words).dtype is torch.float32
+    assert model.module.embed.weight.dtype is torch.bfloat16
+    flat = optimizer.param_groups[0]["params"][0]
+    assert flat.dtype is torch.float32
+    assert optimizer.state[flat]["exp_avg"].dtype is torch.float32
+    exact = accelerator.strategy.exact_state(model)
+    if accelerator.is_main_process:
+        assert exact["embed.weight"].dtype is torch.float32
+        assert accelerator.strategy.state(model)["embed.weight"].dtype is torch.bfloat16
+    accelerator.get_state_dict(model)
+    assert accelerator.mixed_precision == "bf16"
+
+
+def windows() -> None:
+    """A short last window is divided by what it holds."""
+    accelerator, model, optimizer = engine(ASKED["2"])
+    reference = tiny()
+    other = adamw(reference)
+    rows = list(batches(5))
+    mine = [share(words, accelerator.process_index, 2) for words in rows]
+    for window in accelerator.windows(mine, 3):
+        for words in window:
+            accelerator.backward(loss_of(model, words))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    for held in (rows[:3], rows[3:]):
+        sum(loss_of(reference, words) for words in held).div(len(held)).backward()  # type: ignore[union-attr]
+        plain = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        other.step()
+        other.zero_grad()
+    torch.testing.assert_close(norm, plain, rtol=1e-4, atol=1e-6)
+    for (name, ours), theirs in zip(model.module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=name)
+
+
+def dropped() -> None:
+    """Gradients that zero_grad drops leave no trace, and a step without gradients does nothing."""
+    for stage in ("0", "1", "2", "3"):
+        accelerator, model, optimizer = engine(ASKED[stage], window=2)
+        words = share(next(batches(1)), accelerator.process_index, 2)
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, words) * 100)
+        accelerator.gradient_state.sync_gradients = True
+        optimizer.zero_grad()
+        accelerator.gradient_state.step = 0
+        ours = loop(accelerator, model, optimizer)
+        plain = alone(2)
+        torch.testing.assert_close(
+            torch.tensor(ours["losses"]), torch.tensor(plain["losses"]), rtol=0, atol=1e-5
+        )
+        optimizer.step()
+
+
+def two_models() -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.core.errors import PrepareError
+    from accelerate.state import AcceleratorState
+
+    plugins = {"one": DeepSpeedPlugin(zero_stage=2), "two": DeepSpeedPlugin(zero_stage=3)}
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    state = AcceleratorState()
+    assert state.deepspeed_plugin is plugins["one"] is accelerator.deepspeed_plugin
+    first, second = tiny(0), tiny(1)
+    first, optimizer = accelerator.prepare(first, adamw(first))
+    state.select_deepspeed_plugin("two")
+    assert state.deepspeed_plugin is state.get_deepspeed_plugin("two")
+    assert not plugins["one"].selected
+    second, other = accelerator.prepare(second, adamw(second))
+    assert (first.zero_optimization_stage(), second.zero_optimization_stage()) == (2, 3)
+    reference = tiny(1)
+    plain = adamw(reference)
+    for words in batches(3):
+        mine = share(words, accelerator.process_index, 2)
+        accelerator.backward(loss_of(first, mine))
+        optimizer.step()
+        accelerator.backward(loss_of(second, mine))
+        other.step()
+        loss_of(reference, words).backward()
+        plain.step()
+        plain.zero_grad()
+    weights = accelerator.get_state_dict(second)
+    if accelerator.is_main_process:
+        torch.testing.assert_close(
+            weights["embed.weight"], reference.embed.weight.detach(), rtol=0, atol=1e-5
+        )
+    both = loss_of(first, mine) + loss_of(second, mine)
+    with pytest.raises(PrepareError, match="comes from 2 of 2 prepared models"):
+        accelerator.backward(both)
+    with pytest.raises(PrepareError, match="once for each model"):
+        accelerator.clip_grad_norm_([*first.module.parameters(), *second.module.parameters()], 1.0)
+
+
+def apart() -> None:
+    """A model alone, then its optimizer; both stay the objects that the script has."""
+    for stage in ("2", "3"):
+        from accelerate import Accelerator, DeepSpeedPlugin
+
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ASKED[stage]))
+        model = accelerator.prepare(tiny())
+        assert accelerator.unwrap_model(model) is model.module
+        with torch.no_grad():
+            before = loss_of(model, next(batches(1)))
+        torch.testing.assert_close(before, loss_of(tiny(), next(batches(1))))
+        optimizer = accelerator.prepare(adamw(model))
+        ours, plain = loop(accelerator, model, optimizer), alone(1)
+        torch.testing.assert_close(
+            torch.tensor(ours["losses"]), torch.tensor(plain["losses"]), rtol=0, atol=1e-5
+        )
+
+
+def stand_ins() -> None:
+    """The engine makes the optimizer and the schedule, by values of the stand-ins."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
+
+    config = {
+        **ASKED["2"],
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = tiny()
+    optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.1)
+    schedule = DummyScheduler(optimizer, warmup_num_steps=2)
+    loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    assert isinstance(schedule, DeepSpeedSchedulerWrapper)
+    assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 4
+    assert plugin.deepspeed_config["optimizer"]["params"]["lr"] == 0.01
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+    rates = []
+    for words in batches(3):
+        accelerator.backward(loss_of(model, share(words, accelerator.process_index, 2)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] < rates[-1] == 0.01
+
+
+def refused() -> None:
+    """Mistakes that are said on every process, before anything is changed."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.core.errors import PrepareError, SettingError
+    from accelerate.utils import DummyOptim
+
+    accelerator, model, optimizer = engine(ASKED["3"])
+    with pytest.raises(PrepareError, match=r"accelerator.get_state_dict\(model\)"):
+        model.state_dict()
+    with pytest.raises(PrepareError, match=r"accelerator.get_state_dict\(model\)"):
+        model.module.state_dict()
+    with pytest.raises(PrepareError, match="clip_grad_norm_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with accelerator.no_sync(model):
+        accelerator.backward(loss_of(model, next(batches(1))))
+    with pytest.raises(PrepareError, match="not complete"):
+        optimizer.step()
+    optimizer.zero_grad()
+    twice = {**ASKED["2"], "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    with pytest.raises(SettingError, match="AdamW in prepare, and AdamW"):
+        engine(twice)
+    plain = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ASKED["2"]))
+    loose = tiny()
+    with pytest.raises(SettingError, match="no optimizer"):
+        plain.prepare(loose, DummyOptim(loose.parameters()))
+    with pytest.raises(PrepareError, match="together"):
+        plain.prepare(adamw(loose))
+    batch = {**ASKED["2"], "train_micro_batch_size_per_gpu": 3}
+    loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4)
+    given = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=batch))
+    with pytest.raises(
+        SettingError, match=r"batch size of the loader says 4.*train_micro_batch_size_per_gpu: 3"
+    ):
+        given.prepare(loose, adamw(loose), loader)
+    clipped = {**ASKED["2"], "gradient_clipping": 1.0}
+    accelerator, model, optimizer = engine(clipped)
+    accelerator.backward(loss_of(model, next(batches(1))))
+    with pytest.raises(SettingError, match=r"given 0\.5, but the engine's configuration says"):
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    closed = {**ASKED["3"]}
+    closed["zero_optimization"] = {
+        **closed["zero_optimization"],
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }
+    accelerator, model, _ = engine(closed)
+    with pytest.raises(ValueError, match="zero3_save_16bit_model"):
+        accelerator.get_state_dict(model)
+
+
+USES = (bf16, windows, dropped, two_models, apart, stand_ins, refused)
+
+
+def uses() -> list[str]:
+    """Runs them; the first that fails ends it on its rank."""
+    done = []
+    for use in USES:
+        use()
+        done.append(use.__name__)
+    return done
+
+
+def test_ways_of_use(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, uses, timeout=150)) == [use.__name__ for use in USES]
+
+
+SCRIPT = """
+import torch
+from accelerate import Accelerator
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = tiny()
+model, optimizer = accelerator.prepare(model, adamw(model))
+for words in batches(6):
+    with accelerator.accumulate(model):
+        loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+total = accelerator.reduce(loss.detach(), "mean").item()
+if accelerator.is_main_process:
+    stage = model.zero_optimization_stage()
+    print("RESULT", accelerator.distributed_type.value, accelerator.num_processes, stage, total)
+accelerator.end_training()
+"""
+
+
+def test_a_launch_trains(tmp_path: Path) -> None:
+    """``accelerate launch --use_deepspeed --zero_stage 2``; no script changes."""
+    result = launch(
+        "--use_deepspeed", "--zero_stage", "2", "-n", "2", "--cpu", script_text=SCRIPT, timeout=120
+    )
+    assert result.returncode == 0, result.output
+    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
+    plain = alone(2, clip=float("inf"))["losses"][-1]
+    assert line.split()[1:4] == ["DEEPSPEED", "2", "2"]
+    assert float(line.split()[4]) == pytest.approx(plain, abs=1e-5)

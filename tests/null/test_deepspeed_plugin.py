@@ -1,0 +1,261 @@
+"""The engine's plugin, and the configuration made from it: one owner for each number. No engine runs."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.packages import installed
+from accelerate.strategy.zero import tree
+from accelerate.strategy.zero.fill import Wanted, fill, hidden_size
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig
+
+CONFIG: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "bf16": {"enabled": "auto"},
+}
+
+
+def wanted(**more: Any) -> Wanted:
+    model = nn.Linear(2, 2)
+    given = {"model": model, "steps": 1, "precision": "no", "processes": 2, "host": True}
+    return Wanted(**{**given, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **more})
+
+
+def test_the_defaults_are_those_of_the_public_package() -> None:
+    """Printed by 1.15 for ``DeepSpeedPlugin()`` and for a stage with offload."""
+    assert DeepSpeedPlugin().deepspeed_config == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "gradient_clipping": "auto",
+        "steps_per_print": float("inf"),
+    }
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", gradient_clipping=1.0)
+    assert (plugin.zero_stage, plugin.zero3_init_flag, plugin.gradient_clipping) == (3, True, 1.0)
+    assert plugin.get_value("zero_optimization.offload_optimizer") == {"device": "cpu", "nvme_path": None}
+    assert not DeepSpeedPlugin(zero3_init_flag=True).zero3_init_flag
+
+
+def test_variables_of_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/drive",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "A,B",
+    }.items():
+        monkeypatch.setenv(name, value)
+    plugin = DeepSpeedPlugin()
+    assert plugin.get_value("zero_optimization.offload_param") == {"device": "nvme", "nvme_path": "/drive"}
+    assert (plugin.zero_stage, plugin.zero3_init_flag, plugin.zero3_save_16bit_model) == (3, False, True)
+    assert (plugin.gradient_clipping, plugin.gradient_accumulation_steps) == (0.5, 4)
+    assert plugin.transformer_moe_cls_names == "A,B"
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH")
+    with pytest.raises(SettingError, match="in which folder"):
+        DeepSpeedPlugin()
+
+
+def test_a_configuration_comes_as_dict_file_text_and_object(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    text = json.dumps(CONFIG)
+    file.write_text(text)
+    coded = base64.urlsafe_b64encode(text.encode()).decode()
+    for given in (CONFIG, str(file), file, coded, HfDeepSpeedConfig(CONFIG)):
+        plugin = DeepSpeedPlugin(hf_ds_config=given)
+        assert plugin.deepspeed_config == {**CONFIG, "steps_per_print": float("inf")}
+        assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
+        assert plugin.deepspeed_config is plugin.hf_ds_config.config
+    assert "steps_per_print" not in CONFIG
+    for wrong in ("nowhere.json", 5):
+        with pytest.raises(ValueError, match="no path of a file"):
+            DeepSpeedPlugin(hf_ds_config=wrong)
+    with pytest.raises(ValueError, match="zero_optimization"):
+        DeepSpeedPlugin(hf_ds_config={"train_batch_size": 8})
+    assert DeepSpeedPlugin(hf_ds_config={"zero_optimization": {}}).gradient_accumulation_steps == 1
+
+
+def test_what_is_said_twice_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public package lets the file win without a word."""
+    with pytest.raises(SettingError, match=r"argument zero_stage is 2, but .*zero_optimization.stage: 3"):
+        DeepSpeedPlugin(hf_ds_config=CONFIG, zero_stage=2)
+    assert DeepSpeedPlugin(hf_ds_config=CONFIG, zero_stage=3).zero_stage == 3
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG, gradient_accumulation_steps=4)
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 4
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    with pytest.raises(SettingError, match=r"ACCELERATE_GRADIENT_CLIPPING is 0.5"):
+        DeepSpeedPlugin(hf_ds_config={**CONFIG, "gradient_clipping": 1.0})
+
+
+def test_what_clients_ask_of_it() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+    assert plugin.is_auto("bf16.enabled")
+    assert plugin.get_value("a.b", 7) == 7
+    plugin.set_mixed_precision("bf16")
+    assert plugin.get_value("bf16.enabled") is True
+    assert plugin.get_value("fp16.enabled") is False
+    with pytest.raises(ValueError, match=r"bf16.enabled: true"):
+        plugin.set_mixed_precision("fp16")
+    differing: list[str] = []
+    plugin.fill_match("zero_optimization.stage", differing, True, **{"zero_optimization.stage": 2})
+    plugin.fill_match("train_micro_batch_size_per_gpu", differing, True, train_micro_batch_size_per_gpu=2)
+    plugin.fill_match("no.such", differing, True)
+    assert differing == ["- ds zero_optimization.stage=3 vs arg zero_optimization.stage=2"]
+    assert plugin.get_value("train_micro_batch_size_per_gpu") == 2
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        plugin.deepspeed_config_process()
+    with pytest.raises(ValueError, match="stage=3 vs arg"):
+        plugin.deepspeed_config_process(**{"zero_optimization.stage": 2, "gradient_accumulation_steps": 1})
+    with pytest.raises(NotImplementedError, match="select_deepspeed_plugin"):
+        plugin.selected = True
+    with pytest.raises(ValueError, match="select_deepspeed_plugin"):
+        plugin.select()
+    with pytest.raises(SettingError, match="MS-AMP"):
+        DeepSpeedPlugin(enable_msamp=True)
+
+
+def test_the_tree_that_transformers_derives_from(tmp_path: Path) -> None:
+    found = HfDeepSpeedConfig(
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": 0}}
+    )
+    assert (found.is_zero3(), found.is_zero2(), found.is_offload()) == (True, False, True)
+    assert found.find_config_node("a.b") == ({"b": 0}, "b")
+    assert found.find_config_node("x.b") == (None, "b")
+    assert (found.is_false("a.b"), found.is_true("a.b"), found.is_false("a.c")) == (True, False, False)
+    found.del_config_sub_tree("a.b")
+    found.del_config_sub_tree("a.b")
+    with pytest.raises(ValueError, match=r"a\.b"):
+        found.del_config_sub_tree("a.b", must_exist=True)
+    assert found.get_value("a") == {}
+
+
+def test_each_number_has_one_owner() -> None:
+    """F15, PAINS: accumulation of the Accelerator, the batch of the loader, "auto" from both."""
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+    made = fill(plugin, wanted(steps=4, batches=[8, 16], precision="bf16"))
+    assert made.config["train_batch_size"] == 8 * 4 * 2
+    assert tree.get(made.config, "bf16.enabled") is True
+    assert not list(tree.autos(made.config))
+    assert made.sources["train_micro_batch_size_per_gpu"] == "the loader"
+    assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == "auto"
+    plugin.show(made.config)
+    assert plugin.deepspeed_config["train_batch_size"] == 64
+    # Another model, another batch: what was filled in is no wish of the user.
+    assert fill(plugin, wanted(steps=4, batches=[2], precision="bf16")).config["train_batch_size"] == 16
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 5
+    with pytest.raises(SettingError, match=r"loader says 2, but .*train_micro_batch_size_per_gpu: 5"):
+        fill(plugin, wanted(steps=4, batches=[2]))
+
+
+def test_contradictions_name_both_places() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"gradient_accumulation_steps": 8}, {"steps": 4}, "of the Accelerator says 4.*steps: 8"),
+        ({"train_batch_size": 7}, {"batches": [2]}, "2 processes says 4.*train_batch_size: 7"),
+        ({"fp16": {"enabled": True}}, {"precision": "bf16"}, "fp16.enabled: true"),
+        ({"optimizer": {"type": "Adam"}}, {}, "SGD in prepare, and Adam in"),
+        (
+            {"zero_optimization": {"stage": 2, "sub_group_size": "auto"}},
+            {},
+            '"auto" for zero_optimization.sub',
+        ),
+    ]
+    for more, given, text in cases:
+        plugin = DeepSpeedPlugin(hf_ds_config={**CONFIG, **more})
+        with pytest.raises(SettingError, match=text):
+            fill(plugin, wanted(**given))
+    # A number that is the same as text is the same number.
+    same = {**CONFIG, "train_micro_batch_size_per_gpu": "8", "gradient_accumulation_steps": "4"}
+    fill(DeepSpeedPlugin(hf_ds_config=same), wanted(steps=4, batches=[8]))
+
+
+def test_optimizer_and_schedule_of_the_engine() -> None:
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": 0.5}
+    schedule = {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    config = {**CONFIG, "optimizer": {"type": "AdamW", "params": params}, "scheduler": {"params": schedule}}
+    model = nn.Linear(2, 2)
+    dummy = DummyOptim(model.parameters(), lr=0.02, betas=(0.8, 0.9))
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    scheduler = DummyScheduler(dummy, total_num_steps=10)
+    made = fill(plugin, wanted(optimizer=dummy, scheduler=scheduler)).config
+    expected = {"lr": 0.02, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.5, "torch_adam": True}
+    assert made["optimizer"]["params"] == expected
+    assert made["scheduler"]["params"] == {
+        "warmup_max_lr": 0.02,
+        "warmup_num_steps": 1,
+        "total_num_steps": 10,
+    }
+    assert (
+        "torch_adam"
+        not in fill(plugin, wanted(optimizer=dummy, scheduler=scheduler, host=False)).config["optimizer"][
+            "params"
+        ]
+    )
+    with pytest.raises(SettingError, match=r"weight_decay of the DummyOptim says 0.1.*weight_decay: 0.5"):
+        fill(plugin, wanted(optimizer=DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)))
+    with pytest.raises(SettingError, match="no optimizer"):
+        fill(DeepSpeedPlugin(), wanted(optimizer=dummy))
+    with pytest.raises(SettingError, match="no scheduler"):
+        fill(DeepSpeedPlugin(), wanted(scheduler=DummyScheduler(dummy)))
+
+
+def test_buckets_go_by_the_width_of_the_model() -> None:
+    model = nn.Linear(2, 2)
+    model.config = type("Config", (), {"text_config": {"hidden_sizes": [8, 16]}})()  # type: ignore[assignment]
+    assert hidden_size(model) == 16
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    plugin = DeepSpeedPlugin(hf_ds_config={**CONFIG, "zero_optimization": zero})
+    filled = fill(plugin, wanted(model=model)).config["zero_optimization"]
+    assert (filled["reduce_bucket_size"], filled["stage3_param_persistence_threshold"]) == (256, 160)
+    assert "reduce_bucket_size" not in fill(plugin, wanted()).config["zero_optimization"]
+
+
+@pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed")
+def test_the_accelerator_takes_and_refuses() -> None:
+    """In a world of one: what is asked is settled before anything is imported."""
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(gradient_accumulation_steps=4))
+    assert accelerator.gradient_accumulation_steps == 4
+    assert accelerator.state.deepspeed_plugins["default"].selected
+    with pytest.raises(SettingError, match="gradient_accumulation_steps: 4"):
+        Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            deepspeed_plugin=DeepSpeedPlugin(gradient_accumulation_steps=4),
+        )
+    with pytest.raises(SettingError, match="fp16 on the CPU"):
+        Accelerator(
+            cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**CONFIG, "fp16": {"enabled": True}})
+        )
+    taken = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**CONFIG, "bf16": {"enabled": True}})
+    )
+    assert taken.mixed_precision == "bf16"
+    model = nn.Linear(2, 2)
+    plan = str(taken.plan(model, torch.optim.SGD(model.parameters(), 0.1)))
+    assert "ZeRO stage 3" in plan
+    assert '"bf16": {"enabled": true}' in plan
+    assert taken.deepspeed_plugin.is_auto("train_micro_batch_size_per_gpu")
+
+
+def test_stand_ins_mean_nothing_without_the_engine() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(PrepareError, match="DummyOptim stands for what an engine makes"):
+        Accelerator(cpu=True).prepare(model, DummyOptim(model.parameters()))
