@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.cli.options import HANDED
-from accelerate.core.errors import NotBuiltError, SettingError, UnknownNameError
+from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.launch.job import read
 from accelerate.strategy import choose, idle
 from accelerate.strategy.base import Request
@@ -84,9 +92,7 @@ def test_fields_that_are_not_given_take_their_variable(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"fsdp_version": 1}, NotBuiltError, "version 1 of sharded training is not built yet"),
         ({"fsdp_version": 3}, UnknownNameError, "fsdp_version"),
-        ({"sharding_strategy": "HYBRID_SHARD"}, NotBuiltError, "HYBRID_SHARD"),
         ({"sharding_strategy": "NO_SHARD"}, SettingError, "shards nothing"),
         ({"sharding_strategy": "FUL_SHARD"}, UnknownNameError, "did you mean 'FULL_SHARD'"),
         (
@@ -95,7 +101,6 @@ def test_fields_that_are_not_given_take_their_variable(monkeypatch: pytest.Monke
             "keep reshard_after_forward",
         ),
         ({"reshard_after_forward": "FULL_SHARD"}, SettingError, "use true, as FULL_SHARD did"),
-        ({"forward_prefetch": True}, SettingError, "an option of version 1"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, SettingError, "one of version 1"),
         ({"activation_checkpointing_offload": True}, SettingError, "without activation_checkpointing"),
         ({"auto_wrap_policy": "transformer_wrap"}, UnknownNameError, "TRANSFORMER_BASED_WRAP"),
@@ -109,13 +114,120 @@ def test_what_it_refuses(options: dict[str, Any], error: type[Exception], words:
     assert words in str(caught.value)
 
 
-def test_options_of_version_1_that_mean_nothing_are_said() -> None:
-    plugin = FullyShardedDataParallelPlugin(
-        backward_prefetch="NO_PREFETCH", use_orig_params=False, limit_all_gathers=False
+# --- version 1
+
+
+def test_the_defaults_of_version_1() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    assert (plugin.sharding_strategy, plugin.reshard_after_forward) == (ShardingStrategy.FULL_SHARD, None)
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    assert (plugin.use_orig_params, plugin.sync_module_states, plugin.forward_prefetch) == (True, True, False)
+    assert plugin.backward_prefetch == BackwardPrefetch.BACKWARD_PRE
+    assert plugin.cpu_offload == CPUOffload(offload_params=False)
+    # Without an accelerator torch crashes while it moves whole values to the host.
+    assert plugin.state_dict_config.offload_to_cpu is torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        ({"sharding_strategy": "shard_grad_op"}, "sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
+        ({"sharding_strategy": 5}, "sharding_strategy", ShardingStrategy._HYBRID_SHARD_ZERO2),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, "sharding_strategy", ShardingStrategy.NO_SHARD),
+        ({"sharding_strategy": "_HYBRID_SHARD_ZERO2"}, "hybrid", True),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, "sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
+        ({"backward_prefetch": "NO_PREFETCH"}, "backward_prefetch", None),
+        ({"backward_prefetch": 2}, "backward_prefetch", BackwardPrefetch.BACKWARD_POST),
+        ({"cpu_offload": CPUOffloadPolicy()}, "cpu_offload", CPUOffload(offload_params=True)),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type", StateDictType.LOCAL_STATE_DICT),
+        (
+            {"mixed_precision_policy": "bf16"},
+            "mixed_precision_policy",
+            MixedPrecision(torch.bfloat16, torch.float32),
+        ),
+        (
+            {"mixed_precision_policy": {"param_dtype": "fp16", "buffer_dtype": "fp16"}},
+            "mixed_precision_policy",
+            MixedPrecision(torch.float16, buffer_dtype=torch.float16),
+        ),
+        (
+            {"mixed_precision_policy": MixedPrecisionPolicy(torch.bfloat16)},
+            "mixed_precision_policy",
+            MixedPrecision(torch.bfloat16, cast_forward_inputs=True),
+        ),
+    ],
+)
+def test_what_fields_mean_in_version_1(options: dict[str, Any], name: str, value: Any) -> None:
+    assert getattr(FullyShardedDataParallelPlugin(fsdp_version=1, **options), name) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reshard_after_forward": True}, "reshard_after_forward (the argument"),
+        ({"activation_checkpointing_offload": True}, "is an option of version 2, and fsdp_version is 1"),
+        ({"mixed_precision_policy": MixedPrecisionPolicy(output_dtype=torch.float32)}, "output_dtype"),
+        (
+            {"cpu_ram_efficient_loading": True, "sync_module_states": False},
+            "only rank 0 has read the weights",
+        ),
+        ({"sharding_strategy": "FUL_SHARD"}, "did you mean 'FULL_SHARD'"),
+        ({"backward_prefetch": "BEFORE"}, "BACKWARD_PRE"),
+        ({"replicate_size": 2}, "replicate_size"),
+    ],
+)
+def test_what_version_1_refuses(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        FullyShardedDataParallelPlugin(fsdp_version=1, **options)
+    assert words in str(caught.value)
+
+
+def test_what_launchers_always_write_is_no_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of 1.x writes the default of both options."""
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
+    assert FullyShardedDataParallelPlugin().sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
+    monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
+    with pytest.raises(SettingError, match="sharding_strategy='FULL_SHARD' says it in version 1"):
+        FullyShardedDataParallelPlugin()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_copies_of_the_shards(version: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, sharding_strategy="HYBRID_SHARD")
+    assert [plugin.copies(8, nodes) for nodes in (1, 2, 4)] == [1, 2, 4]
+    with pytest.raises(SettingError, match="as many processes as any other"):
+        plugin.copies(6, 4)
+    if version == 1:  # torch reduces no gradients then, and the copies drift apart
+        with pytest.raises(SettingError, match="shares nothing"):
+            plugin.copies(8, 8)
+    options: dict[str, Any] = {"fsdp_version": version, "sharding_strategy": "HYBRID_SHARD"}
+    assert FullyShardedDataParallelPlugin(**options, replicate_size=2).copies(8, 1) == 2
+    assert FullyShardedDataParallelPlugin(fsdp_version=version).copies(8, 4) == 1
+
+
+def test_the_methods_in_version_1() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    plugin.set_mixed_precision("bf16", buffer_autocast=True)
+    assert plugin.mixed_precision_policy == MixedPrecision(
+        torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16
     )
+    plugin.set_mixed_precision("no", override=True)
+    assert plugin.mixed_precision_policy == MixedPrecision()
+    plugin.cpu_offload = True
+    with pytest.raises(SettingError, match="an object CPUOffload"):
+        plugin.validate_cpu_offload()
+    plugin.set_cpu_offload()
+    assert plugin.offloads
+    plugin.set_state_dict_type("LOCAL_STATE_DICT")
+    assert type(plugin.state_dict_config).__name__ == "LocalStateDictConfig"
+
+
+def test_options_of_version_1_that_mean_nothing_are_said() -> None:
+    plugin = FullyShardedDataParallelPlugin(use_orig_params=False, limit_all_gathers=False)
     said = [effect for effect in effects((), plugin, []) if effect.wrong]
-    names = ["fsdp_backward_prefetch", "fsdp_use_orig_params", "limit_all_gathers"]
-    assert sorted(effect.option for effect in said) == names
+    assert sorted(effect.option for effect in said) == ["fsdp_use_orig_params", "limit_all_gathers"]
     assert all("version 1" in effect.why for effect in said)
     plugin = FullyShardedDataParallelPlugin(
         backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
@@ -212,8 +324,8 @@ def test_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert choose(request(2)).name == "fsdp"
     monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(NotBuiltError, match="version 1"):
-        choose(request(2))
+    assert choose(request(2)).name == "fsdp1"
+    assert choose(request(2, plugin)).name == "fsdp"
 
 
 @pytest.fixture

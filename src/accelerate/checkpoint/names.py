@@ -56,6 +56,11 @@ def whole_file(index: int) -> str:
     return numbered(SHARDED_MODEL_NAME, index, ".bin")
 
 
+def rank_file(index: int, rank: int) -> str:
+    """File in which the public package keeps what one rank has of a sharded model."""
+    return numbered(SHARDED_MODEL_NAME, index, f"_rank{rank}.bin")
+
+
 def shard_file(rank: int) -> str:
     """File of one rank's parts, in such a folder."""
     return f"__{rank}_0.distcp"

@@ -17,13 +17,16 @@ from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.export import replace_file
 from accelerate.checkpoint.parts import Reading
 from accelerate.checkpoint.ranks import Ranks
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.facade.modules import is_peft_model
 from accelerate.facade.parts import load_optimizer, spread_model, spread_optimizer
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.parts import Spread
     from accelerate.facade.accelerator import Accelerator
+
+
+_LOCAL = "LOCAL_STATE_DICT"
 
 
 def save_fsdp_model(
@@ -38,7 +41,8 @@ def save_fsdp_model(
     """Saves a model as ``fsdp_plugin.state_dict_type`` says.
 
     In parts into ``pytorch_model_fsdp_{model_index}/``, or whole, by the main process, into
-    ``pytorch_model_fsdp.bin`` (``pytorch_model_fsdp_{model_index}.bin``).
+    ``pytorch_model_fsdp.bin`` (``pytorch_model_fsdp_{model_index}.bin``). Local states are what each process
+    has, in a file of its own, ``pytorch_model_fsdp_rank{rank}.bin``: for as many processes as these only.
 
     Args:
         fsdp_plugin: says which of the two.
@@ -54,6 +58,9 @@ def save_fsdp_model(
     """
     folder = Path(output_dir)
     called = adapter_names(accelerator, model) if adapter_only else None
+    if _LOCAL in str(fsdp_plugin.state_dict_type):
+        _save_local(accelerator.strategy.as_saved(model).pieces(), folder, model_index)
+        return
     if _sharded(fsdp_plugin, use_dcp):
         spread = spread_model(accelerator.strategy, model, called)
         _save_parts(spread, folder, "models", model_index)
@@ -90,6 +97,9 @@ def load_fsdp_model(
     if folder is not None:
         return spread_model(accelerator.strategy, model, called).prepare(folder, Reading())()
     path = Path(input_dir) / names.whole_file(model_index)
+    ranks = Ranks.current()
+    if not path.is_file() and (own := Path(input_dir) / names.rank_file(model_index, 0)).is_file():
+        return _load_local(accelerator.strategy.as_saved(model), own.parent, model_index, ranks)
     _refuse_missing(path, names.sharded_folder("models", model_index))
     state = pickles.read(path, "cpu", mmap=True)
     if called is not None:
@@ -127,7 +137,8 @@ def save_fsdp_optimizer(
 
         state = strategy.optimizer_state(inner, [model])
         # Complete on the main process only, which writes it.
-        state = by_name(inner, [strategy.unwrap(model)], state) if state else state
+        own = strategy.optimizer_as_saved(inner)
+        state = by_name(own, [strategy.as_saved(model)], state) if state else state
         _save_whole(state, folder / names.optimizer_file(optimizer_index))
 
 
@@ -174,8 +185,32 @@ def adapter_names(accelerator: Accelerator, model: nn.Module) -> dict[str, str] 
     return {own[id(value)]: name for name, value in saved.items() if id(value) in own}
 
 
+def _save_local(pieces: Any, folder: Path, index: int) -> None:
+    ranks = Ranks.current()
+    with ranks.together(f"save {folder}"):
+        with file_errors("make the folder", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        whole = {"pieces": pieces, "ranks": ranks.size}
+        replace_file(folder / names.rank_file(index, ranks.rank), partial(pickles.write, whole))
+
+
+def _load_local(model: Any, folder: Path, index: int, ranks: Ranks) -> Any:
+    path = folder / names.rank_file(index, ranks.rank)
+    with ranks.together(f"load {path.parent}"):
+        found = pickles.read(path, "cpu") if path.is_file() else {"ranks": 0}
+        if found["ranks"] != ranks.size:
+            raise CheckpointError(
+                f"{folder} holds local states of {found['ranks'] or 'fewer'} processes, and these are "
+                f"{ranks.size}",
+                why="LOCAL_STATE_DICT keeps the pieces of each process as they lie there",
+                fix="load it with as many processes, or save with SHARDED_STATE_DICT, which any number reads",
+            )
+        model.check_pieces(found["pieces"])
+    return model.load_pieces(found["pieces"])
+
+
 def _sharded(plugin: Any, use_dcp: bool) -> bool:
-    sharded = "SHARDED_STATE_DICT" in str(plugin.state_dict_type)
+    sharded = "FULL_STATE_DICT" not in str(plugin.state_dict_type)
     if sharded and not use_dcp:
         raise SettingError(
             "use_dcp=False writes parts that only the same number of processes can read",

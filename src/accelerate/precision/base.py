@@ -90,6 +90,9 @@ class Precision(ABC):
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the loss scale out of the optimizer's gradients, once per step."""
 
+    def agree(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
+        """Is told how a flag of each process becomes the greatest of all, where each has other gradients."""
+
     def loss_scale(self) -> float:
         """By how much gradients are scaled now."""
         return 1.0

@@ -28,6 +28,28 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
+class _Scaler(torch.amp.GradScaler):
+    """Torch's, where processes may have parts of the gradients: one that is not finite counts on all."""
+
+    agreement: Callable[[torch.Tensor], None] | None = None
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if self.agreement is None:
+            return found
+        # Also of a process that has no gradient: the others wait for it.
+        flags = [flag.to(inv_scale.device) for flag in found.values()] or [torch.zeros_like(found_inf)]
+        flag = torch.stack(flags).max()
+        self.agreement(flag)
+        return {inv_scale.device: flag}
+
+
 class Float16(HalfPrecision):
     """The forward in float16; the loss is scaled so that small gradients do not vanish."""
 
@@ -39,7 +61,7 @@ class Float16(HalfPrecision):
     def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
         super().__init__(device, handlers)
         given = self.handlers.get(GradScalerKwargs) or GradScalerKwargs()
-        self._scaler = torch.amp.GradScaler(device.type, **given.to_kwargs())
+        self._scaler = _Scaler(device.type, **given.to_kwargs())
         self._unscaled: set[int] = set()
         self._stepped = False
 
@@ -48,6 +70,10 @@ class Float16(HalfPrecision):
         """Torch's gradient scaler."""
         self._settle()
         return self._scaler
+
+    def agree(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
+        """A step is skipped on all processes or on none."""
+        self._scaler.agreement = agreement
 
     def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The weights must stay in float32: their gradients could not be unscaled.

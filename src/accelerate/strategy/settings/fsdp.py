@@ -1,4 +1,4 @@
-"""What one says about sharding by ``fully_shard``: the launcher's flags, their variables and file keys."""
+"""What one says about sharding: the launcher's flags, their variables and file keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FSDPSettings:
         None,
         variable="FSDP_VERSION",
         choices=(1, 2),
-        help="2, the default, is torch's fully_shard",
+        help="2, the default, is torch's fully_shard; 1 its class FullyShardedDataParallel",
         question="Which version?",
     )
     fsdp_reshard_after_forward: bool | str | None = setting(
@@ -75,7 +75,8 @@ class FSDPSettings:
     fsdp_state_dict_type: str | int | None = setting(
         None,
         variable="FSDP_STATE_DICT_TYPE",
-        help="checkpoints hold SHARDED_STATE_DICT, a part per process, or FULL_STATE_DICT",
+        help="checkpoints hold SHARDED_STATE_DICT, a part per process, or FULL_STATE_DICT; in version 1 also "
+        "LOCAL_STATE_DICT",
         question="What do checkpoints hold?",
     )
     fsdp_cpu_ram_efficient_loading: bool | None = setting(
@@ -104,21 +105,40 @@ class FSDPSettings:
         variable="FSDP_IGNORED_MODULES",
         help="a regular expression: frozen modules of these names stay whole on every process",
     )
+    fsdp_replicate_size: int | None = setting(
+        None,
+        variable="FSDP_REPLICATE_SIZE",
+        help="copies of the shards under HYBRID_SHARD; by default one for each machine",
+    )
     # Of version 1, and what they are in version 2: see the plugin.
     fsdp_sharding_strategy: str | int | None = setting(
-        None, variable="FSDP_SHARDING_STRATEGY", help="of version 1; see fsdp_reshard_after_forward"
+        None,
+        variable="FSDP_SHARDING_STRATEGY",
+        help="of version 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2; see "
+        "fsdp_reshard_after_forward",
     )
     fsdp_backward_prefetch: str | int | None = setting(
-        None, variable="FSDP_BACKWARD_PREFETCH", help="of version 1; version 2 always gathers ahead"
+        None,
+        variable="FSDP_BACKWARD_PREFETCH",
+        help="of version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH; version 2 always gathers ahead",
     )
     fsdp_forward_prefetch: bool | None = setting(
-        None, switch=False, variable="FSDP_FORWARD_PREFETCH", help="of version 1"
+        None,
+        switch=False,
+        variable="FSDP_FORWARD_PREFETCH",
+        help="of version 1: gather the next part while one computes",
     )
     fsdp_use_orig_params: bool | None = setting(
-        None, switch=False, variable="FSDP_USE_ORIG_PARAMS", help="of version 1; always so in version 2"
+        None,
+        switch=False,
+        variable="FSDP_USE_ORIG_PARAMS",
+        help="of version 1: keep the user's own parameters (true); always so in version 2",
     )
     fsdp_sync_module_states: bool | None = setting(
-        None, switch=False, variable="FSDP_SYNC_MODULE_STATES", help="of version 1; always so in version 2"
+        None,
+        switch=False,
+        variable="FSDP_SYNC_MODULE_STATES",
+        help="of version 1: begin with the weights of rank 0 (true); always so in version 2",
     )
 
 

@@ -1,40 +1,31 @@
-"""``FullyShardedDataParallelPlugin``: how a model is sharded, from code or from the launcher."""
+"""``FullyShardedDataParallelPlugin``: how a model is sharded, from code or from the launcher.
+
+What an option means in either version of torch's sharding stands in ``version1.py`` and ``version2.py``.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
+from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import CPUOffload, OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate.core import environ
-from accelerate.core.errors import NotBuiltError, SettingError, UnknownNameError
-from accelerate.core.setting import Loaded, load
+from accelerate.core.errors import SettingError
+from accelerate.core.setting import load
 from accelerate.strategy.settings.fsdp import POLICIES, FSDPSettings
+from accelerate.strategy.sharding import version1, version2
+from accelerate.strategy.sharding.words import layers, named, word
 
 _POLICY: dict[str, Callable[..., bool] | None] = dict(
     zip(POLICIES, (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None), strict=True)
 )
-_DTYPES = {"no": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_VERSIONS: dict[int, ModuleType] = {1: version1, 2: version2}
 
 
 @dataclass
@@ -42,38 +33,48 @@ class FullyShardedDataParallelPlugin:
     """How models are sharded over the processes; a field that is None takes its variable, then its default.
 
     Attributes:
-        fsdp_version: 2, torch's ``fully_shard`` (``FSDP_VERSION``, 2).
-        sharding_strategy: of version 1. ``"FULL_SHARD"`` and ``"SHARD_GRAD_OP"`` set
-            ``reshard_after_forward``.
-        reshard_after_forward: free whole parameters after the forward, and gather them again in the backward
-            (``FSDP_RESHARD_AFTER_FORWARD``, True).
-        backward_prefetch, forward_prefetch, use_orig_params, sync_module_states, limit_all_gathers: of
-            version 1.
-        mixed_precision_policy: a ``MixedPrecisionPolicy``, its fields as a dict, or ``"bf16"``/``"fp16"``;
-            None follows the precision of the ``Accelerator``.
+        fsdp_version: 2, torch's ``fully_shard``, or 1, its class ``FullyShardedDataParallel``
+            (``FSDP_VERSION``, 2).
+        sharding_strategy: of version 1: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"NO_SHARD"``,
+            ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"`` (``FSDP_SHARDING_STRATEGY``, FULL_SHARD). In
+            version 2 they set ``reshard_after_forward``, and HYBRID keeps copies of the shards.
+        reshard_after_forward: of version 2: free whole parameters after the forward, and gather them again in
+            the backward (``FSDP_RESHARD_AFTER_FORWARD``, True).
+        backward_prefetch: of version 1: gather the next part before (``"BACKWARD_PRE"``) or after
+            (``"BACKWARD_POST"``) the gradients of this one, or ``"NO_PREFETCH"``
+            (``FSDP_BACKWARD_PREFETCH``, BACKWARD_PRE).
+        forward_prefetch: of version 1: gather the next part while one computes (``FSDP_FORWARD_PREFETCH``).
+        use_orig_params: of version 1: the user's own parameters stay, so that frozen ones and several groups
+            of an optimizer may share a part (``FSDP_USE_ORIG_PARAMS``, True).
+        sync_module_states: of version 1: begin with the weights of rank 0; False saves the exchange where all
+            ranks have read the same, which is looked at (``FSDP_SYNC_MODULE_STATES``, True).
+        limit_all_gathers: of version 1: gather only a few parts ahead.
+        mixed_precision_policy: a ``MixedPrecisionPolicy`` (version 1: ``MixedPrecision``), its fields as a
+            dict, or ``"bf16"``/``"fp16"``; None follows the precision of the ``Accelerator``.
         auto_wrap_policy: which modules are gathered by themselves: ``"transformer_based_wrap"``,
             ``"size_based_wrap"``, ``"no_wrap"``, or a policy of ``torch.distributed.fsdp.wrap``
             (``FSDP_AUTO_WRAP_POLICY``, no_wrap).
         cpu_offload: keep parameters, gradients and optimizer state on the host (``FSDP_OFFLOAD_PARAMS``).
         ignored_modules: frozen modules that stay whole, or a regular expression of their names
             (``FSDP_IGNORED_MODULES``).
-        state_dict_type: what checkpoints hold: ``"SHARDED_STATE_DICT"`` or ``"FULL_STATE_DICT"``
-            (``FSDP_STATE_DICT_TYPE``, sharded).
+        state_dict_type: what checkpoints hold: ``"SHARDED_STATE_DICT"``, ``"FULL_STATE_DICT"``, or in version
+            1 ``"LOCAL_STATE_DICT"`` (``FSDP_STATE_DICT_TYPE``; sharded in version 2, full in version 1).
         state_dict_config, optim_state_dict_config: follow ``state_dict_type``.
         param_init_fn: fills a module whose parameters are on the meta device on rank 0 too.
         activation_checkpointing: recompute the activations of each wrapped module in the backward
             (``FSDP_ACTIVATION_CHECKPOINTING``).
-        activation_checkpointing_offload: keep what is left of them on the host
+        activation_checkpointing_offload: of version 2: keep what is left of them on the host
             (``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``).
         cpu_ram_efficient_loading: only rank 0 reads pretrained weights
             (``FSDP_CPU_RAM_EFFICIENT_LOADING``).
         transformer_cls_names_to_wrap: class names of the layers, a list or a text with commas; None takes the
             model's own ``_no_split_modules`` (``FSDP_TRANSFORMER_CLS_TO_WRAP``).
         min_num_params: parameters of a part under ``size_based_wrap`` (``FSDP_MIN_NUM_PARAMS``).
+        replicate_size: copies of the shards under HYBRID (``FSDP_REPLICATE_SIZE``, one for each machine).
+        hybrid: whether there are such copies; follows ``sharding_strategy``.
 
     Raises:
-        SettingError: a value is wrong, contradicts another, or has no meaning in version 2.
-        NotBuiltError: version 1, or copies of shards (HYBRID_SHARD), which will come.
+        SettingError: a value is wrong, contradicts another, or is an option of the other version.
     """
 
     fsdp_version: Any = None
@@ -97,25 +98,26 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: Any = None
     transformer_cls_names_to_wrap: Any = None
     min_num_params: int | None = None
+    replicate_size: int | None = None
 
     def __post_init__(self) -> None:
         self._found = found = load(FSDPSettings, code=self._given())
         settings = found.value
-        if settings.fsdp_version == 1:
-            raise NotBuiltError(
-                f"version 1 of sharded training is not built yet ({found.origin('fsdp_version').where})",
-                why="its options will come with the other sharded strategies; version 2 trains to the same "
-                "numbers",
-                fix="use fsdp_version=2, or leave it out: 2 is the default here",
-            )
-        self.fsdp_version = 2
-        self.reshard_after_forward = _reshards(found)
-        self._settle_version_1(found)
+        self.fsdp_version = settings.fsdp_version or 2
+        self.hybrid = False
+        self._ahead: tuple[bool, bool] = False, True
+        self._ignored: set[str] = set()
+        self._meaning.settle(self, found)
         self._settle_policy(settings)
         self._settle_memory(settings)
+        self.replicate_size = settings.fsdp_replicate_size
         self.validate_mixed_precision_policy()
-        word = _word(settings.fsdp_state_dict_type or "SHARDED_STATE_DICT", StateDictType, "state_dict_type")
-        self.set_state_dict_type(word)
+        kind = settings.fsdp_state_dict_type or self._meaning.STATE_DICT_TYPE
+        self.set_state_dict_type(word(kind, StateDictType, "state_dict_type"))
+
+    @property
+    def _meaning(self) -> ModuleType:
+        return _VERSIONS[self.fsdp_version]
 
     def _given(self) -> dict[str, Any]:
         """The fields as settings: objects of torch by their names, those that no text can say left out."""
@@ -124,10 +126,10 @@ class FullyShardedDataParallelPlugin:
         text = self.fsdp_version
         return {
             "fsdp_version": int(text) if isinstance(text, str) and text.isdigit() else text,
-            "fsdp_sharding_strategy": _named(self.sharding_strategy),
-            "fsdp_reshard_after_forward": _named(self.reshard_after_forward),
-            "fsdp_backward_prefetch": _named(self.backward_prefetch),
-            "fsdp_state_dict_type": _named(self.state_dict_type),
+            "fsdp_sharding_strategy": named(self.sharding_strategy),
+            "fsdp_reshard_after_forward": named(self.reshard_after_forward),
+            "fsdp_backward_prefetch": named(self.backward_prefetch),
+            "fsdp_state_dict_type": named(self.state_dict_type),
             "fsdp_auto_wrap_policy": policy if isinstance(policy, str) else None,
             "fsdp_transformer_layer_cls_to_wrap": tuple(names) if isinstance(names, set | list) else names,
             "fsdp_min_num_params": self.min_num_params,
@@ -138,29 +140,9 @@ class FullyShardedDataParallelPlugin:
             "fsdp_activation_checkpointing": self.activation_checkpointing,
             "fsdp_activation_checkpointing_offload": self.activation_checkpointing_offload,
             "fsdp_cpu_ram_efficient_loading": self.cpu_ram_efficient_loading,
+            "fsdp_replicate_size": self.replicate_size,
             "fsdp_ignored_modules": self.ignored_modules if isinstance(self.ignored_modules, str) else None,
         }
-
-    def _settle_version_1(self, found: Loaded[FSDPSettings]) -> None:
-        """Options without a meaning here: refused if they ask for something else, or reported as ignored."""
-        settings = found.value
-        if settings.fsdp_forward_prefetch:
-            raise SettingError(
-                f"forward_prefetch ({found.origin('fsdp_forward_prefetch').where}) is an option of version 1",
-                why="version 2 gathers the next block ahead by itself where the device allows it",
-                fix="leave it out",
-            )
-        ahead = settings.fsdp_backward_prefetch
-        ignored = {
-            "backward_prefetch": ahead is not None
-            and _word(ahead, BackwardPrefetch, "backward_prefetch", "NO_PREFETCH") != "BACKWARD_PRE",
-            "use_orig_params": settings.fsdp_use_orig_params is False,
-            "sync_module_states": settings.fsdp_sync_module_states is False,
-            "limit_all_gathers": self.limit_all_gathers is False,
-        }
-        self._ignored = {name for name, asked in ignored.items() if asked}
-        self.sharding_strategy = self.backward_prefetch = self.use_orig_params = None
-        self.sync_module_states = self.forward_prefetch = None
 
     def _settle_policy(self, settings: FSDPSettings) -> None:
         if self.auto_wrap_policy is None or isinstance(self.auto_wrap_policy, str):
@@ -177,49 +159,59 @@ class FullyShardedDataParallelPlugin:
         if not isinstance(self.cpu_offload, OffloadPolicy | CPUOffload):
             self.cpu_offload = settings.fsdp_offload_params
         self.set_cpu_offload()
-        self.activation_checkpointing = bool(settings.fsdp_activation_checkpointing)
-        self.activation_checkpointing_offload = bool(settings.fsdp_activation_checkpointing_offload)
-        if self.activation_checkpointing_offload:
-            if not self.activation_checkpointing:
-                raise SettingError(
-                    "activation_checkpointing_offload without activation_checkpointing",
-                    fix="add activation_checkpointing=True",
-                )
-            raise NotBuiltError(
-                "activation_checkpointing_offload is not built yet",
-                why="keeping the inputs of recomputed blocks on the host will come",
-            )
         if self.cpu_ram_efficient_loading is not None:
             # Libraries that load pretrained models look there.
             environ.write({"FSDP_CPU_RAM_EFFICIENT_LOADING": str(bool(self.cpu_ram_efficient_loading))})
         self.cpu_ram_efficient_loading = bool(settings.fsdp_cpu_ram_efficient_loading)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters rest on the host."""
+        return self._meaning.offloads(self.cpu_offload)
+
+    def copies(self, size: int, nodes: int) -> int:
+        """Into how many groups with a copy of the shards each the processes fall; 1 shares over all.
+
+        Args:
+            size: processes.
+            nodes: machines.
+
+        Raises:
+            SettingError: the processes cannot be divided so.
+        """
+        if not self.hybrid:
+            return 1
+        copies = nodes if self.replicate_size is None else self.replicate_size
+        if copies < 1 or size % copies:
+            raise SettingError(
+                f"HYBRID_SHARD with {copies} copies of the shards, and {size} processes",
+                why="each copy is shared by as many processes as any other",
+                fix=f"replicate_size: {' or '.join(map(str, _divisors(size)))}",
+            )
+        if size > 1 and size == copies and self.fsdp_version == 1:
+            raise SettingError(
+                f"HYBRID_SHARD with {copies} copies for {size} processes shares nothing",
+                why="every process would hold a whole copy, which replicas do with less traffic",
+                fix="leave sharded training out to train replicas, set replicate_size (FSDP_REPLICATE_SIZE) "
+                f"below {size}, or use FULL_SHARD, which shares over all processes",
+            )
+        return copies
+
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """What checkpoints hold from now on; None only brings the two configurations in line.
 
         Raises:
-            SettingError: there is no such type in version 2.
+            SettingError: there is no such type in this version.
         """
         if state_dict_type is not None:
-            name = _word(_named(state_dict_type), StateDictType, "state_dict_type")
+            name = word(named(state_dict_type), StateDictType, "state_dict_type")
             self.state_dict_type = StateDictType[name]
-        if self.state_dict_type == StateDictType.LOCAL_STATE_DICT:
-            raise SettingError(
-                "state_dict_type LOCAL_STATE_DICT is one of version 1",
-                fix="use SHARDED_STATE_DICT, a part per process, or FULL_STATE_DICT",
-            )
-        if self.state_dict_type == StateDictType.FULL_STATE_DICT:
-            self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        else:
-            self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
-            self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
+        configs = self._meaning.state_configs(self.state_dict_type)
+        self.state_dict_config, self.optim_state_dict_config = configs
 
     def set_cpu_offload(self) -> None:
         """Brings ``cpu_offload`` into the form that torch takes."""
-        if not isinstance(self.cpu_offload, OffloadPolicy):
-            asked = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
-            self.cpu_offload = CPUOffloadPolicy() if asked else OffloadPolicy()
+        self.cpu_offload = self._meaning.offload(self.cpu_offload)
 
     def validate_cpu_offload(self) -> None:
         """Refuses a ``cpu_offload`` that was assigned and is no policy.
@@ -227,10 +219,11 @@ class FullyShardedDataParallelPlugin:
         Raises:
             SettingError: it is none.
         """
-        if not isinstance(self.cpu_offload, OffloadPolicy):
+        kind = type(self._meaning.offload(None)).__name__
+        if not isinstance(self.cpu_offload, type(self._meaning.offload(None))):
             raise SettingError(
                 f"cpu_offload is a {type(self.cpu_offload).__name__}",
-                fix="use True, False or an OffloadPolicy",
+                fix=f"use True, False or, in version {self.fsdp_version}, an object {kind}",
             )
 
     def validate_mixed_precision_policy(self) -> None:
@@ -240,7 +233,7 @@ class FullyShardedDataParallelPlugin:
             UnknownNameError: it names a number format or a field that does not exist.
         """
         if self.mixed_precision_policy is not None:
-            self.mixed_precision_policy = _precision(self.mixed_precision_policy)
+            self.mixed_precision_policy = self._meaning.precision(self.mixed_precision_policy)
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
@@ -249,11 +242,11 @@ class FullyShardedDataParallelPlugin:
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"``, or a dtype.
-            buffer_autocast: of version 1.
+            buffer_autocast: of version 1: buffers have it too.
             override: also where a policy was given.
         """
         if self.mixed_precision_policy is None or override:
-            self.mixed_precision_policy = _precision(mixed_precision)
+            self.mixed_precision_policy = self._meaning.precision(mixed_precision, buffer_autocast)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Looks up the classes that a policy by class names means in ``model``.
@@ -263,7 +256,7 @@ class FullyShardedDataParallelPlugin:
             SettingError: no class was named, and the model names none itself.
         """
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
-            classes = _layers(model, self.transformer_cls_names_to_wrap)
+            classes = layers(model, self.transformer_cls_names_to_wrap)
             self.auto_wrap_policy = functools.partial(
                 transformer_auto_wrap_policy, transformer_layer_cls=classes
             )
@@ -275,114 +268,18 @@ class FullyShardedDataParallelPlugin:
     def policy_for(self, model: nn.Module) -> Any:
         """The policy for one model, with its own classes; the plugin stays as it is. None wraps nothing."""
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
-            classes = _layers(model, self.transformer_cls_names_to_wrap)
+            classes = layers(model, self.transformer_cls_names_to_wrap)
             return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         if self.auto_wrap_policy is size_based_auto_wrap_policy:
             return functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params or 0)
         return self.auto_wrap_policy
 
 
-def _layers(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
-    """The classes of that names in ``model``; with None those that it names as not to be split."""
-    classes = {type(part).__name__: type(part) for part in model.modules()}
-    if names is not None:
-        for name in names:
-            if name not in classes:
-                raise UnknownNameError(
-                    "class to wrap", name, classes, where=f"in the model {type(model).__name__}"
-                )
-        return {classes[name] for name in names}
-    found = {classes[name] for name in getattr(model, "_no_split_modules", None) or () if name in classes}
-    if not found:
-        raise SettingError(
-            f"auto_wrap_policy is transformer_based_wrap, and a {type(model).__name__} does not say what its "
-            "layers are",
-            fix=f"transformer_cls_names_to_wrap=[...], with some of {', '.join(sorted(classes))}",
-        )
-    return found
+def _divisors(size: int) -> list[int]:
+    """Numbers of copies, more than one, that leave two processes or more to share each."""
+    return [n for n in range(2, size // 2 + 1) if size % n == 0] or [1]
 
 
-def _named(value: Any) -> Any:
-    return value.name if isinstance(value, Enum) else value
-
-
-def _word(value: Any, kind: type[Enum], field: str, *more: str) -> str:
-    """The name that ``value`` is: in any case, or as a number counted from 1."""
-    names = [*(member.name for member in kind), *more]
-    text = str(value).upper()
-    if text.isdigit() and 1 <= int(text) <= len(names):
-        return names[int(text) - 1]
-    if text not in names:
-        raise UnknownNameError("value", str(value), names, where=f"of {field}")
-    return text
-
-
-def _reshards(found: Loaded[FSDPSettings]) -> bool:
-    """Whether whole parameters are freed after the forward."""
-    given = found.value.fsdp_reshard_after_forward
-    if isinstance(given, str):
-        raise SettingError(
-            f"reshard_after_forward is {given!r}, a sharding strategy of version 1",
-            fix="use true, as FULL_SHARD did, or false, as SHARD_GRAD_OP did",
-        )
-    if found.value.fsdp_sharding_strategy is None:
-        return given is not False
-    word = _word(found.value.fsdp_sharding_strategy, ShardingStrategy, "sharding_strategy")
-    where = found.origin("fsdp_sharding_strategy").where
-    if word == "NO_SHARD":
-        raise SettingError(
-            f"sharding_strategy NO_SHARD ({where}) shards nothing",
-            fix="leave sharded training out: several processes then train replicas",
-        )
-    if word not in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        raise NotBuiltError(
-            f"sharding_strategy {word} ({where}) is not built yet",
-            why="copies of shards will come with the device mesh of named dimensions",
-            fix="use FULL_SHARD or SHARD_GRAD_OP, over all processes",
-        )
-    reshards = word == "FULL_SHARD"
-    # Launchers write the default of both, whatever was asked: only what differs from it says something.
-    both = [found.origin(f"fsdp_{name}").source for name in ("sharding_strategy", "reshard_after_forward")]
-    if given is not None and given != reshards and "environment" not in both:
-        raise SettingError(
-            f"reshard_after_forward is {given}, but sharding_strategy is {word}, which means {reshards}",
-            why="sharding_strategy is how version 1 says it",
-            fix="keep reshard_after_forward",
-        )
-    return reshards and given is not False
-
-
-def policy_of(precision: str) -> MixedPrecisionPolicy | None:
+def policy_of(precision: str, version: int = 2) -> Any:
     """What a ``mixed_precision`` of the ``Accelerator`` means: weights in float32, reduction in float32."""
-    return None if precision == "no" else _precision(precision)
-
-
-def _precision(given: Any) -> MixedPrecisionPolicy | None:
-    """A policy from one, from version 1's, from its fields, or from a number format."""
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    if isinstance(given, MixedPrecision):
-        return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
-    if isinstance(given, Mapping):
-        fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-        for name in given:
-            if name not in fields:
-                raise UnknownNameError("key of mixed_precision_policy", str(name), fields)
-        values: dict[str, Any] = {
-            name: value if isinstance(value, bool) else _dtype(value)
-            for name, value in given.items()
-            if value is not None
-        }
-        return MixedPrecisionPolicy(**values)
-    dtype = _dtype(given)
-    return MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-
-
-def _dtype(given: Any) -> torch.dtype:
-    if isinstance(given, torch.dtype):
-        return given
-    name = str(given).removeprefix("torch.")
-    found = _DTYPES.get(name) or getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise UnknownNameError("number format", str(given), _DTYPES, where="in mixed_precision_policy")
-    return found
+    return None if precision == "no" else _VERSIONS[version].precision(precision)

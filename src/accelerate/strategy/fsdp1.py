@@ -1,0 +1,410 @@
+"""Fully sharded data parallel as torch's class does it, around the model: version 1.
+
+Every part of the model is wrapped in an object of ``torch.distributed.fsdp.FullyShardedDataParallel``, and so
+is the model: what ``prepare`` returns is that object, which passes on what it does not have itself. Files and
+states go by the user's names. The work stands in the files of ``fsdp1_parts``, which are loaded only when
+this strategy is chosen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.core.effects import Effect, Option, given
+from accelerate.core.errors import PrepareError
+from accelerate.core.setting import load
+from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
+from accelerate.strategy.settings.fsdp import FSDPSettings, FSDPSwitch
+from accelerate.world.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import ShardingStrategy
+
+    from accelerate.strategy.fsdp1_parts.record import Record
+    from accelerate.strategy.fsdp1_parts.states import Book, Order
+    from accelerate.strategy.fsdp1_parts.wrap import Layout, Wrapper
+    from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+
+_WRAPPED = "_fsdp_wrapped_module"
+
+
+def _plugin(request: Request) -> Any:
+    names = (p for p in request.plugins if type(p).__name__ == "FullyShardedDataParallelPlugin")
+    return next(names, None)
+
+
+class FSDP1(Strategy):
+    """Cut over processes by torch's class around each part of a model."""
+
+    name: ClassVar[str] = "fsdp1"
+    priority: ClassVar[int] = 11
+    shards: ClassVar[bool] = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+
+        self.plugin: FullyShardedDataParallelPlugin = _plugin(request) or FullyShardedDataParallelPlugin()
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._roots: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        # The parameters that are no more, and what took their place: optimizers may still hold them.
+        self._renewed: Any = WeakIdKeyDictionary()
+        # The user's parameters of each group of an optimizer, where flat ones took their places.
+        self._orders: weakref.WeakKeyDictionary[Any, Order] = weakref.WeakKeyDictionary()
+        self._keeps_back = False
+
+    @classmethod
+    def claims(cls, request: Request) -> bool:
+        """Several processes, and version 1 by the plugin or the launcher's variables."""
+        plugin = _plugin(request)
+        if request.world.size == 1:
+            return False
+        if plugin is not None:
+            return plugin.fsdp_version == 1
+        return load(FSDPSwitch).value.use_fsdp and load(FSDPSettings).value.fsdp_version == 1
+
+    @classmethod
+    def asked(cls, request: Request) -> Iterator[Option]:
+        """The switch or the plugin, where they ask for this version."""
+        if cls.claims(request):
+            yield from given(load(FSDPSwitch))
+            if _plugin(request) is not None:
+                yield Option("fsdp_plugin", type(_plugin(request)).__name__, "the argument fsdp_plugin")
+
+    @classmethod
+    def distributed_type(cls, world: World) -> str:
+        """The contract's name, on any device."""
+        return "FSDP"
+
+    def check(self) -> None:
+        """Copies of the shards divide the processes."""
+        super().check()
+        self.plugin.copies(self.world.size, self.world.nodes)
+
+    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
+        """See ``effects.py``."""
+        from accelerate.strategy.fsdp1_parts.effects import effects
+
+        return effects(self.asked(self.request), self.plugin, [m for m in models if m in self.models])
+
+    @property
+    def plugins(self) -> dict[str, Any]:
+        """How it shards."""
+        return {"fsdp_plugin": self.plugin}
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        copies = self.plugin.copies(self.world.size, self.world.nodes)
+        sizes = (self.world.size,) if copies == 1 else (copies, self.world.size // copies)
+        names = ("dp_replicate", "dp_shard")[-len(sizes) :]
+        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
+
+    @property
+    def _sharing(self) -> ShardingStrategy:
+        """How parameters are shared; one copy of the shards is what the simple strategies make."""
+        from torch.distributed.fsdp import ShardingStrategy
+
+        asked: ShardingStrategy = self.plugin.sharding_strategy
+        simple = {
+            ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
+            ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
+        }
+        return simple.get(asked, asked) if self._mesh.ndim == 1 else asked
+
+    @cached_property
+    def _wrapper(self) -> Wrapper:
+        from accelerate.strategy.fsdp1_parts.wrap import Wrapper
+
+        return Wrapper(self._mesh, self.plugin, self._sharing, self.world.device)
+
+    # --- prepare
+
+    def steps(self, bundle: Bundle) -> Iterator[Step]:
+        """Wrap every model, part by part, and keep the optimizers on the parameters."""
+        models = [model for model in dict.fromkeys(bundle.of("model")) if not self._known(model)]
+        if bundle.training and models:
+            yield self._wrap_step(models)
+        elif models:
+            yield Step("place", f"the weights go to {self.world.device}", self._place)
+        if bundle.of("optimizer"):
+            self._check_optimizers(bundle)
+            yield Step("parameters", "optimizers hold the wrapped parameters", self._catch_up)
+
+    def _wrap_step(self, models: list[nn.Module]) -> Step:
+        layouts = [self._layout(model) for model in models]
+        here = self.world.device.type
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (here, "meta"))
+        away = self.plugin.offloads and here != "cpu"
+        copies = self.plugin.copies(self.world.size, self.world.nodes)
+        whole = self.plugin.sharding_strategy.name == "NO_SHARD"
+        shares = 1 if whole else self.world.size // copies
+        after = sum(_share(m, found, shares, away) for m, found in zip(models, layouts, strict=True))
+        held = f"each of {self.world.size} processes holds "
+        if whole:
+            held += "all parameters, and gradients are averaged"
+        else:
+            held += "a part of every parameter" + (f", in {copies} copies" if copies > 1 else "")
+        said = "; ".join(dict.fromkeys(found.says() for found in layouts))
+        return Step("shard", f"{held}; {said}", self._wrap_all, before, after)
+
+    def _layout(self, model: nn.Module) -> Layout:
+        from accelerate.strategy.fsdp1_parts.wrap import layout_of
+        from accelerate.strategy.sharding.plugin import policy_of
+
+        return layout_of(model, self.plugin, policy_of(self.request.precision, 1))
+
+    def _known(self, model: nn.Module) -> bool:
+        """Whether it is wrapped already.
+
+        Raises:
+            PrepareError: by somebody else.
+        """
+        from accelerate.strategy.fsdp1_parts.wrap import is_wrapped, record_of
+
+        if is_wrapped(model) and record_of(model) is None:
+            raise PrepareError(
+                "the model is wrapped in torch's FullyShardedDataParallel already",
+                why="prepare wraps it itself, so that states and optimizers go by the user's names",
+                fix="give prepare the plain model, and say in FullyShardedDataParallelPlugin how to wrap it",
+            )
+        return is_wrapped(model)
+
+    def _wrap_all(self, bundle: Bundle) -> None:
+        bundle.replace("model", self._wrapped)
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        if not self._known(model):
+            record, renewed = self._wrapper.wrap(model, self._layout(model))
+            self._renewed.update(renewed)
+            model = record.root
+        self._know(model)
+        return model
+
+    def _know(self, root: nn.Module) -> None:
+        self.models.add(root)
+        self._roots[self.unwrap(root)] = weakref.ref(root)
+
+    def _place(self, bundle: Bundle) -> None:
+        for index in bundle.positions("model"):
+            if bundle.place[index] and not hasattr(bundle.objects[index], "hf_device_map"):
+                bundle.objects[index].to(self.world.device)
+
+    def _catch_up(self, bundle: Bundle) -> None:
+        """Also optimizers whose model was prepared in a call of its own."""
+        from accelerate.strategy.fsdp1_parts.follow import catch_up
+
+        sync = bool(self.plugin.sync_module_states)
+        for optimizer in bundle.of("optimizer"):
+            own = getattr(optimizer, "optimizer", optimizer)
+            catch_up(own, self._renewed, self._records(), self._orders, sync=sync)
+
+    def _check_optimizers(self, bundle: Bundle) -> None:
+        """Before anything is changed: optimizers that would train what nobody reduces, or cannot follow.
+
+        Raises:
+            PrepareError: all parameters of one belong to no model that is prepared; or a flat parameter would
+                lie in several groups.
+        """
+        from accelerate.strategy.fsdp1_parts.follow import check_groups
+
+        fresh = [m for m in bundle.of("model") if m not in self.models]
+        known = {p for model in fresh for p in model.parameters()}
+        known |= {p for model in self.models for p in self.parameters(model)}
+        for optimizer in bundle.of("optimizer"):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if held and not any(p in known or p in self._renewed for p in held):
+                raise PrepareError(
+                    f"the {type(optimizer).__name__} holds parameters of no prepared model",
+                    why="sharding gives a model new parameters, and its optimizer has to follow them",
+                    fix="prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)",
+                )
+            if not self.plugin.use_orig_params:
+                for model in fresh if bundle.training else ():
+                    check_groups(optimizer, [own for _, own in self._layout(model).parts])
+
+    # --- the loop
+
+    def _records(self) -> list[Record]:
+        from accelerate.strategy.fsdp1_parts.wrap import record_of
+
+        return [record for record in map(record_of, self.models) if record is not None]
+
+    def _record(self, model: nn.Module) -> Record | None:
+        """Of a wrapped model, or of the user's own in one."""
+        from accelerate.strategy.fsdp1_parts.wrap import record_of
+
+        root = self._roots.get(model)
+        return record_of(model if root is None else root())
+
+    def synchronises(self, model: nn.Module) -> bool:
+        """Unless ``no_sync`` is around it."""
+        return bool(getattr(model, "_sync_gradients", True))
+
+    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
+        """Without ``sync`` every process keeps whole gradients: as much memory as unsharded ones take."""
+        if sync:
+            return NOTHING
+        self._keeps_back = True
+        return _quiet([model for model in models if model in self.models])
+
+    @staticmethod
+    def sync_next_backward(model: nn.Module) -> None:
+        """The next backward reduces, with what was kept back."""
+        if _WRAPPED in getattr(model, "_modules", {}):
+            for part in model.modules():
+                if _WRAPPED in part._modules:
+                    part._sync_gradients = True  # type: ignore[assignment]
+
+    @property
+    def holds_back(self) -> bool:
+        """Since a micro-batch ran without reducing."""
+        return self._keeps_back
+
+    def parameters(self, model: nn.Module) -> list[torch.Tensor]:
+        """The user's or the flat ones: between a forward and its backward other tensors may stand there."""
+        from accelerate.strategy.fsdp1_parts.grads import parameters
+
+        record = self._record(model)
+        return super().parameters(model) if record is None else parameters(record)
+
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The pieces here, or whole gradients that have not been reduced yet."""
+        from accelerate.strategy.fsdp1_parts.grads import accumulated
+
+        return accumulated(self._records(), parameters)
+
+    def reached(self, loss: torch.Tensor) -> set[torch.Tensor]:
+        """Graphs reach flat parameters: those that lie in them."""
+        from accelerate.strategy.fsdp1_parts.grads import reached
+
+        return reached(self._records(), leaves(loss))
+
+    def backward_zero(
+        self,
+        models: Iterable[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        reached: set[torch.Tensor],
+        loss: torch.Tensor,
+    ) -> None:
+        """The whole backward: other processes wait for every gather and reduction in it."""
+        from accelerate.strategy.fsdp1_parts.grads import zero_backward
+
+        zero_backward(self._records(), loss)
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """By one exchange of one number."""
+        from accelerate.strategy.fsdp1_parts.grads import clip_norm
+
+        return clip_norm(self._records(), parameters, max_norm, float(norm_type), self.world.device)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
+        """Also what was kept back."""
+        if self._keeps_back:
+            from accelerate.strategy.fsdp1_parts.grads import drop
+
+            drop(self._records(), (p for group in optimizer.param_groups for p in group["params"]))
+        zero()
+
+    def agreement(self) -> Callable[[torch.Tensor], None]:
+        """What one process has found in its pieces of gradients holds for all."""
+        return _greatest
+
+    # --- states
+
+    @property
+    def saves_sharded(self) -> bool:
+        """As the plugin's ``state_dict_type`` says."""
+        return "FULL_STATE_DICT" not in str(self.plugin.state_dict_type)
+
+    def as_saved(self, model: nn.Module) -> Any:
+        """The model by its names, with distributed tensors where it is cut."""
+        from accelerate.strategy.fsdp1_parts.record import named
+
+        record = self._record(model)
+        return self.unwrap(model) if record is None else named(record)
+
+    def optimizer_as_saved(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer of the user's parameters, with distributed tensors where they are cut."""
+        from accelerate.strategy.fsdp1_parts.states import named_optimizer
+
+        return named_optimizer(self._book(optimizer))
+
+    def _book(self, optimizer: torch.optim.Optimizer) -> Book:
+        from accelerate.strategy.fsdp1_parts.states import Book
+
+        return Book(optimizer, self._records(), self._orders.get(optimizer, ()))
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
+        from accelerate.strategy.fsdp1_parts.record import nothing, on_host
+
+        record = self._record(model)
+        if record is None:
+            return super().state(model)
+        return record.state(on_host if self.world.rank == 0 else nothing)
+
+    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """A full state on every process; each takes its part."""
+        record = self._record(model)
+        return (
+            super().load(model, state, strict=strict) if record is None else record.load(state, strict=strict)
+        )
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> dict[str, Any]:
+        """Gathered, on the host of rank 0."""
+        from accelerate.strategy.fsdp1_parts.record import nothing, on_host
+
+        state = self._book(optimizer).state(on_host if self.world.rank == 0 else nothing)
+        return state if self.world.rank == 0 else {}
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """A full state on every process; each takes its part."""
+        self._book(optimizer).load(state)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module; its forward gathers nothing of what lies outside of its wrapped parts."""
+        inner = model._modules.get(_WRAPPED)
+        return model if inner is None else inner
+
+
+def _share(model: nn.Module, layout: Layout, size: int, offloaded: bool) -> int:
+    """Bytes of ``model`` on this process's device once it is wrapped, between two steps."""
+    total = sum(b.numel() * b.element_size() for b in model.buffers())
+    total += sum(p.numel() * p.element_size() for p in layout.ignored)
+    for parameter in (p for _, own in layout.parts for p in own):
+        width = 4 if parameter in layout.widened else parameter.element_size()
+        total += 0 if offloaded else -(-parameter.numel() // size) * width
+    return total
+
+
+def _greatest(found: torch.Tensor) -> None:
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+
+
+@contextmanager
+def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.no_sync())  # type: ignore[operator]
+        yield
+
+
+PLUGIN = FSDP1
