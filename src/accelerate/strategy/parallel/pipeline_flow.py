@@ -1,0 +1,467 @@
+"""The conductor of a model that is cut into stages: what a call of the model does.
+
+Every call begins with a word between the stages: the same shapes, modes and values, or the same error on all.
+"""
+
+# torch's schedules are partly untyped: what is unknown is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from accelerate.core.errors import PrepareError
+from accelerate.stages import forms
+from accelerate.strategy.parallel import pipeline_grads as grads
+from accelerate.strategy.parallel.pipeline_losses import Losses
+from accelerate.strategy.parallel.pipeline_plan import Meta, Trail, Value, fake, fake_mode
+from accelerate.strategy.parallel.pipeline_run import Halves, Run, Worker, carrier, unused
+from accelerate.strategy.parallel.pipeline_twin import Twin
+
+if TYPE_CHECKING:
+    from accelerate.strategy.parallel.pipeline_cut import Cut
+
+_PLANS = 16  # that are kept: each has memory for what it receives
+
+
+class Pipelined:
+    """The first base of the class of a model that is cut into stages."""
+
+    _conductor: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch through all stages."""
+        return self._conductor.call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+@dataclass
+class Batch:
+    """The arguments of a call, cut into chunks.
+
+    Attributes:
+        form: of (args, kwargs, more); ``tensors`` are theirs, on the device.
+        size: samples.
+        rows: samples of a chunk; the last ones may be filled up with the last sample.
+    """
+
+    form: Any
+    tensors: list[torch.Tensor]
+    size: int
+    rows: int
+    batched: tuple[bool, ...]
+
+    def whole(self) -> tuple[Any, Any, Any]:
+        """(args, kwargs, {"target": ...}) of all samples."""
+        return forms.put_together(self.form, self.tensors)
+
+    def chunk(self, number: int) -> tuple[Any, Any, Any]:
+        """The same of one chunk."""
+        begin = number * self.rows
+        cut = [
+            _rows(t, begin, self.rows) if b else t for t, b in zip(self.tensors, self.batched, strict=True)
+        ]
+        return forms.put_together(self.form, cut)
+
+
+def _rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+    """Rows of a batch; beyond its end the last one again, which is a sample that is valid."""
+    found = tensor[begin : begin + count]
+    missing = count - found.shape[0]
+    if not missing:
+        return found
+    return torch.cat([found, tensor[-1:].expand(missing, *tensor.shape[1:])])
+
+
+@dataclass
+class Plan:
+    """How calls of one shape run.
+
+    Attributes:
+        part: the trail of a chunk.
+        whole: that of a batch; None where nothing runs over a whole batch.
+        per_row: of each value of the tail, how long its dimension 0 is for one sample; 0: there is one chunk.
+        idle: schedules that wait for a call.
+    """
+
+    part: Trail
+    whole: Trail | None = None
+    per_row: list[int] = field(default_factory=list)
+    idle: list[Any] = field(default_factory=list)
+
+
+class Conductor:
+    """What conducts the calls of one model.
+
+    Args:
+        model: as the user made it.
+        cut: which block belongs to which stage.
+        options: chunks and schedule.
+        group: the processes that have its stages, in their order.
+        device: of this process.
+
+    Attributes:
+        place: this process's among those of the pipeline; ``stages`` are the stages that it has.
+        shared: weights that several processes hold.
+        clock: if a list, (kind, stage, chunk, begin, end) of all work is put there.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, options: Any, group: Any, device: torch.device) -> None:
+        self.cut, self.options, self.group, self.device = cut, options, group, device
+        self.place, self.processes = dist.get_rank(group), dist.get_world_size(group)
+        self.stages = list(range(self.place, cut.count, self.processes))
+        self.mode = fake_mode()
+        self.twin = Twin(model, list(cut.stage_of), device, self.mode)
+        self.model: Any = None
+        self.names: Any = None
+        self.shared: list[grads.Shared] = []
+        self.plans: dict[str, Plan] = {}
+        self.active: Run | None = None
+        self.clock: list[tuple[str, int, int, float, float]] | None = None
+        self._enter: Callable[..., Any] | None = None
+        self.zeroed = False
+        takes = getattr(type(model).forward, "__code__", None)
+        self.uncached = {"use_cache": False} if takes and "use_cache" in takes.co_varnames else {}
+
+    # --- hooks of modules
+
+    def block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a block, in a chunk or by itself."""
+        if self.active is not None:
+            return self.active.block(name, run, args, kwargs)
+        if self.cut.stage_of[name] not in self.stages:
+            raise PrepareError(
+                f"{name} was called, and is on stage {self.cut.stage_of[name]} of the pipeline",
+                why=f"this process has the weights of stage {self.place} only",
+                fix="call the prepared model itself: all stages take part in that",
+            )
+        return run(*args, **kwargs)
+
+    def expose(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook of the model: lets others that come after it see what leaves the stage."""
+        run = self.active
+        return None if run is None else (output, [run.kept[value] for value in sorted(run.kept)])
+
+    # --- a call
+
+    def call(self, enter: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the user's call of the model gives."""
+        if self.active is not None:
+            return enter(*args, **kwargs)
+        self._enter = enter
+        try:
+            alternates = self.options.schedule != "gpipe" and torch.is_grad_enabled() and self.model.training
+            target = kwargs.pop("target", None) if alternates and self.options.loss_fn is not None else None
+            batch = self._batch(args, self.uncached | kwargs, target)
+            plan = self._plan(batch, whole=not alternates)
+            return Losses(self.options).run(self, plan, batch) if alternates else self._result(plan, batch)
+        finally:
+            self._enter = None
+
+    def _batch(self, args: Any, kwargs: Any, target: Any) -> Batch:
+        goal = {} if target is None else {"target": target}
+        form, tensors = forms.take_apart((args, kwargs, goal), "the argument ")
+        size = next((t.shape[0] for t in tensors if t.dim()), 0)
+        metas = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
+        said = repr((form, metas, self.model.training, torch.is_grad_enabled(), self._autocast()))
+        self._agree(said, tensors)
+        if size == 0:
+            raise PrepareError(
+                "a pipeline was called without a batch",
+                why="no tensor among its arguments has a first dimension with something in it",
+                fix="call the model with the tensors of at least one sample",
+            )
+        placed = [tensor.to(self.device) for tensor in tensors]
+        batched = tuple(t.dim() > 0 and t.shape[0] == size for t in tensors)
+        return Batch(form, placed, size, -(-size // self.options.num_microbatches), batched)
+
+    def _autocast(self) -> tuple[bool, str]:
+        kind = self.device.type
+        return torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))
+
+    def _agree(self, said: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuses calls that differ between the stages.
+
+        Raises:
+            PrepareError: on all of them.
+        """
+        digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:6], "big")
+        total = torch.zeros((), dtype=torch.float64)
+        for place, tensor in enumerate(tensors, 1):
+            total = total.to(tensor.device) + place * torch.nan_to_num(tensor.detach().double()).sum()
+        mine = torch.stack([torch.tensor(float(digest), dtype=torch.float64), total.cpu()]).to(self.device)
+        every = [torch.empty_like(mine) for _ in range(self.processes)]
+        dist.all_gather(every, mine, group=self.group)
+        table = torch.stack(every).tolist()
+        if any(row[0] != table[0][0] for row in table):
+            raise PrepareError(
+                "the stages of a pipeline were called in different ways",
+                why=f"arguments, shapes and modes must be equal on all of them; here: {said[:300]}",
+                fix="give all processes of a pipeline the same batch: prepare the loader",
+            )
+        if any(row[1] != table[0][1] for row in table):
+            raise PrepareError(
+                "the stages of a pipeline were given different values",
+                why="each reads of the batch what it needs, so all must have the same one",
+                fix="prepare the loader; what is drawn at random in the loop, draw on one process and send "
+                "to the others (accelerate.utils.broadcast)",
+            )
+
+    def _plan(self, batch: Batch, *, whole: bool) -> Plan:
+        metas = [(tuple(t.shape), str(t.dtype)) for t in batch.tensors]
+        modes = self.model.training, torch.is_grad_enabled(), self._autocast(), whole, batch.rows
+        key = repr((batch.form, metas, modes))
+        if key not in self.plans:
+            if len(self.plans) >= _PLANS:
+                self.plans.pop(next(iter(self.plans)))
+            self.plans[key] = self._rehearsed(batch, whole)
+        return self.plans[key]
+
+    def _rehearsed(self, batch: Batch, whole: bool) -> Plan:
+        args, kwargs, _ = batch.chunk(0)
+        part = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs)
+        missing = set(range(self.cut.count)) - {call.stage for call in part.calls}
+        if missing:
+            raise _idle_stage(self.cut, min(missing))
+        if not whole:
+            return Plan(part)
+        args, kwargs, _ = batch.whole()
+        full = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs)
+        if [c.block for c in part.calls] != [c.block for c in full.calls] or part.tail != full.tail:
+            raise PrepareError(
+                "the forward takes another way for a part of a batch than for all of it",
+                fix="PipelineParallelConfig(num_microbatches=1)",
+            )
+        return Plan(part, full, [self._per_row(part, full, value, batch) for value in part.tail])
+
+    def _per_row(self, part: Trail, full: Trail, value: Value, batch: Batch) -> int:
+        one, every = part.meta(value).shape, full.meta(value).shape
+        if batch.rows == batch.size:
+            return 0
+        each = one[0] // batch.rows if one else 0
+        if each and one[1:] == every[1:] and (one[0], every[0]) == (each * batch.rows, each * batch.size):
+            return each
+        raise PrepareError(
+            f"{part.calls[value.call].block} gives a tensor of shape {one} for {batch.rows} samples and of "
+            f"{every} for {batch.size}, which the result depends on",
+            why="the micro-batches of a pipeline are put in a row again along dimension 0",
+            fix="PipelineParallelConfig(num_microbatches=1), or compute sums and means over the batch after "
+            "the last layer",
+        )
+
+    # --- chunks
+
+    def run(
+        self, trail: Trail, stage: int, args: Any, received: Sequence[torch.Tensor], wanted: Any, **more: Any
+    ) -> Any:
+        """One chunk in one stage: (the forward's result, the values that leave the stage)."""
+        assert self._enter is not None
+        run = Run(
+            trail,
+            stage,
+            dict(zip(trail.border(stage), received, strict=True)),
+            wanted,
+            self._stand_in,
+            **more,
+        )
+        self.active = run
+        try:
+            output, _ = self._enter(*args[0], **args[1])
+        finally:
+            self.active = None
+        return output, run.sent(wanted)
+
+    def _stand_in(self, meta: Meta) -> torch.Tensor:
+        return fake(self.mode, meta, self.device)
+
+    @contextmanager
+    def timed(self, kind: str, stage: int, chunk: int) -> Iterator[None]:
+        """Around a chunk's work."""
+        if self.clock is None:
+            yield
+            return
+        begin = time.perf_counter()
+        yield
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+        self.clock.append((kind, stage, chunk, begin, time.perf_counter()))
+
+    # --- all chunks forward, the rest over the whole batch
+
+    def _result(self, plan: Plan, batch: Batch) -> Any:
+        assert plan.whole is not None
+        last = self.place == self.processes - 1
+        flow = Flow(self, plan, batch)
+        flow.forward()
+        tail = [plan.part.meta(value) for value in plan.part.tail]
+        tensors = [self._everywhere(plan, place, flow) for place in range(len(tail))]
+        wants = [meta.requires_grad for meta in tail]
+        if torch.is_grad_enabled() and any(wants):
+            held = [p for p in self.model.parameters() if p.requires_grad]
+            anchor = torch.zeros((), requires_grad=True)
+            tensors = list(_Back.apply(flow, len(tail), wants, anchor, *tensors, *held))
+        else:
+            flow.done()
+        final = Run(plan.whole, None, dict(zip(plan.whole.tail, tensors, strict=True)), (), self._stand_in)
+        args, kwargs, _ = batch.whole()
+        output = self.twin.run(final, args, kwargs, trains=last)
+        final.sent(())
+        return output
+
+    def _everywhere(self, plan: Plan, place: int, flow: Flow) -> torch.Tensor:
+        """A value of the tail for the whole batch, on all stages."""
+        assert plan.whole is not None
+        shape, dtype, _ = plan.whole.meta(plan.part.tail[place])
+        if flow.outputs:
+            parts = [outputs[place].detach() for outputs in flow.outputs]
+            value = torch.cat(parts)[: shape[0]] if plan.per_row[place] else parts[0]
+            value = value.contiguous()
+        else:
+            value = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(value, dist.get_global_rank(self.group, self.processes - 1), group=self.group)
+        return value
+
+    # --- gradients
+
+    @contextmanager
+    def around(self, *, last: bool, sync: bool) -> Iterator[None]:
+        """Around the backward of a chunk: sharded gradients are reduced in the last one only."""
+        model = self.model
+        if not isinstance(model, FSDPModule):
+            yield
+            return
+        model.set_requires_gradient_sync(sync and last)
+        model.set_is_last_backward(last)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(sync)
+            model.set_is_last_backward(True)
+
+
+class Flow:
+    """One call in the schedule of two halves.
+
+    Attributes:
+        outputs: what the last stage has computed of each chunk; empty elsewhere.
+    """
+
+    def __init__(self, conductor: Conductor, plan: Plan, batch: Batch) -> None:
+        self.conductor, self.plan = conductor, plan
+        self.batch: Batch | None = batch
+        self.outputs: list[tuple[torch.Tensor, ...]] = []
+        self.schedules: list[Any] = []
+        self.sync = True
+
+    def forward(self) -> None:
+        """All chunks forward, through one stage of this process after the other."""
+        idle = self.plan.idle
+        self.schedules = idle.pop() if idle else [self._made(stage) for stage in self.conductor.stages]
+        for schedule in self.schedules:
+            stage = schedule._stage
+            stage.submod.run = partial(self._chunk, stage.stage_index)
+            stage.around = self._around
+            schedule.ahead()
+
+    def _made(self, stage: int) -> Halves:
+        conductor, trail = self.conductor, self.plan.part
+        outputs = [trail.meta(value) for value in self._wanted(stage)]
+        made = carrier(Worker(), trail, stage, outputs, conductor.device, conductor.group)
+        trains = unused if torch.is_grad_enabled() else None
+        return Halves(made, conductor.options.num_microbatches, loss_fn=trains)
+
+    def _wanted(self, stage: int) -> tuple[Value, ...]:
+        trail = self.plan.part
+        return trail.tail if stage == trail.stages - 1 else trail.border(stage + 1)
+
+    def _chunk(self, stage: int, chunk: int, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert self.batch is not None
+        args = self.batch.chunk(chunk)
+        with self.conductor.timed("forward", stage, chunk):
+            _, sent = self.conductor.run(self.plan.part, stage, args, received, self._wanted(stage))
+        if stage == self.plan.part.stages - 1:
+            self.outputs.append(sent)
+        return sent
+
+    @contextmanager
+    def _around(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
+        with self.conductor.timed("backward", stage, chunk), self.conductor.around(last=last, sync=self.sync):
+            yield
+
+    def back(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """All chunks backward, from the gradients of the tail.
+
+        Raises:
+            PrepareError: for the second time.
+        """
+        if self.batch is None:
+            raise PrepareError(
+                "a second backward through one forward of a pipeline",
+                why="what the stages kept for it was freed by the first one",
+                fix="call the model again, or add up the losses before one backward",
+            )
+        conductor = self.conductor
+        if conductor.zeroed:
+            gradients = [None if g is None else torch.zeros_like(g) for g in gradients]
+        cut = [self._cut(gradient, place) for place, gradient in enumerate(gradients)]
+        rows = [[parts[chunk] for parts in cut] for chunk in range(conductor.options.num_microbatches)]
+        self.sync = grads.reduces(conductor.model)
+        with grads.summed(conductor.model, conductor.shared, conductor.group, sync=self.sync):
+            for schedule in self.schedules:
+                schedule.back(rows)
+        self.done()
+
+    def _cut(self, gradient: torch.Tensor | None, place: int) -> list[torch.Tensor | None]:
+        assert self.batch is not None
+        chunks = self.conductor.options.num_microbatches
+        each = self.plan.per_row[place]
+        if gradient is None or not each:
+            return [gradient, *[None] * (chunks - 1)]
+        rows = each * self.batch.rows
+        missing = rows * chunks - gradient.shape[0]
+        if missing:  # what filled up the batch has no part in the loss
+            gradient = torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
+        return list(gradient.split(rows))
+
+    def done(self) -> None:
+        """Nothing of a batch stays when its work is done."""
+        schedules, self.schedules, self.batch, self.outputs = self.schedules, [], None, []
+        for schedule in schedules:
+            schedule._stage.clear_runtime_states()
+            schedule._stage.submod.run = unused
+        self.plan.idle.append(schedules)
+
+
+class _Back(torch.autograd.Function):
+    """The tail of a forward as one node of the graph: its backward is that of all stages."""
+
+    @staticmethod
+    def forward(ctx: Any, flow: Flow, count: int, wants: list[bool], *tensors: torch.Tensor) -> Any:
+        ctx.flow, ctx.rest = flow, len(tensors)
+        ctx.set_materialize_grads(False)
+        outputs = tuple(tensor.view_as(tensor) for tensor in tensors[1 : 1 + count])
+        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, wants, strict=True) if not wanted))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        ctx.flow.back(gradients)
+        return (None, None, None, *[None] * ctx.rest)
+
+
+def _idle_stage(cut: Cut, stage: int) -> PrepareError:
+    return PrepareError(
+        f"stage {stage} of the pipeline computes nothing in this forward",
+        why=f"none of its modules is called: {', '.join(cut.blocks(stage)[:4])}",
+        fix="give PipelineParallelConfig(split_points=[...])",
+    )
