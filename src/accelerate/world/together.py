@@ -160,7 +160,7 @@ class Watch:
 
     def count(self, group: Any) -> None:
         """Counts the collectives of one more group, of which every process begins as many as the others."""
-        if group is not self.group:
+        if group.group_name != getattr(self.group, "group_name", None):
             backends = {id(b): b for b in map(group._get_backend, group._device_types)}
             self._counters += [each._get_sequence_number_for_group for each in backends.values()]
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.effects import Effect
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
-from accelerate.world import collective
+from accelerate.world import collective, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,6 +105,11 @@ class Sharding(Strategy):
     def _sharder(self) -> Sharder:
         from accelerate.strategy.sharding.shard import Sharder
 
+        watch = together.current()
+        if watch is not None and not self._stages:
+            # A rank that waits in one of these for a rank that waits elsewhere is noticed.
+            for group in self._shard_mesh.get_all_groups():
+                watch.count(group)
         return Sharder(self._shard_mesh, self.plugin, self.world.device, self._alike)
 
     def check(self) -> None:
@@ -320,12 +325,17 @@ class Sharding(Strategy):
         """As the plugin's ``state_dict_type`` says."""
         return "SHARDED_STATE_DICT" in str(self.plugin.state_dict_type)
 
+    @property
+    def _leads(self) -> bool:
+        """Whether this process gets what is gathered."""
+        return self.world.rank == 0
+
     def state(self, model: nn.Module) -> dict[str, Any]:
         """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
         from accelerate.strategy.sharding.whole import model_state
 
         self._together("get_state_dict", type(model).__name__)
-        return model_state(model, self.world.rank == 0)
+        return model_state(model, self._leads)
 
     def _together(self, operation: str, what: str) -> None:
         """Makes sure that all processes are here: torch's own collectives would wait for those that are not.
@@ -348,7 +358,7 @@ class Sharding(Strategy):
         from accelerate.strategy.sharding.whole import optimizer_state
 
         self._together("the state of an optimizer", type(optimizer).__name__)
-        return optimizer_state(optimizer, self.world.rank == 0)
+        return optimizer_state(optimizer, self._leads)
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]

@@ -1,0 +1,67 @@
+"""What goes wrong around a sharded model: one process alone, states that are no whole, options that lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import RankServer
+from tests.support.sharded_models import adamw, batches, loss_of, tiny
+
+LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+
+
+def alone(call: str, others: str, folder: str, options: dict[str, Any]) -> None:
+    """Rank 0 makes a call that is everybody's; the others train, or wait."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS, **options))
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    words = next(batches(1))
+
+    def step() -> None:
+        accelerator.backward(loss_of(model, words))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if accelerator.is_main_process:
+        calls = {
+            "state": lambda: accelerator.get_state_dict(model),
+            "save": lambda: accelerator.save_state(folder),
+            "model": lambda: accelerator.save_model(model, folder),
+            "gather": lambda: accelerator.gather(torch.ones(1)),
+        }
+        calls[call]()
+    if others == "train":
+        step()
+    elif others == "wait":
+        accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("others", ["train", "wait"])
+@pytest.mark.parametrize("call", ["state", "save", "gather"])
+def test_a_call_of_one_rank_alone_is_an_error_on_all(
+    ranks: RankServer, tmp_path: Path, call: str, others: str
+) -> None:
+    """C5: what only the main process saves or gathers; no rank hangs."""
+    outcomes = ranks.outcomes(2, alone, call, others, str(tmp_path / "x"), {}, grace=30, timeout=60)
+    assert {outcome.status for outcome in outcomes} <= {"raised", "returned"}, list(map(str, outcomes))
+    first, *rest = outcomes
+    assert first.status == "raised"
+    assert first.kind in ("CollectiveError", "ApartError"), str(first)
+    assert [outcome.status for outcome in rest] == ["raised"], str(rest[0])
+    word = {"state": "get_state_dict", "save": "save the checkpoint", "gather": "gather"}[call]
+    assert any(word in outcome.message for outcome in outcomes), list(map(str, outcomes))
+
+
+def test_a_call_of_one_rank_alone_among_copies_is_an_error_on_all(ranks: RankServer, tmp_path: Path) -> None:
+    """C5: the others wait in groups of their own."""
+    copies = {"sharding_strategy": "HYBRID_SHARD", "replicate_size": 2}
+    outcomes = ranks.outcomes(4, alone, "state", "train", str(tmp_path), copies, grace=30, timeout=60)
+    assert {outcome.status for outcome in outcomes} == {"raised"}, list(map(str, outcomes))
+    assert "get_state_dict" in outcomes[0].message
