@@ -27,7 +27,9 @@ SIZES = {"single": 1, "engine": 1}  # every other strategy is for several proces
 def asked(name: str) -> Iterator[dict[str, Any]]:
     """The arguments of an Accelerator that trains by that strategy."""
     if name != "engine":
-        yield {"fsdp_plugin": FullyShardedDataParallelPlugin()} if STRATEGIES.get(name).shards else {}
+        version = 1 if name == "fsdp1" else 2
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        yield {"fsdp_plugin": plugin} if STRATEGIES.get(name).shards else {}
         return
     with STRATEGIES.add("engine", EngineStrategy):
         yield {"fsdp_plugin": EnginePlugin()}
@@ -44,10 +46,12 @@ def batch(step: int, share: slice) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))[share]
 
 
-def whole(model: nn.Module) -> list[list[float]]:
+def whole(accelerator: Any, model: nn.Module) -> list[list[float]]:
     """The weights, whatever part of them this process holds."""
-    found = [getattr(p.detach(), "full_tensor", p.detach)() for p in model.parameters()]
-    return [weight.flatten().tolist() for weight in found]
+    from accelerate.utils import broadcast_object_list
+
+    (state,) = broadcast_object_list([accelerator.get_state_dict(model)])
+    return [state[name].flatten().tolist() for name, _ in parts()[0].named_parameters()]
 
 
 def plain(window: int) -> tuple[list[list[float]], float]:
@@ -85,13 +89,13 @@ def trained(name: str, window: int, folder: str) -> dict[str, Any]:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        weights = whole(accelerator.unwrap_model(model))
+        weights = whole(accelerator, model)
         path = accelerator.save_state(folder)
         with torch.no_grad():
             for parameter in user.parameters():
                 parameter.zero_()
         accelerator.load_state(path)
-        again = whole(accelerator.unwrap_model(model))
+        again = whole(accelerator, model)
         names = sorted(accelerator.get_state_dict(model))
         return {
             "strategy": accelerator.strategy.name,

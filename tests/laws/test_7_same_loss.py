@@ -25,6 +25,7 @@ ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
     "single": ({}, (1,)),
     "ddp": ({}, (2, 4)),
     "fsdp": ({"ACCELERATE_USE_FSDP": "true"}, (2, 4)),
+    "fsdp1": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, (2, 4)),
     "deepspeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, (2, 4)),
     "megatron": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, (2, 4)),
     "parallelism": (
@@ -46,14 +47,9 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     return model, optimizer, TensorDataset(x, x.sin().sum(1, keepdim=True))
 
 
-def numbers(losses: list[float], model: nn.Module) -> Numbers:
-    return losses, [whole(parameter).flatten().tolist() for parameter in model.parameters()]
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter as one process would have it."""
-    gather = getattr(parameter.detach(), "full_tensor", parameter.detach)
-    return gather()
+def numbers(losses: list[float], state: dict[str, torch.Tensor]) -> Numbers:
+    """With the parameters of a whole state, in the model's order."""
+    return losses, [state[name].flatten().tolist() for name, _ in parts()[0].named_parameters()]
 
 
 def raw_loop(precision: str, window: int) -> Numbers:
@@ -72,12 +68,13 @@ def raw_loop(precision: str, window: int) -> Numbers:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return numbers(losses, model)
+    return numbers(losses, model.state_dict())
 
 
 def prepared_loop(precision: str, window: int) -> tuple[Numbers, str]:
     """The same loop with the few lines changed; the batch is split over the ranks."""
     from accelerate import Accelerator
+    from accelerate.utils import broadcast_object_list
 
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=window)
     model, optimizer, data = parts()
@@ -93,7 +90,9 @@ def prepared_loop(precision: str, window: int) -> tuple[Numbers, str]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
-    return numbers(losses, accelerator.unwrap_model(model)), accelerator.strategy.name
+    # A state that is gathered is whole on the main process.
+    (state,) = broadcast_object_list([accelerator.get_state_dict(model)])
+    return numbers(losses, state), accelerator.strategy.name
 
 
 def close(one: Numbers, two: Numbers) -> None:
