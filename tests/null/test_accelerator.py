@@ -200,6 +200,7 @@ class Unknown(KwargsHandler):
         ({"mixed_precision": "fp61"}, "fp16"),
         ({"mixed_precision": 16}, "mixed_precision"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"parallelism_config": 1}, "parallelism_config is a int"),
         ({"kwargs_handlers": [Unknown()]}, "Unknown is not a kwargs handler"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
         (
@@ -223,7 +224,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'bf16'" in str(error.value)
 
 
-@pytest.mark.parametrize("arguments", [{"parallelism_config": 1}, {"mixed_precision": "fp8"}])
+@pytest.mark.parametrize("arguments", [{"mixed_precision": "fp8"}])
 def test_what_is_not_built_is_refused_not_ignored(arguments: dict[str, object]) -> None:
     with pytest.raises(NotBuiltError):
         Accelerator(**arguments)  # type: ignore[arg-type]

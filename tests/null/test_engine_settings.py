@@ -524,7 +524,7 @@ def test_bad_values_are_refused_before_anything_starts(asks: Any, flags: Any, wo
 
 def test_every_declared_variable_is_a_promised_one() -> None:
     """The names are those that scripts and libraries look for."""
-    own = {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"}
+    own = {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "PARALLELISM_CONFIG_PP_SIZE"}
     classes = [cls for classes in SETTINGS for cls in classes] + list(RECIPES)
     variables = {row.variable for cls in classes for row in declared(cls) if row.variable}
     promised = set(contract()["variables"]) | set(contract()["identifiers"])
@@ -541,11 +541,6 @@ def test_every_declared_variable_is_a_promised_one() -> None:
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "--use_deepspeed"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "--use_parallelism_config"),
-        (
-            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true"},
-            "--use_parallelism_config",
-        ),
     ],
 )
 def test_a_script_never_trains_in_another_way_than_was_asked(

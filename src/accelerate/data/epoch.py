@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,30 @@ from accelerate.data import order as orders
 from accelerate.data.order import SeedableRandomSampler
 from accelerate.data.states import Hosts, pack, put_back, states_of, torch_digest, unpack
 from accelerate.world import collective
+
+# How this process takes over what another one draws; None: it goes its own way.
+Agree = Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Which part of the data this process reads, where several processes read the same.
+
+    Attributes:
+        parts, index: into how many parts the data are shared out, and which one is read here.
+        apart: each part has an order of its own; otherwise all are cut out of that of rank 0.
+    """
+
+    parts: int
+    index: int
+    apart: bool = False
+
+    def agree(self, value: Any) -> Any:
+        """The value of rank 0, or of the first rank that reads the same part. All ranks must call it."""
+        if not self.apart:
+            return collective.agree(value)
+        every = collective.all_objects((self.index, value), "agree")
+        return next(found for index, found in every if index == self.index)
 
 
 @dataclass
@@ -46,25 +70,27 @@ def open_order(
     sampler: Any,
     generators: Sequence[Any] = (),
     *,
-    agree: bool,
+    agree: Agree,
     start: Start | None = None,
     now: list[Any] | None = None,
     data: bool = False,
+    always: bool = False,
 ) -> tuple[torch.Tensor | range, Start]:
     """The order of one of torch's samplers.
 
     Args:
         sampler: of a kind that ``order.is_known``.
         generators: those that the loader and its samplers hold.
-        agree: all ranks are here and take over rank 0's order, if it is random.
+        agree: all ranks are here and take over this order, if it is random.
         start: make the order that began so; None: the next one.
         now: states that the generators have after it; None: what making it leaves them in.
         data: also find a seed for workers.
+        always: the ranks agree on that seed too.
     """
     own = states_of(generators)
     begun = start or Start(data=torch_digest() if data else None, seed=orders.seed_for(sampler), own=own)
-    if agree and orders.is_drawn(sampler) and collective.size() > 1:
-        begun = collective.agree(begun)
+    if agree and collective.size() > 1 and (always or orders.is_drawn(sampler)):
+        begun = agree(begun)
     if begun.own is not own:
         put_back(generators, begun.own)
     if type(sampler) is SeedableRandomSampler and begun.seed is not None:
@@ -79,7 +105,7 @@ def open_walk(
     items: Any,
     generators: Sequence[Any] = (),
     *,
-    agree: bool,
+    agree: Agree,
     start: Start | None = None,
     aside: bool = True,
 ) -> tuple[Iterator[Any], Start]:
@@ -90,7 +116,7 @@ def open_walk(
     """
     own = states_of(generators) if start is None else start.own
     if agree and generators and collective.size() > 1:
-        own = collective.agree(own)
+        own = agree(own)
     put_back(generators, own)
     iterator, hosts = orders.walk(items, None if start is None else start.hosts, agree, aside)
     return iterator, Start(data=hosts.digest(), hosts=hosts, own=own)

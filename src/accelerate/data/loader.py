@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from accelerate.data.active import UNOWNED, ActiveLoaders
+from accelerate.data.epoch import Readers
 from accelerate.data.order import chain_of, inner_sampler
 from accelerate.data.position import Epoch, Given, Position, Skip
 from accelerate.data.reading import (
@@ -167,6 +168,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.data_share: Any = None
         # What all processes do together once, when the first of all batches is asked for.
         self.before_first_use: Callable[[], None] | None = None
+        self.comparison: Callable[[], None] | None = None
         self._num_processes = 1
         self._is_accelerate_prepared = True
         self.use_stateful_dataloader = False
@@ -201,6 +203,19 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         shard._set_up(device, bool(getattr(base, "drop_last", False)), non_blocking, iteration, skip_batches)
         shard._num_processes = num_processes
         return shard
+
+    def among(self, parts: int, index: int) -> None:
+        """Several processes read the same part of the data: they get the same batches in the same order.
+
+        Their random numbers are then a function of the part, in workers and without; the program's own stay
+        as they are.
+
+        Args:
+            parts: into how many the data are shared out.
+            index: which one this process reads.
+        """
+        self.position.readers = Readers(parts, index, apart=parts > 1 and self._num_processes == 1)
+        self.before_first_use = self.comparison
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is that of ``epoch``: told to every sampler and dataset that wants to know."""

@@ -194,7 +194,9 @@ def _piece(order: torch.Tensor | range, start: int, stop: int) -> torch.Tensor:
     return torch.arange(start, stop) if isinstance(order, range) else order[start:stop]
 
 
-def walk(items: Any, start: Hosts | None, agree: bool, aside: bool = True) -> tuple[Iterator[Any], Hosts]:
+def walk(
+    items: Any, start: Hosts | None, agree: Callable[[Any], Any] | None, aside: bool = True
+) -> tuple[Iterator[Any], Hosts]:
     """What a sampler of any kind yields, in a repeatable order; the first item is drawn at once.
 
     Args:

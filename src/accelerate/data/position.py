@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from accelerate.data.epoch import Start
+from accelerate.data.epoch import Readers, Start
 from accelerate.data.states import put_back, states_of
 from accelerate.world import collective
 
@@ -75,6 +75,7 @@ class Epoch:
         cut_by: world size and samples of a step when it was saved, if it begins again, and
         given: the batches that each process had then.
         length: samples of the whole order, where that is known.
+        readers: which part this process reads, where several read the same.
     """
 
     number: int
@@ -92,6 +93,12 @@ class Epoch:
     cut_by: tuple[int, int] | None = None
     given: int = 0
     length: int | None = None
+    readers: Readers | None = None
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the data are shared out."""
+        return collective.size() if self.readers is None else self.readers.parts
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -113,12 +120,14 @@ class Position:
         iteration: number of the next epoch, or of the one in progress.
         current: the newest iteration, or None.
         record: where a loaded checkpoint was, as long as the loader has not come further.
+        readers: see ``Epoch``.
     """
 
     def __init__(self, iteration: int = 0) -> None:
         self.iteration = iteration
         self.current: Epoch | None = None
         self.record: Epoch | None = None
+        self.readers: Readers | None = None
         self._warm = False
         self._saved: dict[str, Any] = {}
 
@@ -129,7 +138,7 @@ class Position:
             skip: what it leaves out.
             isolated: it goes on inside the recorded epoch, so it draws nothing that was drawn before.
         """
-        record, epoch = self.record, Epoch(self.iteration, skip, batches=skip.batches, warm=self._warm)
+        record, epoch = self.record, self._new(skip)
         if record is not None and (record.complete or record.number != self.iteration):
             self.record = None
         elif record is not None and record.start is not None:
@@ -146,6 +155,13 @@ class Position:
             )
         self.current, self._warm = epoch, True
         return epoch
+
+    def _new(self, skip: Skip) -> Epoch:
+        return Epoch(self.iteration, skip, batches=skip.batches, warm=self._warm, readers=self.readers)
+
+    @property
+    def _parts(self) -> int:
+        return Epoch(0, readers=self.readers).parts
 
     def end(self, epoch: Epoch) -> None:
         """An iteration ended or was broken off."""
@@ -168,7 +184,7 @@ class Position:
             return dict(self._saved)
         state = {
             "epoch": self.iteration,
-            "world_size": collective.size(),
+            "world_size": self._parts,
             "step": step,
             "warm": self._warm,
             "now": states_of(generators),
@@ -236,11 +252,11 @@ class Position:
             size, saved = record.cut_by or (1, step)
             warnings.warn(
                 f"the checkpoint was saved by {size} process(es) with steps of {saved} samples and is "
-                f"continued by {collective.size()} with steps of {step}: the remaining samples are the same, "
+                f"continued by {self._parts} with steps of {step}: the remaining samples are the same, "
                 "but other processes get them",
                 stacklevel=4,
             )
         return Skip(batches, record.samples)
 
     def _other_world(self, step: int) -> bool:
-        return self.record is not None and self.record.cut_by != (collective.size(), step)
+        return self.record is not None and self.record.cut_by != (self._parts, step)

@@ -19,6 +19,7 @@ from accelerate.data.shard import BatchSamplerShard, SeedableRandomSampler
 from accelerate.data.steps import OneByOne
 from accelerate.data.stream import CountingCollate, IterableDatasetShard, counts
 from accelerate.world import collective
+from accelerate.world.layout import parts_of
 
 
 def prepare_data_loader(
@@ -47,6 +48,8 @@ def prepare_data_loader(
         num_processes, process_index: the shard; the world's when None.
         rng_types: random streams that are taken over from rank 0 at the start of every epoch.
         slice_fn_for_dispatch: cuts a collated batch under dispatch; see ``DataLoaderDispatcher``.
+        torch_device_mesh: the processes, by dimensions: along ``dp_replicate`` and ``dp_shard`` they read
+            different parts, along the others the same.
         shard: share the data out; "auto" keeps what each process has when it is sharded already.
 
     Raises:
@@ -56,13 +59,18 @@ def prepare_data_loader(
     """
     if not isinstance(dataloader, DataLoader):
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
-    count = collective.size() if num_processes is None else num_processes
-    index = collective.rank() if process_index is None else process_index
+    world = collective.size(), collective.rank()
+    parts = world if torch_device_mesh is None else parts_of(torch_device_mesh)
+    count = parts[0] if num_processes is None else num_processes
+    index = parts[1] if process_index is None else process_index
     where = device if put_on_device else None
     base = _seedable(dataloader, data_seed) if use_seedable_sampler else dataloader
     dispatch = dispatch_batches
     if dispatch is None:
-        dispatch = put_on_device and isinstance(dataloader.dataset, IterableDataset)
+        whole = count == collective.size()
+        dispatch = whole and put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    if shard == "auto" and count < collective.size():
+        sharded.check_parts(dataloader, count, index)
     kept = count > 1 and _is_kept(dataloader, shard, count, index, dispatch_batches)
     prepared: DataLoaderShard
     if dispatch and not kept:
@@ -81,14 +89,18 @@ def prepare_data_loader(
         shared = 1 if kept else count
         base = _shard(base, shared, index, split_batches, even_batches) if shared > 1 else base
         prepared = DataLoaderShard.around(base, device=where, non_blocking=non_blocking, num_processes=shared)
+    how = "kept" if kept else "dispatched" if dispatch else "shared out"
+    if shard == "auto":
+        prepared.comparison = partial(sharded.compare_ranks, dataloader, how)
     if count > 1 and count == collective.size() and shard == "auto":
-        how = "kept" if kept else "dispatched" if dispatch else "shared out"
-        prepared.before_first_use = partial(sharded.compare_ranks, dataloader, how)
+        prepared.before_first_use = prepared.comparison
         cut = shard_of(base)
         if cut is not None and how == "shared out":
             cut.unproved = sharded.name_of(dataloader)
     prepared.rng_types = rng_types
     prepared.use_stateful_dataloader = use_stateful_dataloader
+    if torch_device_mesh is not None and parts != world:
+        prepared.among(*parts)
     prepared.synchronized_generator = getattr(get_sampler(base), "generator", None)
     return prepared
 

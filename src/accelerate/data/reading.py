@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from accelerate.data.epoch import Start, ending, open_order, open_walk
+from accelerate.data.epoch import Agree, Start, ending, open_order, open_walk
 from accelerate.data.onward import onward
 from accelerate.data.order import (
     END,
@@ -138,6 +138,7 @@ def pick(
         opener: gives the steps instead of ``open_steps``.
     """
     known: deque[Step] = deque()
+    held: list[Hosts] = []
     generators = generators_of(base)
     outside = torch.default_generator.get_state()
     inside = epoch.again and not epoch.natural
@@ -150,16 +151,18 @@ def pick(
             torch.default_generator.set_state(outside)
             put_back(generators, epoch.now or [])
             epoch.now = None
-        workers = base.num_workers > 0
-        steps = (opener or open_steps)(sampler_of(base), generators, epoch, workers)
-        yield from _issued(base, epoch, steps, known) if workers else _noted(epoch, steps, known)
+        # What several processes read alike is drawn alike in this process too, not only in workers.
+        seeded, workers = base.num_workers > 0 or epoch.readers is not None, base.num_workers > 0
+        steps = (opener or open_steps)(sampler_of(base), generators, epoch, seeded)
+        issue = _issued(base, epoch, steps, known) if seeded else _noted(epoch, steps, known)
+        yield from issue if workers or not seeded else _beginning(issue, held)
 
     feed.upcoming = issued()
     iterator = iter(fed)
     if inside:
         torch.default_generator.set_state(outside)
     single = base.batch_sampler is None
-    for batch in iterator:
+    for batch in _putting_back(iterator, held):
         step = known.popleft()
         remainder, real = step.remainder, step.real
         if single and remainder:
@@ -178,13 +181,42 @@ def _noted(epoch: Epoch, steps: Iterator[Step], known: deque[Step]) -> Iterator[
 
 def _issued(base: DataLoader[Any], epoch: Epoch, steps: Iterator[Step], known: deque[Step]) -> Iterator[Any]:
     """The same for workers, with the seed of what they draw."""
-    part = 0 if shard_of(base) is not None else collective.rank()
+    readers = epoch.readers
+    alone = collective.rank() if readers is None else readers.index if readers.apart else 0
+    part = 0 if shard_of(base) is not None else alone
     for indices in _noted(epoch, steps, known):
         assert epoch.start is not None
         assert epoch.start.data is not None
         # A function of the place in the order: what was skipped, and how many workers read, do not count.
         seed = derive(epoch.start.data, "data", epoch.number, part, known[-1].offset)
         yield _Seeded(indices, seed)
+
+
+def _beginning(issued: Iterator[_Seeded], held: list[Hosts]) -> Iterator[Any]:
+    """The indices of each fetch in this process, which begins with its seed; ``held`` gets what was."""
+    for item in issued:
+        held.append(Hosts.capture())
+        yield _begin_fetch(item.indices, item.seed)
+
+
+def _putting_back(batches: Iterator[Any], held: list[Hosts]) -> Iterator[Any]:
+    """The same batches; after each fetch the program's generators are as they were before it."""
+    while True:
+        try:
+            batch = next(batches, END)
+        finally:
+            if held:
+                held.pop().restore()
+        if batch is END:
+            return
+        yield batch
+
+
+def _agreement(epoch: Epoch, shared: bool) -> Agree:
+    """How this process's order is agreed on."""
+    if epoch.readers is not None:
+        return epoch.readers.agree
+    return collective.agree if shared else None
 
 
 def shard_of(base: DataLoader[Any]) -> BatchSamplerShard | None:
@@ -211,7 +243,7 @@ def open_steps(sampler: Any, generators: list[Any], epoch: Epoch, workers: bool)
     start = epoch.start if epoch.again else None
     cut = cut_of(holder)
     if cut is not None:
-        steps = _cut(cut, holder, generators, epoch, start, shard is not None, workers)
+        steps = _cut(cut, holder, generators, epoch, start, _agreement(epoch, shard is not None), workers)
     else:
         steps = _walked(holder, shard, generators, epoch, start)
     return (step._replace(indices=step.indices[0]) for step in steps) if single else steps
@@ -223,14 +255,15 @@ def _cut(
     generators: list[Any],
     epoch: Epoch,
     start: Start | None,
-    agree: bool,
+    agree: Agree,
     workers: bool,
 ) -> Iterator[Step]:
     sampler, skip = inner_sampler(holder), epoch.skip
     if epoch.natural:
         seed_for(sampler)
+    always = epoch.readers is not None
     order, epoch.start = open_order(
-        sampler, generators, agree=agree, start=start, now=epoch.now, data=workers
+        sampler, generators, agree=agree, start=start, now=epoch.now, data=workers, always=always
     )
     offset = skip.batches * cut.step if skip.samples is None else skip.samples
     if epoch.again and epoch.length not in (None, len(order)):
@@ -247,7 +280,7 @@ def _walked(
     holder: Any, shard: BatchSamplerShard | None, generators: list[Any], epoch: Epoch, start: Start | None
 ) -> Iterator[Step]:
     items = holder if shard is None else shard.batch_sampler
-    found, epoch.start = open_walk(items, generators, agree=shard is not None, start=start)
+    found, epoch.start = open_walk(items, generators, agree=_agreement(epoch, shard is not None), start=start)
     if shard is not None and shard.unproved is not None:
         found, shard.unproved = compared(found, shard.unproved), None
     group = 1 if shard is None or shard.split_batches else shard.num_processes
@@ -301,7 +334,7 @@ def read(
     if epoch.natural:  # torch's loader draws a seed for workers
         torch.empty((), dtype=torch.int64).random_(generator=base.generator)
     stream = isinstance(base.dataset, IterableDataset)
-    agree = type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
+    agree = _agreement(epoch, type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1)
     start = epoch.start if epoch.again else None
     items, count = _behind(base, generators, epoch, step)
     if items is base and feeding and base.persistent_workers and stream and torchs_own(base):
@@ -320,7 +353,7 @@ def _behind(
     """What to iterate, and how many items of it to leave out."""
     skip = epoch.skip
     epoch.samples = skip.batches * step if skip.samples is None else skip.samples
-    if epoch.samples == skip.batches * step and epoch.cut_by in (None, (collective.size(), step)):
+    if epoch.samples == skip.batches * step and epoch.cut_by in (None, (epoch.parts, step)):
         return base, skip.batches
     if isinstance(base.dataset, IterableDataset):
         return onward(base, epoch), 1

@@ -18,6 +18,7 @@ from accelerate.data.epoch import ending, open_order, open_walk
 from accelerate.data.order import Cut, SeedableRandomSampler, Step, chain_of, inner_sampler, is_known
 from accelerate.data.states import owned
 from accelerate.data.stream import IterableDatasetShard
+from accelerate.world import collective
 
 __all__ = ["BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler", "cut_of"]
 
@@ -90,10 +91,10 @@ class BatchSamplerShard(BatchSampler):
         cut, sampler = cut_of(self), inner_sampler(self)
         generators = owned(*chain_of(self))
         if cut is not None:
-            order, _ = open_order(sampler, generators, agree=True)
+            order, _ = open_order(sampler, generators, agree=collective.agree)
             steps = ending(cut.steps(order, 0), sampler, False)
         else:
-            steps = self.steps(open_walk(self.batch_sampler, generators, agree=True)[0], 0, [])
+            steps = self.steps(open_walk(self.batch_sampler, generators, agree=collective.agree)[0], 0, [])
         for step in steps:
             self.remainder = step.remainder
             yield step.indices
@@ -224,7 +225,9 @@ class SkipBatchSampler(BatchSampler):
     def _rest(self, cut: Cut) -> Iterator[list[Any]]:
         """From where the order is cut; nothing is made of what is left out."""
         sampler = inner_sampler(self)
-        order, _ = open_order(sampler, owned(*chain_of(self)), agree=cut.size > 1)
+        order, _ = open_order(
+            sampler, owned(*chain_of(self)), agree=collective.agree if cut.size > 1 else None
+        )
         for step in ending(cut.steps(order, self.skip_batches * cut.step), sampler, False):
             yield step.indices
 

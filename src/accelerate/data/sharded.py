@@ -74,6 +74,31 @@ def recognise(loader: DataLoader[Any], count: int, index: int) -> str | None:
     return None
 
 
+def check_parts(loader: DataLoader[Any], count: int, index: int) -> None:
+    """Refuses data that are sharded by processes of which several are to read the same.
+
+    Args:
+        loader: the user's.
+        count, index: into how many parts the data are shared out, and this process's.
+
+    Raises:
+        PrepareError: the data are cut into another number of parts, or by the rank.
+    """
+    why = ""
+    for holder in _holders(loader):
+        found = _numbers(holder, ("num_replicas", "rank"))
+        if len(found) == 2 and found["num_replicas"] > 1 and tuple(found.values()) != (count, index):
+            said = " and ".join(f"{name}={value}" for name, value in found.items())
+            why = f"its {type(holder).__name__} has {said}"
+    why = why or by_code(loader) or ""
+    if why:
+        raise PrepareError(
+            f"{name_of(loader)} is sharded by processes ({why}), of which several share layers or sequences",
+            why=f"those must read the same; the data have {count} parts, and this process reads part {index}",
+            fix="leave the sharding to prepare, or shard by these numbers and prepare it with shard=False",
+        )
+
+
 def _numbers(item: Any, names: Iterable[str]) -> dict[str, int]:
     found = {name: getattr(item, name, None) for name in names}
     return {name: value for name, value in found.items() if type(value) is int}

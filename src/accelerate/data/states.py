@@ -111,20 +111,22 @@ class Apart:
             _numpy.set_bit_generator(outside[2])
 
 
-def begin(call: Callable[[], T], start: Hosts | None, agree: bool) -> tuple[T, Hosts, Apart]:
+def begin(
+    call: Callable[[], T], start: Hosts | None, agree: Callable[[Any], Any] | None
+) -> tuple[T, Hosts, Apart]:
     """Makes the first draws of an order: ``call()``, the state it began in, and what runs the later ones.
 
     Args:
         call: draws.
         start: begin as then, and leave the program's generators as they are now; None: begin with the
             program's own, which move on.
-        agree: all ranks are here and begin with the state of rank 0. The generators of a rank that was in
-            the same state move on as rank 0's do, those of another rank stay as they are.
+        agree: all ranks are here and begin with a state that this gives, rank 0's say. The generators of a
+            rank that was in the same state move on as that one's do, those of another rank stay as they are.
     """
     mine = Hosts.capture()
     first = start or mine
     if agree and collective.size() > 1:
-        first = collective.agree(first)
+        first = agree(first)
     foreign = start is not None or not first.same(mine)
     if foreign:
         first.restore()

@@ -45,7 +45,7 @@ class AllRanks:
             if epoch.natural:
                 seed_for(inner)
             order, epoch.start = open_order(
-                inner, generators, agree=False, start=start, now=epoch.now, data=workers
+                inner, generators, agree=None, start=start, now=epoch.now, data=workers
             )
             size = cut.share * (1 if self.shard.split_batches else self.shard.num_processes)
             offset = skip.batches * size if skip.samples is None else skip.samples
@@ -54,7 +54,7 @@ class AllRanks:
             whole = Cut(size, drop=cut.drop).steps(order, offset)
             steps = self._known(ending(whole, inner, epoch.again and epoch.exhausted), first, cut.share)
         else:
-            found, epoch.start = open_walk(items, generators, agree=False, start=start)
+            found, epoch.start = open_walk(items, generators, agree=None, start=start)
             group = 1 if self.shard.split_batches else self.shard.num_processes
             rest, epoch.samples, head = behind(found, epoch.skip.batches * group, epoch.skip.samples, group)
             steps = self._cut_each(rest, head) if self.shard.split_batches else self._in_turn(rest, head)

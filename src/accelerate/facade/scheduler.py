@@ -39,10 +39,12 @@ class AcceleratedScheduler:
         self._total_steps: int | None = getattr(scheduler, "total_steps", None)
         self._by_metric = isinstance(scheduler, ReduceLROnPlateau)
         self._overrun = Overrun(scheduler)
+        # Into how many the data are shared out; None: as many as there are processes.
+        self._parts: int | None = None
 
-    def bind(self, gradients: GradientState) -> AcceleratedScheduler:
-        """Ties it to one ``Accelerator``; returns itself."""
-        self.gradient_state = gradients
+    def bind(self, gradients: GradientState, parts: int | None = None) -> AcceleratedScheduler:
+        """Ties it to one ``Accelerator``, whose data are shared out into so many parts; returns itself."""
+        self.gradient_state, self._parts = gradients, parts
         return self
 
     def follow(self, optimizer: Any) -> None:
@@ -76,7 +78,7 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return
         once = self.split_batches or self.gradient_state.plugin_kwargs.get("step_scheduler_once", False)
-        processes = 1 if once else collective.size()
+        processes = 1 if once else self._parts or collective.size()
         if processes > 1:
             self._overrun.watch(self.optimizers, processes)
         for _ in range(processes):

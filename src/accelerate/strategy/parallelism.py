@@ -7,7 +7,7 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from importlib import import_module
@@ -22,6 +22,7 @@ from accelerate.strategy.sharding.strategy import Sharding
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.strategy.parallel.base import Dimension
@@ -45,17 +46,18 @@ class Parallelism(Sharding):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.config: ParallelismConfig = request.parallelism
-        self.config.layout().check(self.world.size)
+        self.config.fits(self.world.size)
 
     @classmethod
     def claims(cls, request: Request) -> bool:
-        """Several processes and sizes of dimensions."""
-        return request.world.size > 1 and request.parallelism is not None
+        """Sizes of dimensions, and several processes; sizes that need more than there are, to refuse them."""
+        config = request.parallelism
+        return config is not None and (request.world.size > 1 or config.total_size > 1)
 
     @classmethod
     def idle(cls, request: Request) -> str:
         """In a world of one."""
-        if request.world.size > 1 or request.parallelism is None:
+        if request.parallelism is None or cls.claims(request):
             return ""
         return "one process is no mesh, so it trains as a single process does"
 
@@ -64,10 +66,21 @@ class Parallelism(Sharding):
         """The switch, and the sizes."""
         yield from given(load(ParallelismSwitch))
 
+    @property
+    def plugins(self) -> dict[str, Any]:
+        """How it shards, where that was asked for: libraries take it for a sharded training."""
+        asked = any(plugin is self.plugin for plugin in self.request.plugins)
+        return super().plugins if asked or self._grid[1] > 1 else {}
+
+    @property
+    def _kind(self) -> str:
+        # A rehearsal has no device.
+        return "cpu" if self.world.device.type == "meta" else self.world.device.type
+
     @cached_property
     def mesh(self) -> DeviceMesh | None:  # type: ignore[override]
         """Made once, by all processes."""
-        return self.config.get_device_mesh(self.world.device.type)
+        return self.config.get_device_mesh(self._kind)
 
     @cached_property
     def dimensions(self) -> list[Dimension]:
@@ -77,6 +90,7 @@ class Parallelism(Sharding):
             if self.config._sizes[name] > 1:
                 made = getattr(import_module(f"accelerate.strategy.parallel.{file}"), kind)
                 found.append(made(self.config, self.mesh, self.world))
+                found[-1].strategy = self
         return found
 
     def check(self) -> None:
@@ -150,6 +164,40 @@ class Parallelism(Sharding):
             loader = dimension.adapted(loader, model)
         return loader
 
+    # --- over which processes parameters are sharded
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """(copies of the model, processes that share each copy's parameters)."""
+        return self.config._sizes["dp_replicate"], self.config.shards
+
+    @cached_property
+    def _plane(self) -> DeviceMesh:
+        return self.config.plane(self._kind)
+
+    @property
+    def _alike(self) -> list[DeviceMesh]:
+        """Processes that share layers have the same of what is not in the plan."""
+        return [self._plane["tp"]] if self.config.tp_enabled else []
+
+    @property
+    def _stages(self) -> list[ProcessGroup]:
+        """Stages have other layers."""
+        return [self._plane["pp"].get_group()] if self.config.pp_enabled else []
+
+    def _counted(self) -> list[torch.Tensor]:
+        """What several stages hold counts on the first of them."""
+        return [parameter for dimension in self.dimensions for parameter in dimension.counted()]
+
+    @cached_property
+    def _shard_mesh(self) -> DeviceMesh:
+        """Copies of shards in two dimensions; processes that share a sequence share parameters too.
+
+        One process may be all that shares a copy: it is reduced over the copies, or stays alone.
+        """
+        known, names = self._plane.mesh_dim_names or (), ("dp_replicate", "dp_shard_cp", "dp_shard")
+        return self._plane[tuple(name for name in names if name in known)]
+
     def backward_zero(
         self,
         models: Iterable[nn.Module],
@@ -168,6 +216,15 @@ class Parallelism(Sharding):
         """The first process of each stage: the stages are put together then."""
         places = self.config.layout().coordinates(self.world.rank)
         return not any(place for name, place in places.items() if name != "pp")
+
+    def elsewhere(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """Stages have other layers."""
+        found = [dimension.elsewhere(model) for dimension in self.dimensions]
+        return frozenset().union(*(a for a, _ in found)), frozenset().union(*(b for _, b in found))
+
+    def made_for(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """With the parameters of all stages."""
+        return next((g for d in self.dimensions if (g := d.made_for(optimizer)) is not None), None)
 
     def state(self, model: nn.Module) -> dict[str, Any]:
         """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
@@ -200,12 +257,6 @@ class Parallelism(Sharding):
         super().load_optimizer(optimizer, models, state)
 
     # --- prepare
-
-    @cached_property
-    def _shard_mesh(self) -> DeviceMesh:
-        """Copies of shards in two dimensions; processes that share a sequence share parameters too."""
-        assert self.mesh is not None
-        return self.mesh[tuple(self.config.fsdp_dim_names)]
 
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """Each dimension's, then sharding over the rest."""

@@ -7,6 +7,7 @@ axis varies slowest, so neighbouring ranks, which share a machine, meet in the a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ DIMENSIONS: dict[str, str] = {
     "sp": "sp",
     "tp": "tp",
 }
+# Those along which processes see different data.
+DATA = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,12 @@ class Layout:
         """Field name -> degree, outermost axis first."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
-    def check(self, size: int) -> Layout:
+    def check(self, size: int, words: Mapping[str, str] | None = None) -> Layout:
         """The same layout for a world of ``size`` ranks, the open degree filled.
+
+        Args:
+            size: ranks of the world.
+            words: what the user calls the degrees, by their fields; None calls them as here.
 
         Raises:
             WorldError: the product of the degrees is not ``size``.
@@ -75,24 +82,26 @@ class Layout:
             return replace(self, **{open_degrees[0]: size // product})
         if not open_degrees and product == size:
             return self
-        shown = " x ".join(f"{name}={d}" for name, d in self.degrees().items() if d > 1) or "1"
+        said = words or {name: name for name in DIMENSIONS}
+        shown = " x ".join(f"{said[name]}={d}" for name, d in self.degrees().items() if d > 1) or "1"
         verb = "divide" if open_degrees else "equal"
         raise WorldError(
             f"layout: {shown} = {product} does not {verb} the world size {size}",
             why="every rank has one place in the layout, and every place one rank",
-            fix=self._ways_out(size, product),
+            fix=self._ways_out(size, product, said),
         )
 
-    def _ways_out(self, size: int, product: int) -> str:
+    def _ways_out(self, size: int, product: int, said: Mapping[str, str]) -> str:
         """Two things to type: another number of processes, or another degree."""
         wanted = product * max(1, round(size / product)) if self._open() else product
         first = f"start {wanted} processes"
         if size % product == 0:
-            return f"{first}, or set replicate={self.replicate * size // product} (or shard=-1, to fill)"
+            more = " (or shard=-1, to fill)" if said["shard"] == "shard" else ""
+            return f"{first}, or set {said['replicate']}={self.replicate * size // product}{more}"
         for name, degree in sorted(self.degrees().items(), key=lambda item: -item[1]):
             rest = product // abs(degree)
             if degree > 1 and size % rest == 0:
-                return f"{first}, or set {name}={size // rest if not self._open() else 1}"
+                return f"{first}, or set {said[name]}={size // rest if not self._open() else 1}"
         return f"{first}, or set all degrees but one to 1 and that one to {size}"
 
     def axes(self) -> tuple[str, ...]:
@@ -153,3 +162,13 @@ class Layout:
                 f"layout: {self._open()[0]}=-1 is not filled yet",
                 fix="call check(world size) first",
             )
+
+
+def parts_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """Into how many parts the processes of a mesh share out their data, and which one this process reads."""
+    count, index = 1, 0
+    places = mesh.get_coordinate() or [0] * mesh.ndim
+    for name, size, place in zip(mesh.mesh_dim_names or (), mesh.shape, places, strict=True):
+        if name in DATA:
+            count, index = count * size, index * size + place
+    return count, index

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accelerate.strategy.base import Bundle, Step
 from accelerate.world.world import World
@@ -26,10 +27,12 @@ class Dimension:
     Attributes:
         name: of the dimension in the mesh.
         spreads: its processes hold different parts of parameters.
+        strategy: the one that shards parameters after it.
     """
 
     name: ClassVar[str]
     spreads: ClassVar[bool] = False
+    strategy: Any
 
     def __init__(self, config: ParallelismConfig, mesh: DeviceMesh, world: World) -> None:
         """
@@ -51,17 +54,57 @@ class Dimension:
         """What is done to a bundle before parameters are sharded over the data. Changes nothing by itself."""
         return iter(())
 
+    def follow(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
+        """Makes optimizers hold new parameters, also those that are prepared later.
+
+        Args:
+            renewed: (old, new) by ``id`` of the old one.
+            optimizers: those of the bundle.
+        """
+        self.strategy._follow(renewed, optimizers)
+
     def cuts(self, loader: Any) -> bool:
-        """Whether ``own_part`` is for the batches of ``loader``, before it is prepared."""
+        """Whether ``own_part`` is for the batches of ``loader``, before prepare."""
         return True
 
     def apart(self, loader: Any) -> bool:
-        """Whether the processes of this dimension read different data of ``loader``, before it is prepared."""
+        """Whether the processes of this dimension read different data of ``loader``, before prepare."""
         return False
 
     def joined(self, values: Any) -> Any:
         """What its processes have computed, as one of them would have computed it alone."""
         return values
+
+    def elsewhere(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """See ``Strategy``."""
+        return frozenset(), frozenset()
+
+    def made_for(self, optimizer: Optimizer) -> list[list[str]] | None:
+        """See ``Strategy``."""
+        return None
+
+    def counted(self) -> Iterable[torch.Tensor]:
+        """Parameters that another process of this dimension has as well, and counts in a norm."""
+        return ()
+
+    def whole(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """A model's state out of what its processes have; on the first of them, the others get nothing.
+
+        Called by the processes that have gathered what is sharded, at the first place of other dimensions.
+        """
+        return state
+
+    def own(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
+        """What this process takes of a whole state."""
+        return state
+
+    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The same as ``whole`` of an optimizer."""
+        return state
+
+    def own_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same as ``own`` of an optimizer."""
+        return state
 
     def backward_zero(self, loss: torch.Tensor) -> bool:
         """Runs a backward to which ``loss`` adds nothing, where that is special here; whether it did."""

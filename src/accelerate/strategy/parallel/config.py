@@ -7,12 +7,14 @@ share a machine, meet in the dimensions that talk most.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.core.setting import load
+from accelerate.strategy.parallel.pipeline_options import PipelineParallelConfig
 from accelerate.strategy.settings.parallelism import ParallelismSettings
 from accelerate.world.layout import DIMENSIONS, Layout
 
@@ -53,10 +55,15 @@ class TorchTensorParallelConfig:
     """How layers are shared.
 
     Attributes:
-        enable_async_tp: overlap exchanges with products of matrices, where torch can.
+        enable_async_tp: overlap exchanges with products of matrices. Nothing does it here yet, and that is
+            said: torch can only in compiled models, on devices that reach each other's memory.
+        plan: names of modules, in which ``*`` stands for any text, and how they are shared: ``"colwise"``,
+            ``"rowwise"``, ``"colwise_rep"``, ``"rowwise_rep"``, ``"sequence_parallel"``, ``"replicate"``, or
+            a ``ParallelStyle`` of torch. It is joined with the plan of a model that has one.
     """
 
     enable_async_tp: bool = False
+    plan: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -125,6 +132,7 @@ class ParallelismConfig:
         sp_backend: ``"deepspeed"``, after whose Ulysses it works.
         tp_handler, cp_handler, sp_handler: options of one dimension.
         pp_size: stages of layers, one after another.
+        pp_handler: options of these.
 
     Raises:
         SettingError: a size is no positive number, or two dimensions exclude each other.
@@ -141,7 +149,10 @@ class ParallelismConfig:
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
+    pp_handler: PipelineParallelConfig | None = None
     device_mesh: Any = field(default=None, init=False, compare=False)
+    _plane: Any = field(default=None, init=False, compare=False, repr=False)
+    _made_in: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         found = load(ParallelismSettings).value
@@ -168,6 +179,8 @@ class ParallelismConfig:
             self.cp_handler = TorchContextParallelConfig()
         if self.sp_enabled and self.sp_handler is None:
             self.sp_handler = DeepSpeedSequenceParallelConfig()
+        if self.pp_enabled and self.pp_handler is None:
+            self.pp_handler = PipelineParallelConfig()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}_size={size}" for name, size in self._sizes.items() if size > 1)
@@ -181,6 +194,15 @@ class ParallelismConfig:
     def layout(self) -> Layout:
         """The same as degrees of a layout."""
         return Layout(**{degree: getattr(self, f"{name}_size") for degree, name in DIMENSIONS.items()})
+
+    def fits(self, size: int) -> None:
+        """Refuses a world of another number of processes.
+
+        Raises:
+            WorldError: the sizes in the user's words, and two ways to make them fit.
+        """
+        words = {degree: f"{name}_size" for degree, name in DIMENSIONS.items()}
+        self.layout().check(size, words)
 
     def to_json(self) -> str:
         """The sizes as JSON."""
@@ -202,6 +224,11 @@ class ParallelismConfig:
     def non_data_parallel_size(self) -> int:
         """Processes that share the same data."""
         return self._product(_OTHER)
+
+    @property
+    def shards(self) -> int:
+        """Processes that share one copy's parameters: those of a sequence do, too."""
+        return self._product(("dp_shard", "cp", "sp"))
 
     def _product(self, names: tuple[str, ...]) -> int:
         product = 1
@@ -299,14 +326,38 @@ class ParallelismConfig:
         if not names:
             return None
         if dist.is_initialized():
-            self.layout().check(dist.get_world_size())
+            self.fits(dist.get_world_size())
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         joined = {"dp": self.dp_dim_names, "dp_shard_cp": self._sharding, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joined.items():
             if parts:
                 mesh[tuple(parts)]._flatten(name)
-        self.device_mesh = mesh
+        self.device_mesh, self._plane = mesh, None
+        self._made_in = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
         return mesh
+
+    def plane(self, device_type: str) -> DeviceMesh:
+        """The processes as those see them that share parameters: data and sequences are one dimension.
+
+        Its dimensions are ``dp_replicate``, where there are copies; ``dp_shard_cp``, or ``dp_shard`` where no
+        sequences are shared, of one process perhaps; and ``tp`` and ``pp``, where they are. All processes
+        must call it.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = self.get_device_mesh(device_type)
+        if mesh is not None and self.shards == self._sizes["dp_shard"] > 1:
+            return mesh
+        if self._plane is None:
+            names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+            sizes = {
+                "dp_shard_cp": self.shards,
+                **{name: self._sizes[name] for name in names if name in self._sizes},
+            }
+            active = [name for name in names if sizes[name] > 1 or name == "dp_shard_cp"]
+            shape = tuple(sizes[name] for name in active)
+            self._plane = init_device_mesh(device_type, shape, mesh_dim_names=tuple(active))
+        return self._plane
 
     @property
     def _sharding(self) -> list[str]:
@@ -319,7 +370,7 @@ class ParallelismConfig:
         Raises:
             WorldError: there is none, and nothing says for which device.
         """
-        if self.device_mesh is None:
+        if self.device_mesh is None or self._is_over():
             if device_type is None:
                 raise WorldError(
                     "there is no mesh yet",
@@ -327,6 +378,13 @@ class ParallelismConfig:
                 )
             return self.build_device_mesh(device_type)
         return self.device_mesh
+
+    def _is_over(self) -> bool:
+        """Whether the world is no more in which the mesh was made here."""
+        import torch.distributed as dist
+
+        made_in = self._made_in
+        return made_in is not None and made_in() is not dist.group.WORLD
 
     def _set_size(self, parallelism: str, size: int) -> None:
         """Changes one size: ``"tp"``, ``"dp_shard"`` ...
@@ -344,4 +402,4 @@ class ParallelismConfig:
         Raises:
             WorldError: it has another number.
         """
-        self.layout().check(accelerator.num_processes)
+        self.fits(accelerator.num_processes)

@@ -1,0 +1,187 @@
+"""Data, random numbers and counts under a mesh: processes that share layers read and draw the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.support.ranks import RankServer, same_on_all
+
+SAMPLES = 23
+
+
+class Noisy(Dataset[Any]):
+    """A sample is its index and three random numbers."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+class Stream(IterableDataset[Any]):
+    """The same, in an order that is drawn."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in torch.randperm(SAMPLES).tolist():
+            yield torch.tensor([float(index), torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+def made(tp: int = 2, shards: int = 1, **more: Any) -> Any:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import TorchTensorParallelConfig
+
+    handler = TorchTensorParallelConfig(plan={"up": "colwise", "down": "rowwise"})
+    config = ParallelismConfig(tp_size=tp, dp_shard_size=shards, tp_handler=handler)
+    return Accelerator(parallelism_config=config, **more)
+
+
+class Net(nn.Module):
+    """Two layers with something dropped in between, and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.down(torch.tanh(self.up(x))))
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def rows(loader: Any) -> list[list[float]]:
+    return [row for batch in loader for row in batch.tolist()]
+
+
+def read(shards: int) -> dict[str, Any]:
+    from accelerate.utils import set_seed
+
+    accelerator = made(shards=shards)
+    found: dict[str, Any] = {"share": accelerator.strategy.share.index}
+    loaders = {
+        "ordered": lambda: DataLoader(Noisy(), batch_size=3),
+        "shuffled": lambda: DataLoader(Noisy(), batch_size=3, shuffle=True),
+        "workers": lambda: DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=2),
+        "stream": lambda: DataLoader(Stream(), batch_size=3),
+        "stream_workers": lambda: DataLoader(Stream(), batch_size=3, num_workers=1),
+    }
+    for name, make in loaders.items():
+        # Every rank is in another random state.
+        set_seed(5, device_specific=True)
+        data = accelerator.prepare(make())
+        found[name] = [rows(data), rows(data)]
+        torch.rand(accelerator.process_index + 1)  # the program draws, differently
+        found[name].append(rows(data))
+    own = DataLoader(Noisy(), batch_size=3, shuffle=True)
+    data = accelerator.prepare_data_loader(own, shard=False)
+    found["kept"] = [rows(data)]
+    return found
+
+
+def test_processes_that_share_layers_read_the_same(ranks: RankServer) -> None:
+    """A mesh of 2 x 2: seeds of order and augmentation are those of the part of the data, not of the rank."""
+    every = ranks(4, read, 2)
+    assert [found["share"] for found in every] == [0, 0, 1, 1]
+    for name in ("ordered", "shuffled", "workers", "stream", "stream_workers", "kept"):
+        assert every[0][name] == every[1][name], name
+        assert every[2][name] == every[3][name], name
+        for mine, other in zip(every[0][name], every[2][name], strict=True):
+            if name != "kept":
+                seen = {row[0] for row in (*mine, *other)}
+                assert seen == set(map(float, range(SAMPLES))), name
+                # A few samples fill the last step.
+                assert len(mine) == len(other) == 12
+            drawn = {row[1] for row in mine} & {row[1] for row in other}
+            assert len(drawn) <= 1 or "stream" in name, name
+    epochs = every[0]["shuffled"]
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_all_read_the_same_where_all_share_layers(ranks: RankServer) -> None:
+    found = same_on_all(ranks(2, read, 1))
+    for epochs in (found["ordered"], found["shuffled"], found["stream"], found["kept"]):
+        assert sorted(row[0] for row in epochs[0]) == list(map(float, range(SAMPLES)))
+
+
+def counted() -> dict[str, Any]:
+    accelerator = made(shards=2)
+    torch.manual_seed(accelerator.process_index)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    model, optimizer, data, schedule = accelerator.prepare(
+        model, optimizer, DataLoader(Noisy(), batch_size=3, shuffle=True), schedule
+    )
+    found: dict[str, Any] = {"length": len(data), "total": data.total_batch_size}
+    indices, losses = [], []
+    for batch in data:
+        indices += accelerator.gather_for_metrics(batch[:, 0].int()).tolist()
+        losses += accelerator.gather_for_metrics([f"{int(row[0])}" for row in batch], use_gather_object=True)
+    found.update(indices=sorted(indices), objects=sorted(map(int, losses)))
+    # Dropout behind the layers: equal where activations are, different where the data are.
+    torch.manual_seed(accelerator.process_index)
+    outputs = [model(torch.ones(2, 4)) for _ in range(2)]
+    found["dropped"] = [(out == 0).tolist() for out in outputs]
+    accelerator.backward(outputs[0].sum() + outputs[1].sum())
+    optimizer.step()
+    schedule.step()
+    found["rate"] = schedule.get_last_lr()
+    return found
+
+
+def test_samples_and_steps_count_once(ranks: RankServer) -> None:
+    every = ranks(4, counted)
+    first = every[0]
+    assert first["indices"] == first["objects"] == list(range(SAMPLES))
+    for found in every:
+        assert {k: v for k, v in found.items() if k != "dropped"} == {
+            k: v for k, v in first.items() if k != "dropped"
+        }
+    assert every[0]["dropped"] == every[1]["dropped"]
+    assert every[2]["dropped"] == every[3]["dropped"]
+    assert every[0]["dropped"] != every[2]["dropped"]
+    assert (first["length"], first["total"]) == (4, 6)
+    # The schedule counts steps of one process: two see different data.
+    assert first["rate"] == [1.0 / 3]
+
+
+def weighted() -> dict[str, Any]:
+    accelerator = made(shards=2, gradient_accumulation_steps=2)
+    part = accelerator.strategy.share.index
+    model = net().eval()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data, norm = torch.arange(24.0).reshape(6, 4) / 24, 0.0
+    # Unequal pieces of the six rows: 2 and 1 of the first, 1 and 2 of the second part.
+    for piece in ((data[:2], data[2:3]), (data[3:4], data[4:]))[part]:
+        with accelerator.accumulate(model):
+            loss = (model(piece) ** 2).sum(1).mean()
+            accelerator.backward(loss, num_items=len(piece))
+            if accelerator.sync_gradients:
+                norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    return {"norm": norm, "state": {name: value.tolist() for name, value in state.items()}}
+
+
+def test_items_are_those_of_all_data(ranks: RankServer) -> None:
+    """The mean over six rows, unequally spread; two processes each have counted the same."""
+    found = ranks(4, weighted)
+    model = net().eval()
+    data = torch.arange(24.0).reshape(6, 4) / 24
+    (model(data) ** 2).sum(1).mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert all(abs(rank["norm"] - norm) < 1e-6 for rank in found)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(torch.tensor(found[0]["state"][name]), value, rtol=0, atol=1e-6)
