@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 def model_part(strategy: Strategy, model: nn.Module) -> Part:
     """A prepared model: whole as its strategy gives it, in parts by the names of the user's module."""
-    module = strategy.as_saved(model)
     return Part(
         type(model).__name__,
         lambda: with_values(strategy.exact_state(model)),
         partial(strategy.load, model),
-        spread=cache(partial(spread_model, strategy, model)),
-        like=module.state_dict if strategy.shards else None,
+        spread=cache(partial(spread_model, strategy, model)) if strategy.spreads else None,
+        like=partial(strategy.like, model) if strategy.shards else None,
     )
 
 
@@ -53,7 +52,7 @@ def optimizer_part(strategy: Strategy, optimizer: Any, models: Sequence[nn.Modul
         type(optimizer).__name__,
         partial(strategy.optimizer_state, inner, models),
         partial(load_optimizer, strategy, inner, models),
-        spread=cache(partial(spread_optimizer, strategy, inner, models)),
+        spread=cache(partial(spread_optimizer, strategy, inner, models)) if strategy.spreads else None,
     )
 
 
@@ -77,7 +76,9 @@ def spread_model(strategy: Strategy, model: nn.Module, only: Mapping[str, str] |
     """The model as it is saved in parts; with ``only``, these of its tensors, by the names that follow."""
     from accelerate.checkpoint.spread import SpreadModel
 
-    return SpreadModel(strategy.as_saved(model), only, apart=strategy.trains_apart)
+    elsewhere, gives = strategy.elsewhere(model)
+    module = strategy.as_saved(model)
+    return SpreadModel(module, only, apart=strategy.trains_apart, elsewhere=elsewhere, gives=gives)
 
 
 def spread_optimizer(
@@ -87,4 +88,5 @@ def spread_optimizer(
     from accelerate.checkpoint.spread import SpreadOptimizer
 
     modules = [strategy.as_saved(model) for model in models]
-    return SpreadOptimizer(strategy.optimizer_as_saved(optimizer), modules, apart=strategy.trains_apart)
+    own, groups = strategy.optimizer_as_saved(optimizer), strategy.made_for(optimizer)
+    return SpreadOptimizer(own, modules, apart=strategy.trains_apart, groups=groups)

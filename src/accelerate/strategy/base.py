@@ -153,6 +153,8 @@ class Strategy(ABC):
         replicates: every process holds a whole copy of each model, and could train it by itself for a while.
         trains_apart: that is so now: gradients stay on their process.
         shards: every process holds a part of each parameter, and of what optimizers keep for it.
+        spreads: checkpoints may hold what each process has, by names of parameters; an engine has a form of
+            its own.
         wrappers: for an engine, the classes that stand before its ``"optimizer"`` and ``"scheduler"``, as
             ``"module:class"``.
         owner: the ``Accelerator`` that trains by it; None before there is one.
@@ -167,6 +169,7 @@ class Strategy(ABC):
     instead: ClassVar[str] = ""
     replicates: ClassVar[bool] = False
     shards: ClassVar[bool] = False
+    spreads: ClassVar[bool] = True
     wrappers: ClassVar[Mapping[str, str]] = {}
     owner: Any = None
 
@@ -388,6 +391,10 @@ class Strategy(ABC):
         """What a checkpoint holds of the model, where it computes with other weights than it trains."""
         return self.state(model)
 
+    def like(self, model: nn.Module) -> Mapping[str, Any]:
+        """A state with the names, shapes and ties of the model; its values do not count."""
+        return self.as_saved(model).state_dict()
+
     def own_files(self, models: Sequence[nn.Module], options: Mapping[str, Any]) -> list[Any]:
         """What an engine writes into a checkpoint by itself, for those of ``models`` that it trains.
 
@@ -421,6 +428,19 @@ class Strategy(ABC):
         What is cut is a distributed tensor, or a stand-in of one where only names and shapes count.
         """
         return self.unwrap(model)
+
+    def elsewhere(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """Where processes hold different parts of a model, and not of each parameter.
+
+        Returns:
+            Names of its state that this process has not; and those of buffers that it saves, for the first
+            process has them not.
+        """
+        return frozenset(), frozenset()
+
+    def made_for(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """The names in each group as it was made, where this process holds some of them only; else None."""
+        return None
 
     def optimizer_as_saved(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer as they see it: of the parameters that ``as_saved`` has."""

@@ -70,6 +70,7 @@ class DeepSpeed(Strategy):
     owns_step: ClassVar[bool] = True
     owns_precision: ClassVar[bool] = True
     shards: ClassVar[bool] = True
+    spreads: ClassVar[bool] = False
     wrappers: ClassVar[Mapping[str, str]] = {
         "optimizer": "accelerate.facade.deepspeed:DeepSpeedOptimizerWrapper",
         "scheduler": "accelerate.facade.deepspeed:DeepSpeedSchedulerWrapper",
@@ -374,6 +375,12 @@ class DeepSpeed(Strategy):
         if made is None:
             return self.unwrap(model).state_dict()
         return model_state(made, self.world.rank == 0, exact=True)
+
+    def like(self, model: nn.Module) -> Mapping[str, Any]:
+        """By the shapes that partitioned parameters have as a whole."""
+        from accelerate.strategy.zero.whole import shapes
+
+        return shapes(self.unwrap(model))
 
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """A full state on every process; each takes its part."""

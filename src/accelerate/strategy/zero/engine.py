@@ -98,19 +98,26 @@ class Made:
             return
         self.pending, self.stretch = False, 1.0
         inner = self.inner
-        self.engine.zero_grad() if not hasattr(inner, "averaged_gradients") else inner.zero_grad(
-            set_to_none=True
-        )
-        if self.stage in (1, 2) and hasattr(inner, "averaged_gradients"):
-            inner.micro_step_id = -1
-            inner._release_preflattened_grad_buffers()
-            if inner.cpu_offload:
-                inner.reset_cpu_buffers()
-            else:
-                for group in inner.averaged_gradients:
-                    inner.averaged_gradients[group] = inner.all_grad_tensors[group] = None
-        elif hasattr(inner, "clear_hp_grads"):
+        if hasattr(inner, "averaged_gradients"):
+            inner.zero_grad(set_to_none=True)
+        else:
+            self.engine.zero_grad()
+        if hasattr(inner, "clear_hp_grads"):
             inner.clear_hp_grads()
+        elif self.stage in (1, 2):
+            self._drop_reduced()
+
+    def _drop_reduced(self) -> None:
+        """What stages 1 and 2 have reduced already; what the engine itself does after an overflow."""
+        inner = self.inner
+        inner.micro_step_id = -1
+        inner._release_preflattened_grad_buffers()
+        if inner.cpu_offload:
+            inner.reset_cpu_buffers()
+            inner._offload_accumulated_param_ids = set()
+        for kept in (inner.averaged_gradients, inner.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
 
     @property
     def skipped(self) -> bool:
@@ -294,10 +301,9 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 def adopt(old: Made, new: Made) -> Made:
     """The engine that users hold becomes the new one over the same module."""
     kept = old.engine
-    vars(kept).clear()
-    vars(kept).update(vars(new.engine))
-    # Both share everything: they end together.
-    vars(kept)["_twin"] = new.engine
+    # Hooks hold the new one: both share everything, and end together.
+    vars(new.engine)["_twin"] = new.engine
+    object.__setattr__(kept, "__dict__", vars(new.engine))
     new.engine = kept
     return new
 

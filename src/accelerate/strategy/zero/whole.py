@@ -178,6 +178,15 @@ def _fetched(value: torch.Tensor, keep: bool) -> torch.Tensor | None:
         return value.detach().to("cpu", copy=True) if keep else None
 
 
+def shapes(module: nn.Module) -> dict[str, Any]:
+    """Its state by names, without values: an empty tensor for each parameter, tied ones alike."""
+    state = module.state_dict(keep_vars=True)
+    apart = {id(value): value for value in state.values() if hasattr(value, "ds_id")}
+    # One element of memory for each: ties are told by it.
+    like = {key: torch.empty(1).expand(_numel(p)).view(_shape(p)) for key, p in apart.items()}
+    return {name: like.get(id(value), value) for name, value in state.items()}
+
+
 @torch.no_grad()
 def load_model(made: Made, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Loads a full state, which every process gives: into the weights, and into the float32 copies.
