@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from accelerate.core.errors import SettingError
 from accelerate.offload.estimate.bill import Facts, Training, facts_of
 from accelerate.offload.estimate.layouts import SPARE, Devices, Way, devices, reason, recommended, ways
 from accelerate.offload.estimate.skeleton import skeleton
+from tests.null.test_cli_estimate import LLAMA, write
+from tests.support.environment import ROOT
 
 transformers = pytest.importorskip("transformers")
 NUMBERS: dict[str, Any] = {
@@ -66,8 +69,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_blocks_and_matrices_are_counted(facts: Facts) -> None:
     assert facts.block == BLOCK
     assert facts.rest == 2 * EMBEDDING + 64
-    # The head is cut by the model's plan too.
-    assert facts.matrices == 4 * MATRICES + EMBEDDING
+    # The embeddings and the head are cut by the model's plan too.
+    assert facts.matrices == 4 * MATRICES + 2 * EMBEDDING
 
 
 def named(found: list[Way]) -> dict[str, Way]:
@@ -144,6 +147,17 @@ def test_what_says_no_devices_is_refused(text: str) -> None:
 
 
 # ---------------------------------------------------------------- the command
+
+
+def test_the_page_shows_what_the_command_prints(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "Llama-3-8B", LLAMA)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    found = re.search(r"```sh\naccelerate plan ([^\n]*)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    assert cli(*found.group(1).split()).out == found.group(2)
 
 
 def test_it_prints_a_table_bars_and_a_reason(cli: Run, folder: Path) -> None:

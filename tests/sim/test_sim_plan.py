@@ -82,7 +82,7 @@ def measured(options: dict[str, Any] | None, mixed: str) -> tuple[int, int]:
         if step:
             sim.reset_peak_memory_stats()
         for _ in range(2):
-            accelerator.backward(model(input_ids=words, labels=words).loss)
+            accelerator.backward(model(input_ids=words, labels=words, use_cache=False).loss)
         resting = settled(sim)
         optimizer.step()
         optimizer.zero_grad()
@@ -94,8 +94,9 @@ def measured(options: dict[str, Any] | None, mixed: str) -> tuple[int, int]:
 def test_it_is_near_what_is_measured(ranks: RankServer, way: str, mixed: str) -> None:
     asked, options = WAYS[way]
     bill = said(asked, mixed)
-    kept = bill.weights + bill.gradients + bill.optimizer
+    # The buckets in which gradients are exchanged stay too.
+    buckets = bill.gradients if asked["strategy"] == "ddp" else 0
+    kept = bill.weights + bill.gradients + bill.optimizer + buckets
     for resting, peak in ranks(2, measured, options, mixed):
-        print(way, mixed, resting / kept, peak / bill.total, bill)
         assert kept / RESTING <= resting <= kept * RESTING
         assert bill.total / ALL <= peak <= bill.total * ALL

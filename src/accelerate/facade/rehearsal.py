@@ -144,6 +144,9 @@ def _once(model: nn.Module, request: Request, optimizer: str) -> Rehearsal:
         )
     total = sum(parameter.numel() for parameter in model.parameters())
     strategy = choose(request)
+    for plugin in strategy.plugins.values():
+        if hasattr(plugin, "param_init_fn") and plugin.param_init_fn is None:
+            plugin.param_init_fn = _leave
     bundle = Bundle([model], ["model"], place=[True])
     said = []
     for step in strategy.steps(bundle):
@@ -160,16 +163,14 @@ def _once(model: nn.Module, request: Request, optimizer: str) -> Rehearsal:
     return Rehearsal(_class(trained), total, strategy.name, sizes, said, dict(wrapped), [part])
 
 
+def _leave(module: nn.Module) -> None:
+    """Empty tensors stay empty."""
+
+
 def _class(module: nn.Module) -> str:
-    """The user's name of a class; torch puts its own before it."""
-    return next(
-        (
-            base.__name__
-            for base in type(module).__mro__[1:2]
-            if hasattr(module, "set_requires_gradient_sync")
-        ),
-        type(module).__name__,
-    )
+    """The user's name of its class: sharding puts one of its own before it."""
+    kinds = [kind for kind in type(module).__mro__ if not hasattr(kind, "set_requires_gradient_sync")]
+    return kinds[0].__name__
 
 
 def _counted(model: nn.Module, rank: int, place: dict[str, int], optimizer: str) -> Part:

@@ -68,7 +68,8 @@ def rehearse(request: Request, plan: Plan) -> None:
 
 def _processes(request: Request, plan: Plan) -> int:
     """All of them, on all machines."""
-    return request.settings.num_processes or max(1, len(plan.starts)) * request.machines[1]
+    asked = request.settings.num_processes
+    return asked if isinstance(asked, int) else max(1, len(plan.starts)) * request.machines[1]
 
 
 def sections(request: Request, plan: Plan, asked: Sequence[Asked]) -> Iterator[Section]:

@@ -144,7 +144,7 @@ def _divisible(model: nn.Module) -> int:
     )
     if not isinstance(plan, dict):
         return 0
-    cut = [name for name, style in plan.items() if str(style).startswith(("colwise", "rowwise"))]
+    cut = [name for name, style in plan.items() if "colwise" in str(style) or "rowwise" in str(style)]
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     found = set[Any]()
     for name, module in model.named_modules():
