@@ -1,0 +1,218 @@
+"""Options of sharding seen at work: gathering ahead, number formats, what waits, compiled blocks, states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.cpu.test_fsdp2 import LAYERS, close, plain, prepared
+from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.sharded_models import Block, adamw, batches, loss_of, share, tiny
+
+AHEAD: dict[str, Any] = {**LAYERS, "forward_prefetch": True, "backward_prefetch": "NO_PREFETCH"}
+
+
+def test_gathering_ahead_changes_no_number(ranks: RankServer) -> None:
+    """B7: with inputs of blocks on the host, too."""
+    kept = {"activation_checkpointing": True, "activation_checkpointing_offload": True}
+    close(same_on_all(ranks(2, prepared, {**AHEAD, **kept}, 4)), plain(4), 1e-5)
+
+
+def said(accelerator: Any) -> dict[str, tuple[bool | None, str]]:
+    return {effect.option: (effect.applied, effect.why) for effect in accelerator.effects()}
+
+
+def run(each: bool, formats: dict[str, Any]) -> dict[str, Any]:
+    """One window of two micro-batches: what the report says, and what hooks see."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import GradientAccumulationPlugin
+
+    options = {
+        **AHEAD, "activation_checkpointing": True, "activation_checkpointing_offload": True,
+        "sharding_strategy": "SHARD_GRAD_OP", "mixed_precision_policy": formats,
+    }  # fmt: skip
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**options),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=each),
+    )
+    model = tiny()
+    seen: dict[str, Any] = {"ahead": said(accelerator)["mixed_precision_policy"]}
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    up: Any = model.layers[0].up
+
+    def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen["compute"] = str(up.weight.dtype), str(args[0].dtype), str(output.dtype)
+
+    up.register_forward_hook(look)
+    waits = []
+    for words in batches(2):
+        with accelerator.accumulate(model):
+            output = model(words)
+            seen["output"] = str(output.dtype)
+            accelerator.backward(output.float().square().mean())
+            whole = [
+                g for g in accelerator.strategy.gradients(model.parameters()) if not hasattr(g, "placements")
+            ]
+            waits.append(sum(g.nbytes for g in whole))
+            optimizer.step()
+            optimizer.zero_grad()
+    seen["parameters"] = str(model.embed.weight.dtype)
+    # Parts of an odd number of rows differ in size: in tenths of what the whole takes.
+    trained = sum(p.numel() * 4 for p in tiny().parameters() if p.requires_grad)
+    seen["waits"] = [round(10 * bytes_here / trained) for bytes_here in waits]
+    seen["said"] = said(accelerator)
+    return seen
+
+
+def test_formats_and_waiting_gradients_are_seen(ranks: RankServer) -> None:
+    """F15: what the report says is what hooks see."""
+    formats = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"}
+    found = same_on_all(ranks(2, run, False, formats))
+    assert found["ahead"] == (None, "no model that trains is prepared")
+    assert found["compute"] == ("torch.bfloat16",) * 3
+    assert (found["output"], found["parameters"]) == ("torch.float32", "torch.float32")
+    report = found["said"]
+    assert report["mixed_precision_policy"] == (
+        True,
+        "parameters float32, computed in bfloat16, gradients reduced in float32, buffers float32, "
+        "outputs float32",
+    )
+    assert report["fsdp_forward_prefetch"] == (
+        True,
+        "2 of 3 parts ask for the next: there is none after them",
+    )
+    assert report["fsdp_backward_prefetch"] == (True, "each part is gathered when its own backward begins")
+    assert report["fsdp_sharding_strategy"] == (True, "over 2 processes")
+    assert report["fsdp_activation_checkpointing_offload"] == (
+        True,
+        "the inputs of 2 parts are on the host anyway",
+    )
+    applied, why = report["num_steps"]
+    assert applied
+    assert why.startswith("whole gradients wait for the end of a window: ")
+    assert found["waits"] == [10, 5]
+
+
+def test_reducing_in_every_micro_batch_lets_nothing_wait(ranks: RankServer) -> None:
+    """PAINS 51"""
+    found = same_on_all(ranks(2, run, True, {"param_dtype": "fp32"}))
+    assert found["waits"] == [5, 5]
+    assert (
+        found["said"]["num_steps"][1]
+        == "gradients are reduced in every micro-batch, and none wait as a whole"
+    )
+
+
+# --- compiled blocks
+
+
+def compiled() -> tuple[int, list[str], bool, float]:
+    """Graphs that were made, names of the state, whether blocks run compiled, the loss."""
+    import torch._dynamo.utils as told
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import TorchDynamoPlugin
+
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS),
+        dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True),
+    )
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    for words in batches(2):
+        loss = loss_of(model, share(words, accelerator.process_index, 2))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    graphs = told.counters["stats"]["unique_graphs"]
+    blocks = [part for part in model.modules() if isinstance(part, Block)]
+    run = all(block._compiled_call_impl is not None for block in blocks)
+    names = [name for name, _ in model.named_parameters()]
+    return graphs, names, run, accelerator.gather(loss.detach()).mean().item()
+
+
+def test_compiled_blocks_run_compiled(ranks: RankServer) -> None:
+    """D9"""
+    graphs, names, run, loss = same_on_all(ranks(2, compiled, timeout=120))
+    assert graphs > 0
+    assert run
+    assert names == [name for name, _ in tiny().named_parameters()]
+    assert loss == pytest.approx(plain(1)[0][1], abs=1e-2)
+
+
+# --- states that are no whole
+
+
+def kept_apart(case: str, folder: str) -> Any:
+    """What one process has of a model is copied, loaded, and refused as a file."""
+    import copy
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    model = accelerator.prepare(tiny())
+    state = model.state_dict()
+    file = f"{folder}/{accelerator.process_index}"
+    if case == "torch":
+        torch.save({"model": state}, f"{file}.pt")
+    elif case == "ours":
+        accelerator.save(state, f"{file}.pt")
+    elif case == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(state, f"{file}.safetensors")
+    else:
+        copied = copy.deepcopy(state)
+        assert copied["embed.weight"] is not state["embed.weight"]
+        for value in copied.values():
+            getattr(value, "to_local", lambda value=value: value)().zero_()
+        found = model.load_state_dict(copied)
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/parts")
+        return str(found), float(model.embed.weight.full_tensor().abs().sum())
+    return None
+
+
+def test_parts_of_a_state_are_copied_and_loaded(ranks: RankServer, tmp_path: Path) -> None:
+    found = same_on_all(ranks(2, kept_apart, "use", str(tmp_path)))
+    assert found == ("<All keys matched successfully>", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("torch", "PrepareError", "accelerator.get_state_dict(model)"),
+        ("ours", "CheckpointError", "a sharded model is no whole state"),
+        ("safetensors", "RuntimeError", "invalid python storage"),
+    ],
+)
+def test_parts_of_a_state_are_no_file_of_their_own(
+    ranks: RankServer, tmp_path: Path, case: str, kind: str, words: str
+) -> None:
+    """D3: ``model.state_dict()`` of a sharded model is refused as a whole state."""
+    with pytest.raises(RanksError) as caught:
+        ranks(2, kept_apart, case, str(tmp_path))
+    first = caught.value.outcomes[0]
+    assert first.kind == kind, str(first)
+    assert words in first.message
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def early() -> None:
+    """The optimizer in a call of its own, before its model is sharded."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    model = tiny()
+    accelerator.prepare(adamw(model))
+
+
+def test_an_optimizer_prepared_before_sharding_is_refused(ranks: RankServer) -> None:
+    with pytest.raises(RanksError, match="prepare both in one call") as caught:
+        ranks(2, early)
+    assert set(caught.value.kinds()) <= {"PrepareError", "DistNetworkError"}
