@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activations import keep_on_host
 from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
+from accelerate.strategy.sharding.load import Told, Values, marks, unlike
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.whole import distributed, guard
 from accelerate.world import collective
@@ -126,13 +127,14 @@ class Sharder:
         """Shards ``model``; afterwards all processes of the mesh have the weights of its first.
 
         Args:
-            model: the model; its parameters may be on the meta device, on the first process of the mesh only
-                with a ``param_init_fn``. Those that are distributed tensors are cut further.
+            model: the model; its parameters may be on the meta device (on the first process of the mesh too:
+                then their values come later), or mapped from files. Those that are distributed tensors are
+                cut further.
             layout: how.
             optimizers: those that may hold its parameters.
             follow: is told which parameters took the place of which.
         """
-        initialize = agree(model, self.plugin.param_init_fn, self.mesh)
+        initialize, values = agree(model, self.plugin.param_init_fn, self.mesh)
         if self.plugin.activation_checkpointing:
             recompute(layout.blocks, bool(self.plugin.activation_checkpointing_offload))
         done: set[nn.Module] = set()
@@ -143,8 +145,9 @@ class Sharder:
             done.update(own)
             before = {(m, n): p for m in own for n, p in m._parameters.items() if p is not None}
             # A parameter has all of its places in one part; whole ones are freed with the part.
-            self._bring(own, layout, (WeakIdKeyDictionary(), buffers), initialize)
-            self._same(own)
+            self._bring(own, layout, (WeakIdKeyDictionary(), buffers), initialize, values)
+            self._same(own, values)
+            waiting = values.waiting(own)
             fully_shard(
                 part,
                 mesh=self.mesh,
@@ -152,11 +155,13 @@ class Sharder:
                 offload_policy=self.offload,
                 **self._options(part is model, layout.ignored),
             )
+            values.fill(part, waiting)
             follow(_renewed(before), held)
             # The whole parameters are freed here: nobody holds them any more.
             del before
         gather_ahead(model, *self.plugin._ahead)
         guard(model)
+        values.watch(model)
         verify(model, layout)
 
     def _options(self, root: bool, ignored: set[nn.Parameter]) -> dict[str, Any]:
@@ -173,6 +178,7 @@ class Sharder:
         layout: Layout,
         brought: tuple[Any, Any],
         initialize: Initialize | None,
+        values: Values,
     ) -> None:
         """Brings a part to the device, in the type it trains in; a tensor in several places stays one.
 
@@ -187,15 +193,22 @@ class Sharder:
                         continue
                     empty = empty or old.is_meta
                     if old not in known:
-                        known[old] = self._brought(old, layout)
+                        known[old] = self._brought(old, layout, values)
                     table[name] = known[old]
             if empty and initialize is not None:
                 initialize(module)
 
     @torch.no_grad()
-    def _brought(self, old: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _brought(self, old: torch.Tensor, layout: Layout, values: Values) -> torch.Tensor:
         upcast = layout.upcast and old.requires_grad and old.dtype.itemsize == 2
         dtype = torch.float32 if upcast else old.dtype
+        whole = old in layout.ignored or not isinstance(old, nn.Parameter)
+        stand_in = values.stand_in(old, dtype, self.device, whole=whole)
+        if stand_in is not None:
+            new: Any = stand_in
+            if old in layout.ignored:
+                layout.ignored.add(new)
+            return new
         if old.is_meta:
             data = torch.empty_like(old.data, dtype=dtype, device=self.device)
         elif (old.device, old.dtype) == (self.device, dtype):
@@ -212,10 +225,10 @@ class Sharder:
             layout.ignored.add(new)
         return new
 
-    def _same(self, modules: list[nn.Module]) -> None:
+    def _same(self, modules: list[nn.Module], values: Values) -> None:
         """Gives a part the values of the first process."""
         found = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
-        for tensor in {id(t): t for t in found if t is not None}.values():
+        for tensor in {id(t): t for t in found if t is not None and values.travels(t)}.values():
             if not isinstance(tensor, DTensor):
                 for mesh in self.alike:
                     spread(tensor.data, mesh)
@@ -262,8 +275,10 @@ def _renewed(
     return {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
 
 
-def agree(model: nn.Module, initialize: Initialize | None, mesh: DeviceMesh) -> Initialize | None:
-    """Refuses models that differ between processes by more than their values, and those without any.
+def agree(
+    model: nn.Module, initialize: Initialize | None, mesh: DeviceMesh
+) -> tuple[Initialize | None, Values]:
+    """Refuses models that differ between processes by more than their values.
 
     Processes of another mesh may have other parameters: another stage of a pipeline.
 
@@ -273,7 +288,8 @@ def agree(model: nn.Module, initialize: Initialize | None, mesh: DeviceMesh) -> 
         mesh: the processes that share this one's parameters.
 
     Returns:
-        ``initialize`` where it is needed: the first process has no values either.
+        (``initialize`` where it is needed: the first process has no values either; where the values come
+        from)
 
     Raises:
         PrepareError: on all ranks, whichever mesh it is about.
@@ -281,28 +297,29 @@ def agree(model: nn.Module, initialize: Initialize | None, mesh: DeviceMesh) -> 
     rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
+    bare = any(p.is_meta for p in model.parameters())
     first = int(mesh.mesh.flatten()[0])
-    found = collective.all_objects((digest, empty, first), "prepare(model)")
+    found = collective.all_objects((Told(digest, first, marks(model)), bare), "prepare(model)")
     if len(found) == 1:  # a rehearsal: the others are not there, and no values are needed
-        return None
-    every: list[tuple[str, str, int]] = found
-    other = [rank for rank, (own, _, leader) in enumerate(every) if own != every[leader][0]]
+        return None, Values(model)
+    every: list[Told] = [told for told, _ in found]
+    other = [rank for rank, told in enumerate(every) if told.digest != every[told.leader].digest]
     if other:
         raise PrepareError(
             f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank "
-            f"{every[other[0]][2]}",
+            f"{every[other[0]].leader}",
             why="names, shapes, types and which of them train must be equal: every process holds a part",
             fix="build the model in the same way on all processes",
         )
-    bare = next((leader for _, _, leader in every if every[leader][1]), None)
-    if bare is not None and initialize is None:
+    empty = unlike(every)
+    if empty is not None and initialize is None:
         raise PrepareError(
-            f"the parameter {every[bare][1]} is on the meta device, on rank {bare} too",
-            why=f"the weights of rank {bare} are those that all processes get a part of",
-            fix=f"load the weights on rank {bare}, or give the plugin a param_init_fn",
+            f"parameters of the {type(model).__name__} are on the meta device on rank {empty}",
+            why=f"others get a part of the weights of rank {empty}, and ranks beside it have some",
+            fix=f"load the weights on rank {empty} too, or give the plugin a param_init_fn",
         )
-    return initialize if every[first][1] else None
+    needed = initialize if found[first][1] else None
+    return needed, Values(model, every, collective.rank(), initialized=needed is not None)
 
 
 def recompute(blocks: list[nn.Module], offload: bool = False) -> None:
