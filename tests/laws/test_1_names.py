@@ -54,6 +54,7 @@ FACTS = {
     ("offload/estimate/bill", "fsdp"): "what each rank of it holds, as a sum",
     ("strategy/settings/parallelism", "deepspeed"): "whose functions split attention by heads, and no other",
     ("strategy/zero", "deepspeed"): "the library of the engine, in the names of its modules and classes",
+    ("strategy/megatron_core/layout", "cuda"): "whose torch module the engine calls, on any tensors",
     ("strategy/sharding", "fsdp"): "torch's own word for it, in the names of its classes and fields",
     ("strategy/parallel/config", "deepspeed"): "what the public interface calls that way to split attention",
     **{

@@ -1,0 +1,80 @@
+"""Lets megatron-core compute on the CPU, so that the strategy is tested for real where there is no GPU.
+
+The engine asks torch.cuda for devices, streams, random states and type names, whatever its tensors are on.
+Six patches answer for a CPU; nothing of what it computes or sends is changed. Call ``on_cpu()`` in a rank,
+which is a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_TYPES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+class _Stream:
+    """A stream that has nothing to wait for."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+def on_cpu() -> None:
+    """Patches this process."""
+    # It compiles small functions when it is imported, by torch's own names: imported first.
+    from megatron.core.models.gpt import GPTModel
+
+    assert GPTModel
+    cuda: Any = torch.cuda
+    # 1. The current device, and what would wait for it.
+    cuda.current_device = lambda: torch.device("cpu")
+    for name in ("set_device", "synchronize"):
+        setattr(cuda, name, _nothing(name))
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, _Stream)
+    # 2. Tensors that are moved there.
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    # 3. Tensors that are made there.
+    for name in ("tensor", "zeros", "ones", "empty", "arange"):
+        setattr(torch, name, _here(getattr(torch, name)))
+    # 4. What tensors there are called.
+    plain = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a, **k: (  # type: ignore[method-assign, assignment]
+        plain(self, *a, **k) if a or k else _TYPES.get(plain(self), plain(self))
+    )
+    # 5. Random streams of its dropout: the program's own is used.
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()  # type: ignore[method-assign]
+    # 6. The device type that our strategy asks for.
+    from accelerate.strategy.megatron_core import layout
+
+    layout.DEVICE_TYPE = "cpu"
+
+
+def _nothing(name: str) -> Callable[..., None]:
+    def done(*_: Any) -> None:
+        """Nothing to wait for."""
+
+    return done
+
+
+def _here(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
