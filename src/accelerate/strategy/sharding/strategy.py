@@ -97,7 +97,7 @@ class Sharding(Strategy):
         """Groups of processes with other parameters of the same model, which count for its norm."""
         return ()
 
-    def _elsewhere(self) -> Sequence[torch.Tensor]:
+    def _counted(self) -> Sequence[torch.Tensor]:
         """Parameters that another process of such a group has as well, and counts."""
         return ()
 
@@ -121,7 +121,10 @@ class Sharding(Strategy):
 
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """Shard every model, part by part, and keep the optimizers on the parameters."""
-        models = [model for model in dict.fromkeys(bundle.of("model")) if not self._known(model)]
+        given = dict.fromkeys(bundle.of("model"))
+        models = [model for model in given if not self._known(model)]
+        if any(self._known(model) and model not in self.models for model in given):
+            yield Step("take over", "the model is sharded already, as another Accelerator said", self._adopt)
         if bundle.training and models:
             yield self._shard_step(models)
         elif models:
@@ -154,6 +157,9 @@ class Sharding(Strategy):
         from accelerate.strategy.sharding.shard import layout_of
 
         return layout_of(model, self.plugin, policy_of(self.request.precision))
+
+    def _adopt(self, bundle: Bundle) -> None:
+        self.models.update(model for model in bundle.of("model") if self._known(model))
 
     def _shard(self, bundle: Bundle) -> None:
         for model in dict.fromkeys(bundle.of("model")):
@@ -297,7 +303,7 @@ class Sharding(Strategy):
         """By exchanges of one number."""
         from accelerate.strategy.sharding.grads import clip_norm
 
-        device, elsewhere = self.world.device, self._elsewhere()
+        device, elsewhere = self.world.device, self._counted()
         return clip_norm(parameters, max_norm, norm_type, device, self._stages, elsewhere)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
