@@ -7,7 +7,7 @@ number: each takes the boxes that meet its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,21 @@ class SpreadModel:
         module: the user's own module, sharded or not.
         only: saves and loads these of its tensors, by the names that follow; None all, by their own.
         apart: the ranks train apart, so what is not distributed is rank 0's.
+        elsewhere: names of the model's state that other ranks have, and this one has not.
+        gives: buffers that this rank saves, for rank 0 does not have them.
     """
 
     def __init__(
-        self, module: nn.Module, only: Mapping[str, str] | None = None, *, apart: bool = False
+        self,
+        module: nn.Module,
+        only: Mapping[str, str] | None = None,
+        *,
+        apart: bool = False,
+        elsewhere: Collection[str] = (),
+        gives: Collection[str] = (),
     ) -> None:
         self.module, self.only, self.apart = module, only, apart
+        self.elsewhere, self.gives = frozenset(elsewhere), frozenset(gives)
         self._division: Division | None = None
         self._ties: dict[str, str] = {}
 
@@ -55,6 +64,7 @@ class SpreadModel:
         if rank > 0:
             called = self.only or {}
             equal = set() if self.apart else {called.get(name, name) for name, _ in _named(self.module)}
+            equal |= self.gives
             kept = {n: v for n, v in kept.items() if n in equal or isinstance(v, DTensor)}
         self._division = Division.of({"model": kept}, alone=self.apart)
         return self._division.plan
@@ -94,7 +104,7 @@ class SpreadModel:
         groups = {_clean(name): ties.get(_clean(name), _clean(name)) for name in state}
         there = {groups[_clean(name)] for name in found if name in state}
         missing = [name for name in state if name not in found and groups[_clean(name)] not in there]
-        surplus = [name for name in found if name not in state]
+        surplus = [name for name in found if name not in state and name not in self.elsewhere]
         if (missing or surplus) and reading.strict:
             raise CheckpointError(
                 f"{shards.folder} does not fit the model {type(self.module).__name__}",
@@ -144,17 +154,26 @@ class SpreadOptimizer:
         optimizer: the user's own.
         models: the modules whose parameters it may have. Of several, names begin with the module's number.
         apart: the ranks train apart, so what is not distributed is rank 0's.
+        groups: the names in each group where other ranks have parameters that this one has not.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], *, apart: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Sequence[nn.Module],
+        *,
+        apart: bool = False,
+        groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        self.optimizer, self.models, self.apart = optimizer, models, apart
+        self.optimizer, self.models, self.apart, self.groups = optimizer, models, apart, groups
         self._division: Division | None = None
 
     def plan(self, rank: int, /) -> Any:
         """See ``Spread``. A state that the optimizer has not made yet is not made here."""
         whole = by_name(self.optimizer, self.models, self.optimizer.state_dict())
+        if self.groups is not None:
+            pairs = zip(whole["param_groups"], self.groups, strict=True)
+            whole["param_groups"] = [{**group, "params": list(names_)} for group, names_ in pairs]
         if rank > 0 and self.apart:
             whole = only_distributed(whole) or {}
         elif rank > 0:
@@ -188,9 +207,13 @@ class SpreadOptimizer:
         read = {key: _nested(shards, group, 2) for key, group in other.items() if key != "state"}
         saved = list(read.get("param_groups", []))
         called = self._names()
+        known = {name for group in saved for name in group["params"]}
+        others = {name for group in self.groups or () for name in group} - {
+            n for names_ in called for n in names_
+        }
+        saved = [{**group, "params": [n for n in group["params"] if n not in others]} for group in saved]
         own = self.optimizer.state_dict()
         groups = _matched(shards, own["param_groups"], saved, called, reading)
-        known = {name for group in saved for name in group["params"]}
         state: dict[Any, Any] = {}
         every = [p for group in self.optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(every):

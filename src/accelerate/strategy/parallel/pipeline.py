@@ -185,6 +185,20 @@ class Pipeline(Dimension):
         record = record_of(optimizer)
         return state if record is None else own_optimizer(state, record, self.place)
 
+    def elsewhere(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """What other stages have; and the buffers that this one has first."""
+        conductor = conductor_of(model)
+        if conductor is None:
+            return frozenset(), frozenset()
+        names: Names = conductor.names
+        others = frozenset(names.order) - model.state_dict().keys()
+        return others, frozenset(name for name in names.buffers if names.holders[name][0] == self.place != 0)
+
+    def made_for(self, optimizer: Optimizer) -> list[list[str]] | None:
+        """With the parameters of all stages."""
+        record = record_of(optimizer)
+        return None if record is None else record.called()
+
     # --- the loop
 
     def backward_zero(self, loss: torch.Tensor) -> bool:
@@ -200,7 +214,7 @@ class Pipeline(Dimension):
                 conductor.zeroed = False
         return True
 
-    def elsewhere(self) -> list[torch.Tensor]:
+    def counted(self) -> list[torch.Tensor]:
         """Of weights on several stages, the first stage's count."""
         found = [conductor_of(model) for model in self.strategy.models]
         pairs = [(c, one) for c in found if c is not None for one in c.shared if one.holders[0] != self.place]

@@ -12,18 +12,17 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from accelerate.core.errors import PrepareError
 from accelerate.stages import forms
 from accelerate.strategy.parallel import pipeline_grads as grads
+from accelerate.strategy.parallel.pipeline_batch import Batch, Plan
 from accelerate.strategy.parallel.pipeline_losses import Losses
 from accelerate.strategy.parallel.pipeline_plan import Meta, Trail, Value, fake, fake_mode
 from accelerate.strategy.parallel.pipeline_run import Halves, Run, Worker, carrier, unused
@@ -43,61 +42,6 @@ class Pipelined:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A batch through all stages."""
         return self._conductor.call(super().__call__, args, kwargs)  # type: ignore[misc]
-
-
-@dataclass
-class Batch:
-    """The arguments of a call, cut into chunks.
-
-    Attributes:
-        form: of (args, kwargs, more); ``tensors`` are theirs, on the device.
-        size: samples.
-        rows: samples of a chunk; the last ones may be filled up with the last sample.
-    """
-
-    form: Any
-    tensors: list[torch.Tensor]
-    size: int
-    rows: int
-    batched: tuple[bool, ...]
-
-    def whole(self) -> tuple[Any, Any, Any]:
-        """(args, kwargs, {"target": ...}) of all samples."""
-        return forms.put_together(self.form, self.tensors)
-
-    def chunk(self, number: int) -> tuple[Any, Any, Any]:
-        """The same of one chunk."""
-        begin = number * self.rows
-        cut = [
-            _rows(t, begin, self.rows) if b else t for t, b in zip(self.tensors, self.batched, strict=True)
-        ]
-        return forms.put_together(self.form, cut)
-
-
-def _rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """Rows of a batch; beyond its end the last one again, which is a sample that is valid."""
-    found = tensor[begin : begin + count]
-    missing = count - found.shape[0]
-    if not missing:
-        return found
-    return torch.cat([found, tensor[-1:].expand(missing, *tensor.shape[1:])])
-
-
-@dataclass
-class Plan:
-    """How calls of one shape run.
-
-    Attributes:
-        part: the trail of a chunk.
-        whole: that of a batch; None where nothing runs over a whole batch.
-        per_row: of each value of the tail, how long its dimension 0 is for one sample; 0: there is one chunk.
-        idle: schedules that wait for a call.
-    """
-
-    part: Trail
-    whole: Trail | None = None
-    per_row: list[int] = field(default_factory=list)
-    idle: list[Any] = field(default_factory=list)
 
 
 class Conductor:
@@ -331,23 +275,6 @@ class Conductor:
         dist.broadcast(value, dist.get_global_rank(self.group, self.processes - 1), group=self.group)
         return value
 
-    # --- gradients
-
-    @contextmanager
-    def around(self, *, last: bool, sync: bool) -> Iterator[None]:
-        """Around the backward of a chunk: sharded gradients are reduced in the last one only."""
-        model = self.model
-        if not isinstance(model, FSDPModule):
-            yield
-            return
-        model.set_requires_gradient_sync(sync and last)
-        model.set_is_last_backward(last)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(sync)
-            model.set_is_last_backward(True)
-
 
 class Flow:
     """One call in the schedule of two halves.
@@ -395,7 +322,8 @@ class Flow:
 
     @contextmanager
     def _around(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
-        with self.conductor.timed("backward", stage, chunk), self.conductor.around(last=last, sync=self.sync):
+        reducing = grads.backward_of_a_part(self.conductor.model, last=last, sync=self.sync)
+        with self.conductor.timed("backward", stage, chunk), reducing:
             yield
 
     def back(self, gradients: Sequence[torch.Tensor | None]) -> None:

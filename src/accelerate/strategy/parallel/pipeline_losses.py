@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallel import pipeline_grads as grads
+from accelerate.strategy.parallel.pipeline_batch import Batch, Plan
 from accelerate.strategy.parallel.pipeline_plan import Meta
 from accelerate.strategy.parallel.pipeline_run import Worker, carrier
-
-if TYPE_CHECKING:
-    from accelerate.strategy.parallel.pipeline_flow import Batch, Conductor, Plan
 
 _IGNORED = -100  # the label that torch's losses leave out
 
@@ -41,7 +39,7 @@ class Losses:
         self.output: Any = None
         self.value = torch.zeros(())
 
-    def run(self, conductor: Conductor, plan: Plan, batch: Batch) -> Any:
+    def run(self, conductor: Any, plan: Plan, batch: Batch) -> Any:
         """The result of the call, with the loss alone in it.
 
         Raises:
@@ -120,7 +118,8 @@ class Losses:
 
     @contextmanager
     def _around(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
-        with self.conductor.timed("backward", stage, chunk), self.conductor.around(last=last, sync=True):
+        reducing = grads.backward_of_a_part(self.conductor.model, last=last, sync=True)
+        with self.conductor.timed("backward", stage, chunk), reducing:
             yield
 
     def _chunk(self, stage: int, chunk: int, received: tuple[torch.Tensor, ...]) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, _utils
 
 from accelerate.core.errors import PrepareError
 from accelerate.stages import forms
@@ -190,13 +190,31 @@ class Halves(ScheduleGPipe):
         stage = self._stage
         stage.has_backward = self._has_backward
         stage.clear_runtime_states()
-        self._initialize_stage((), {})
+        self._prepare()
         sent: list[dist.Work] = []
         for chunk in range(self._n_microbatches):
             _wait(_start(stage.get_fwd_recv_ops(chunk)))
             stage.forward_one_chunk(chunk, (), {"chunk": chunk}, save_forward_output=False)
             sent += _start(stage.get_fwd_send_ops(chunk))
         _wait(sent)
+
+    def _prepare(self) -> None:
+        """Makes the memory for what is received, once.
+
+        Torch's newer versions let the stages vote first whether shapes are known. They are; and of several
+        stages on one process, the second would not be there to vote.
+        """
+        if self._stage_forward_initialized:
+            return
+        stage = self._stage
+        if not hasattr(stage, "_inference_mode"):
+            self._initialize_stage((), {})
+            return
+        stage._inference_mode = _utils.InferenceMode.STATIC
+        stage._prepare_forward_infra(self._n_microbatches, (), {}, has_backward=self._has_backward)
+        if self._has_backward:
+            stage._prepare_backward_infra(self._n_microbatches)
+        self._stage_forward_initialized = True
 
     def back(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """The backward of every chunk.

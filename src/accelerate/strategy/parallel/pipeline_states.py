@@ -30,6 +30,14 @@ class Record:
         """The names that a process has."""
         return [[name for name in group if place in self.holders[name]] for group in self.groups]
 
+    def called(self) -> list[list[str]]:
+        """The names by which checkpoints in parts go: of several models, with the number of each."""
+        models = sorted({name.partition(":")[0] for name in self.names})
+        if len(models) == 1:
+            return [[name.partition(":")[2] for name in group] for group in self.groups]
+        split = [[name.partition(":") for name in group] for group in self.groups]
+        return [[f"{models.index(model)}.{name}" for model, _, name in group] for group in split]
+
     @property
     def names(self) -> list[str]:
         """All of them, in the order by which states number them."""

@@ -7,6 +7,7 @@ Between the micro-batches of a window torch keeps whole gradients at its own who
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,26 @@ def groups(model: nn.Module) -> Iterator[Any]:
 def reduces(model: nn.Module) -> bool:
     """Whether a backward through ``model`` now reduces gradients."""
     return all(group.reduce_grads for group in groups(model))
+
+
+@contextmanager
+def backward_of_a_part(model: Any, *, last: bool, sync: bool) -> Iterator[None]:
+    """Around one of several backwards that belong together: gradients are reduced in the last one.
+
+    Args:
+        model: sharded, or not.
+        sync: whether they are reduced at all.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(sync and last)
+    model.set_is_last_backward(last)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(sync)
+        model.set_is_last_backward(True)
 
 
 def places(models: Iterable[nn.Module]) -> dict[torch.Tensor, Any]:
