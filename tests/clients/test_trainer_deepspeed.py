@@ -1,0 +1,67 @@
+"""transformers' Trainer with the DeepSpeed engine, on two processes: the numbers that it has without."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.core.packages import installed
+from tests.clients.record import launch
+from tests.clients.test_trainer import differences
+
+pytest.importorskip("transformers", reason="the client needs Python 3.11")
+
+RECORDED = json.loads((Path(__file__).parent / "trainer.json").read_text())["results"]["2"]
+WITHIN = 1e-4  # the recorded numbers are rounded to few digits by the Trainer's log
+
+pytestmark = [
+    pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.timeout(240),
+]
+
+
+@pytest.fixture(scope="module")
+def zero() -> dict[str, Any]:
+    """All jobs, by our launcher."""
+    start = ("-m", "accelerate", "launch", "--cpu", "-n", "2")
+    return launch(Path(sys.executable), 2, "tests.clients.zero", start=start)
+
+
+@pytest.mark.parametrize("stage", ["two", "three"])
+def test_each_stage_has_the_numbers_of_data_parallelism(zero: dict[str, Any], stage: str) -> None:
+    names = ("world", "loss", "grad_norm", "lr", "eval_loss", "shape", "labels", "logits")
+    ours, theirs = ({n: each[n] for n in names} for each in (zero[stage], RECORDED["train"]))
+    assert differences(ours, theirs, WITHIN) == []
+    assert zero[stage]["weights"] == pytest.approx(RECORDED["train"]["weights"], rel=1e-5)
+
+
+def test_the_trainer_divides_windows_by_itself(zero: dict[str, Any]) -> None:
+    names = ("world", "loss", "grad_norm", "lr")
+    ours, theirs = ({n: each[n] for n in names} for each in (zero["accumulate"], RECORDED["accumulate"]))
+    assert differences(ours, theirs, WITHIN) == []
+
+
+def test_the_engine_makes_optimizer_and_schedule(zero: dict[str, Any]) -> None:
+    job = zero["engines"]
+    assert job["loss"][0] == pytest.approx(RECORDED["train"]["loss"][0], abs=WITHIN)
+    assert job["loss"][-1] < job["loss"][0]
+    # One step of warming up from zero, then down to zero.
+    assert job["lr"][0] == 0.0
+    assert job["lr"][1:] == sorted(job["lr"][1:], reverse=True)
+
+
+def test_a_resumed_run_ends_as_the_uninterrupted(zero: dict[str, Any]) -> None:
+    whole, again = zero["resume"]["whole"], zero["resume"]["again"]
+    assert again["loss"] == whole["loss"]
+
+
+def test_models_are_partitioned_while_they_are_loaded(zero: dict[str, Any]) -> None:
+    job = zero["pretrained"]
+    assert job["partitions"]
+    assert job["inside"]
+    assert job["same"]
+    assert differences(job["loss"], RECORDED["train"]["loss"], WITHIN) == []

@@ -1,0 +1,128 @@
+"""Jobs of transformers' Trainer by the DeepSpeed engine, beside those of ``trainer.py``.
+
+python -m tests.clients.zero OUT.json FOLDER JOB...       one rank of several
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from tests.clients.probe import main
+from tests.clients.trainer import Rows, evaluation, history, model, samples, trainer
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    """The engine's configuration as transformers' documentation writes it, with ``"auto"`` values."""
+    return {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        **more,
+    }
+
+
+def numbers(job: Any) -> dict[str, Any]:
+    """Losses, norms and rates; the weights of stage 3 are in parts."""
+    found = history(job)
+    return {name: found[name] for name in ("world", "loss", "grad_norm", "lr")}
+
+
+def train(folder: Path, stage: int, **more: Any) -> dict[str, Any]:
+    """What the job ``train`` of trainer.py does, and whole weights saved by the Trainer."""
+    given = {"deepspeed": config(stage, **more)}
+    job = trainer(folder, Rows(samples()), Rows(samples(7, ragged=True)), **given)
+    job.train()
+    assert type(job.model_wrapped).__name__ == "DeepSpeedEngine"
+    assert job.accelerator.distributed_type == "DEEPSPEED"
+    job.save_model(str(folder / "export"))
+    job.accelerator.wait_for_everyone()
+    exported = load_file(folder / "export" / "model.safetensors").values()
+    total = sum(weight.double().abs().sum().item() for weight in exported)
+    return numbers(job) | evaluation(job) | {"weights": total}
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """Gradients and optimizer state in parts."""
+    return train(folder, 2)
+
+
+def three(folder: Path) -> dict[str, Any]:
+    """Parameters too."""
+    return train(folder, 3)
+
+
+def engines(folder: Path) -> dict[str, Any]:
+    """The engine makes optimizer and schedule, by values of the Trainer."""
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    schedule = {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto", "total_num_steps": "auto",
+    }  # fmt: skip
+    job = trainer(
+        folder,
+        Rows(samples()),
+        deepspeed=config(
+            1,
+            optimizer={"type": "AdamW", "params": params},
+            scheduler={"type": "WarmupDecayLR", "params": schedule},
+        ),
+    )
+    job.train()
+    return numbers(job)
+
+
+def accumulate(folder: Path) -> dict[str, Any]:
+    """Windows of two micro-batches, which the Trainer counts and divides by itself."""
+    job = trainer(folder, Rows(samples(20, ragged=True)), gradient_accumulation_steps=2, deepspeed=config(2))
+    job.train()
+    return numbers(job)
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Six steps; then again from the third."""
+    given: dict[str, Any] = {"deepspeed": config(2), "max_steps": 6}
+    whole = trainer(folder / "whole", Rows(samples()), save_strategy="steps", save_steps=3, **given)
+    whole.train()
+    again = trainer(folder / "again", Rows(samples()), **given)
+    again.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"))
+    return {"whole": numbers(whole), "again": numbers(again)}
+
+
+def pretrained(folder: Path) -> dict[str, Any]:
+    """In stage 3, ``from_pretrained`` partitions while it loads."""
+    import deepspeed
+
+    source = model()
+    if int(os.environ["RANK"]) == 0:
+        source.save_pretrained(folder / "source")
+    job = trainer(folder, Rows(samples()), deepspeed=config(3))
+    partitions = is_deepspeed_zero3_enabled()
+    job.accelerator.wait_for_everyone()
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "source")
+    weight = loaded.get_input_embeddings().weight
+    inside = hasattr(weight, "ds_id") and weight.numel() == 0
+    with deepspeed.zero.GatheredParameters([weight]):
+        same = torch.equal(weight, source.get_input_embeddings().weight)
+    job.model = job.model_wrapped = loaded
+    job.train()
+    return {"partitions": partitions, "inside": inside, "same": same, **numbers(job)}
+
+
+JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    job.__name__: job for job in (two, three, engines, accumulate, resume, pretrained)
+}
+
+
+if __name__ == "__main__":
+    main(JOBS)
