@@ -114,13 +114,12 @@ class Values:
         if old not in self._sources or (whole and self._sources[old] is not None):
             return None
         like: Any = old.detach()
-        if whole:
-            made: Any = torch.zeros_like(like, dtype=dtype, device=device)
-            self._empty.append(made)
-        else:
-            made = torch.empty_like(like, dtype=dtype, device="meta")
+        make = torch.zeros_like if whole else torch.empty_like
+        made: Any = make(like, dtype=dtype, device=device if whole else "meta")
         if isinstance(old, nn.Parameter):
             made = nn.Parameter(made, requires_grad=old.requires_grad)
+        if whole:
+            self._empty.append(made)
         self._sources[made] = self._sources[old]
         return made
 
@@ -138,7 +137,7 @@ class Values:
             if key in waiting and place.sharded_param.is_meta:
                 mine, source = _given_memory(place), waiting[key]
                 if source is None:
-                    self._empty.append(mine)
+                    self._empty.append(place.sharded_param)
                 else:
                     mine.copy_(part_of(source, place.sharded_param))
 
@@ -172,17 +171,20 @@ def _given_memory(place: Any) -> torch.Tensor:
 class _Gate:
     """Lets nobody compute with a model before its tensors have been written to.
 
-    Writing in place gives a tensor another version; what is written past that count is not zero.
+    Writing in place gives a tensor another version: the distributed one, or the part of it that is here. What
+    is written past both counts is not zero.
     """
 
     def __init__(self, model: nn.Module, empty: Iterable[torch.Tensor]) -> None:
-        self._empty = [(tensor, tensor._version) for tensor in empty if tensor.numel()]
+        self._empty = [(tensor, _versions(tensor)) for tensor in empty if _here(tensor).numel()]
         hook: Any = torch.compiler.disable(self._check)
         self._handle = model.register_forward_pre_hook(hook, prepend=True)
 
+    @torch.no_grad()
     def _check(self, model: nn.Module, _: Any) -> None:
-        left = {t.data_ptr() for t, version in self._empty if t._version == version and not t.any()}
-        names = [name for name, tensor in _named(model) if _address(tensor) in left]
+        left = [_here(t) for t, versions in self._empty if _versions(t) == versions and not _here(t).any()]
+        places = {tensor.data_ptr() for tensor in left}
+        names = [name for name, tensor in _named(model) if _here(tensor).data_ptr() in places]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise PrepareError(
@@ -200,8 +202,13 @@ def _named(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this process: of a distributed tensor the very part, which has a version of its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _versions(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, _here(tensor)._version
 
 
 def _refuse_hollow(model: nn.Module, sources: Mapping[torch.Tensor, Any]) -> None:
