@@ -109,7 +109,8 @@ class Unit:
 
     def settle(self) -> None:
         """Frees whole values that torch kept after a forward: it would take them for the newest."""
-        if self.cut and not self.handle.needs_unshard():
+        # Before the first forward there is no room for whole values.
+        if self.cut and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
             _reshard(self.owner, self.handle, True)
 
     def gradient(self) -> torch.Tensor | None:

@@ -15,6 +15,8 @@ from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1_parts.flat import Slot, Unit, inside, places, units, walk
 from accelerate.strategy.sharding.whole import distributed
 
+# What torch calls a flat parameter in the module around which it stands.
+_FLAT = "_flat_param"
 Take = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
@@ -73,7 +75,7 @@ class Record:
         found = {name: slot.stand_in for unit in self.units for slot in unit.slots for name in slot.names}
         for prefix, module in walk(self.module):
             for name, own in module._parameters.items():
-                if own is not None:
+                if own is not None and not name.startswith(_FLAT):
                     found.setdefault(f"{prefix}{name}", own)
         yield from sorted(found.items(), key=lambda pair: self._rank(pair[0]))
 
@@ -95,6 +97,7 @@ class Record:
         found: dict[str, Any] = {}
         for prefix, module in walk(self.module):
             module._save_to_state_dict(found, prefix, keep_vars=take is part)
+            found.pop(f"{prefix}{_FLAT}", None)
         if take is on_host:
             found = {n: v.cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
         for unit in self.units:
@@ -155,7 +158,7 @@ class Record:
             lacks: list[str] = []
             told = dict(versions.get(prefix[:-1], {}))
             module._load_from_state_dict(own, prefix, told, False, lacks, [], wrong)
-            missing += [name for name in lacks if name not in wrapped]
+            missing += [n for n in lacks if n not in wrapped and n != f"{prefix}{_FLAT}"]
             names = {*module._parameters, *module._buffers, "_extra_state"}
             taken |= {n for n in own if n[len(prefix) :] in names}
         return [name for name in state if name not in taken]

@@ -105,8 +105,9 @@ class Book:
                     unit = self.entries[number].unit
                     assert unit is not None
                     wanted[self.units.index(unit), name, value] = None
-                else:
-                    values.setdefault(name, value)
+                elif name not in values:
+                    # Each parameter its own: optimizers count steps in place.
+                    values[name] = value.clone() if isinstance(value, torch.Tensor) else value
         for number, entry in enumerate(self.entries):
             if entry.slot is None and own[number]:
                 states[number] = {name: _kept(value, take) for name, value in own[number].items()}
@@ -169,13 +170,14 @@ class Book:
         groups = []
         for given, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
             groups.append({**given, "params": [numbers[id(p)] for p in own["params"]]})
-        self.optimizer.load_state_dict({**state, "state": made, "param_groups": groups})
+        held = {number: values for number, values in made.items() if values}
+        self.optimizer.load_state_dict({**state, "state": held, "param_groups": groups})
 
 
 def _told(entry: Entry, values: Mapping[str, Any]) -> dict[str, Any]:
     """What other ranks have to know: the types of what is cut, and the values of what is not."""
     found: dict[str, Any] = {}
-    if entry.slot is None or entry.unit is None:
+    if entry.slot is None or entry.unit is None or _absent(entry):
         return found
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or not value.dim():
@@ -193,6 +195,14 @@ def _told(entry: Entry, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _absent(entry: Entry) -> bool:
+    """Whether nothing of a parameter is here: the optimizer leaves it alone, and counts no steps."""
+    if entry.unit is None or entry.slot is None or not entry.unit.keeps_originals:
+        return False
+    low, high = entry.unit.here(entry.slot)
+    return low == high
+
+
 def _kept(value: Any, take: Take) -> Any:
     """A state of a parameter that is not wrapped."""
     if not isinstance(value, torch.Tensor) or take is part:
@@ -204,18 +214,20 @@ def _put(entry: Entry, values: Mapping[str, Any], made: dict[str, Any]) -> None:
     """This process's part of the state of one parameter, into what the optimizer will have."""
     unit, slot = entry.unit, entry.slot
     for name, value in values.items():
-        if unit is None or slot is None or not isinstance(value, torch.Tensor) or value.shape != slot.shape:
-            made.setdefault(name, value)
-            continue
+        # All ranks gather, also those that have nothing of the parameter.
         full: Any = value.full_tensor() if isinstance(value, DTensor) else value
+        if _absent(entry):
+            continue
+        if unit is None or slot is None or not isinstance(full, torch.Tensor) or full.shape != slot.shape:
+            made.setdefault(name, full.clone() if isinstance(full, torch.Tensor) else full)
+            continue
         low, high = unit.here(slot)
         piece = full.reshape(-1)[low:high]
         if unit.keeps_originals:
-            shape = entry.held.shape
-            made[name] = piece.to(entry.held.device, copy=True).view(shape)
+            made[name] = piece.to(entry.held.device, copy=True).view(entry.held.shape)
         else:
             if name not in made:
-                made[name] = torch.zeros(unit.size, dtype=value.dtype, device=unit.flat.device)
+                made[name] = torch.zeros(unit.size, dtype=full.dtype, device=unit.flat.device)
             unit.piece(slot, made[name]).copy_(piece)
 
 

@@ -1,0 +1,271 @@
+"""States and checkpoints under version 1 of sharding: by the user's names, for any other way of training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.cpu.test_sharded_checkpoints import MODEL, OPTIMIZER, Net, step
+from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.sharded_models import Tiny, adamw, batches, loss_of, tiny
+
+
+def accelerator_of(kind: str, **options: Any) -> Any:
+    """By "1" or "2", the version, or "" for replicas or one process."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind), **options) if kind else None
+    return Accelerator(cpu=True, fsdp_plugin=plugin)
+
+
+# --- runs that go on elsewhere
+
+
+def prepared(kind: str, seed: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    """A run that every process takes with the same data; two groups, tied, frozen, buffers."""
+    accelerator = accelerator_of(kind, **options)
+    torch.manual_seed(seed)
+    model = Net()
+    groups = [
+        {"params": [model.embed.weight, model.frozen.weight], "weight_decay": 0.2},
+        {"params": [*model.norm.parameters(), model.frozen.bias, model.scale], "lr": 0.01 * (seed + 1)},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.03)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+
+def part(
+    kind: str, first: int, options: dict[str, Any], load: str = "", save: str = ""
+) -> tuple[list[float], tuple[str, ...]]:
+    run = prepared(kind, 1 if load else 0, options)
+    notes = run[0].load_state(load).notes if load else ()
+    assert run[1].head.weight is run[1].embed.weight
+    losses = [step(run, number) for number in range(first, first + 3)]
+    if save:
+        run[0].save_state(save)
+    return losses, notes
+
+
+def through() -> list[float]:
+    run = prepared("", 0, {})
+    return [step(run, number) for number in range(9)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks: RankServer) -> list[float]:
+    return ranks(1, through)[0]
+
+
+SHARDED: dict[str, Any] = {"state_dict_type": "SHARDED_STATE_DICT"}
+GRADS: dict[str, Any] = {"sharding_strategy": "SHARD_GRAD_OP", **SHARDED}
+WHOLE: dict[str, Any] = {"sharding_strategy": "NO_SHARD", **SHARDED}
+COPIES: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "replicate_size": 2, **SHARDED}
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (("1", 2, SHARDED), ("", 1, {}), ("1", 2, {})),
+        (("1", 2, {}), ("2", 2, {}), ("1", 3, SHARDED)),
+        (("", 2, {}), ("1", 2, GRADS), ("2", 3, {})),
+        (("1", 4, COPIES), ("1", 2, WHOLE), ("1", 2, {"state_dict_type": "LOCAL_STATE_DICT"})),
+    ],
+    ids=["one process", "version 2", "replicas", "copies"],
+)
+def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
+    ranks: RankServer, undisturbed: list[float], tmp_path: Path, runs: Any
+) -> None:
+    """D6: whole and in parts; the numbers are those of one run in one process."""
+    for number, (kind, size, options) in enumerate(runs):
+        load, save = (str(tmp_path / f"c{n}") for n in (number - 1, number))
+        got = ranks(size, part, kind, 3 * number, options, load if number else "", save)
+        found = same_on_all([values for values, _ in got])
+        assert found == pytest.approx(undisturbed[3 * number : 3 * number + 3], rel=1e-5)
+        full = (kind == "1" and not options) or not kind
+        assert (tmp_path / f"c{number}" / MODEL / ".metadata").is_file() is not full
+        assert (tmp_path / f"c{number}" / "optimizer.bin").is_file() is full
+
+
+# --- whole states
+
+
+def stepped(flat: bool, kind: str, folder: str) -> tuple[int, int]:
+    """Trains three steps and keeps whole states; two more, and keeps those weights."""
+    accelerator, model, optimizer = trained(flat, kind, 0)
+    steps(accelerator, model, optimizer, 3)
+    strategy = accelerator.strategy
+    weights, state = strategy.state(model), strategy.optimizer_state(optimizer.optimizer, [model])
+    steps(accelerator, model, optimizer, 2)
+    after = strategy.state(model)
+    if accelerator.is_main_process:
+        torch.save({"model": weights, "optimizer": state, "after": after}, f"{folder}/whole.pt")
+    return len(weights), len(state)
+
+
+def trained(flat: bool, kind: str, seed: int) -> tuple[Any, Any, Any]:
+    options = {"use_orig_params": False, "ignored_modules": "frozen"} if flat else {}
+    accelerator = accelerator_of("1", auto_wrap_policy="transformer_based_wrap", **options)
+    model = tiny(seed)
+    return accelerator, *accelerator.prepare(model, optimizer_of(flat, kind, model))
+
+
+def optimizer_of(flat: bool, kind: str, model: Tiny) -> torch.optim.Optimizer:
+    if flat:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return adamw(model)
+
+
+def steps(accelerator: Any, model: Any, optimizer: Any, count: int) -> None:
+    for words in batches(count):
+        accelerator.backward(loss_of(model, words))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def resumed(flat: bool, kind: str, folder: str) -> dict[str, torch.Tensor]:
+    file = torch.load(f"{folder}/whole.pt", mmap=True, weights_only=True)
+    accelerator, model, optimizer = trained(flat, kind, 5)
+    model.eval()
+    with torch.no_grad():
+        # Whole values of the outermost part stay after a forward; loading must not leave them.
+        model(next(batches(1)))
+    found = accelerator.strategy.load(model, file["model"])
+    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    accelerator.strategy.load_optimizer(optimizer.optimizer, [model], file["optimizer"])
+    steps(accelerator, model, optimizer, 2)
+    return accelerator.strategy.state(model)
+
+
+@pytest.mark.parametrize(("flat", "kind"), [(False, "adamw"), (False, "sgd"), (True, "adamw")])
+def test_whole_states_go_to_one_process_and_back(
+    ranks: RankServer, tmp_path: Path, flat: bool, kind: str
+) -> None:
+    """D6: of the user's parameters also where an optimizer holds flat ones; an evaluation before loading."""
+    assert ranks(2, stepped, flat, kind, str(tmp_path))[1] == (0, 0)
+    file = torch.load(tmp_path / "whole.pt", weights_only=True)
+    other = tiny(0)
+    reference = optimizer_of(flat, kind, other)
+    for words in batches(3):
+        loss_of(other, words).backward()
+        reference.step()
+        reference.zero_grad()
+    theirs = reference.state_dict()
+    assert list(file["model"]) == list(other.state_dict())
+    assert file["model"]["head.weight"].data_ptr() == file["model"]["embed.weight"].data_ptr()
+    assert file["optimizer"]["state"].keys() == theirs["state"].keys()
+    assert file["optimizer"]["param_groups"] == theirs["param_groups"]
+    for index, values in theirs["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(file["optimizer"]["state"][index][name], value, rtol=0, atol=1e-6)
+    model = tiny(9)
+    optimizer = optimizer_of(flat, kind, model)
+    model.load_state_dict(file["model"])
+    optimizer.load_state_dict(file["optimizer"])
+    for words in batches(2):
+        loss_of(model, words).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    again = ranks(2, resumed, flat, kind, str(tmp_path))[0]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(file["after"][name], value, rtol=0, atol=1e-6)
+        assert torch.equal(again[name], file["after"][name])
+
+
+def load_wrong(case: str) -> str:
+    accelerator, model, optimizer = trained(False, "adamw", 0)
+    state = tiny(1).state_dict()
+    if case == "missing":
+        del state["layers.0.up.bias"]
+    elif case == "more":
+        state["other"] = torch.ones(1)
+    elif case == "shape":
+        state["layers.0.up.bias"] = torch.ones(3)
+    elif case == "loose":
+        del state["layers.0.up.bias"]
+        return str(accelerator.strategy.load(model, state, strict=False).missing_keys)
+    else:
+        small = torch.optim.AdamW(nn.Linear(1, 1).parameters()).state_dict()
+        accelerator.strategy.load_optimizer(optimizer.optimizer, [model], small)
+    accelerator.strategy.load(model, state)
+    return ""
+
+
+def test_a_state_that_does_not_fit_is_refused(ranks: RankServer) -> None:
+    assert ranks(2, load_wrong, "loose") == ["['layers.0.up.bias']"] * 2
+    for case, words in {
+        "missing": "Missing key",
+        "more": "Unexpected key",
+        "shape": r"size mismatch for layers\.0\.up\.bias",
+        "groups": "of an optimizer of 2 parameters",
+    }.items():
+        with pytest.raises(RanksError, match=words):
+            ranks(2, load_wrong, case)
+
+
+# --- the functions of transformers' Trainer
+
+
+def by_functions(folder: str, kind: str, load: bool) -> list[float]:
+    from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+
+    run = prepared("1", 1 if load else 0, {"state_dict_type": kind})
+    accelerator, model, optimizer, _ = run
+    plugin = accelerator.state.fsdp_plugin
+    if load:
+        result = load_fsdp_model(plugin, accelerator, model, folder)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    else:
+        step(run, 0)
+        save_fsdp_model(plugin, accelerator, model, folder)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    return [step(run, number) for number in (1, 2)]
+
+
+FILES = {
+    "FULL_STATE_DICT": ["optimizer.bin", "pytorch_model_fsdp.bin"],
+    "SHARDED_STATE_DICT": [OPTIMIZER, MODEL],
+    "LOCAL_STATE_DICT": [OPTIMIZER, "pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin"],
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_functions_of_the_trainer(ranks: RankServer, tmp_path: Path, kind: str) -> None:
+    """Local states come back with the user's own parameters too, into as many processes as wrote them."""
+    folder = str(tmp_path)
+    saved = same_on_all(ranks(2, by_functions, folder, kind, False))
+    assert sorted(os.listdir(tmp_path)) == FILES[kind]
+    assert same_on_all(ranks(2, by_functions, folder, kind, True)) == saved
+    if kind == "LOCAL_STATE_DICT":
+        with pytest.raises(RanksError, match="local states of 2 processes, and these are 3") as caught:
+            ranks(3, by_functions, folder, kind, True)
+        assert caught.value.kinds() == ["CheckpointError"] * 3
+
+
+def exported(folder: str) -> bool:
+    run = prepared("1", 0, SHARDED)
+    step(run, 0)
+    run[0].save_model(run[1], f"{folder}/exported")
+    run[0].save_state(f"{folder}/parts")
+    return True
+
+
+def test_weights_are_exported_and_parts_merged(ranks: RankServer, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from accelerate.utils import merge_fsdp_weights
+
+    ranks(2, exported, str(tmp_path))
+    merge_fsdp_weights(f"{tmp_path}/parts", f"{tmp_path}/merged")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "merged"))
+    assert one.keys() <= other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {"embed.weight", "norm.running_mean", "frozen.weight", "seen"} <= one.keys()
