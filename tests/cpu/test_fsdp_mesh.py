@@ -200,7 +200,7 @@ def divided() -> dict[str, Any]:
     model = tiny(0)
     before = dict(model.named_parameters())
     optimizer = adamw(model)
-    plan = {
+    plan: dict[str, Any] = {
         f"layers.{n}.{name}": style
         for n in range(2)
         for name, style in (("up", ColwiseParallel()), ("down", RowwiseParallel()))
@@ -242,7 +242,8 @@ def divided() -> dict[str, Any]:
     step(third)
     step(fourth)
     again = model_state(model, True)
-    placed = {name: str(tuple(p.placements)) for name, p in model.named_parameters()}
+    named: Any = model.named_parameters()
+    placed = {name: str(tuple(p.placements)) for name, p in named}
     same = all(torch.equal(again[name], value) for name, value in weights.items())
     return {"norms": norms, "weights": weights, "same": same, "placed": placed}
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from accelerate.device.base import Device
+from accelerate.strategy.sharding.shard import recompute
 from tests.cpu.test_fsdp2 import close, plain, prepared
 from tests.support.ranks import RankServer, same_on_all
 
@@ -16,8 +19,14 @@ LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize(
     "options",
-    [LAYERS, {**LAYERS, "activation_checkpointing": True}, {**LAYERS, "cpu_offload": True}],
-    ids=["layers", "recomputed", "offloaded"],
+    [
+        LAYERS,
+        {**LAYERS, "activation_checkpointing": True, "activation_checkpointing_offload": True},
+        {**LAYERS, "cpu_offload": True},
+        {**LAYERS, "forward_prefetch": True, "backward_prefetch": "NO_PREFETCH"},
+        {**LAYERS, "sharding_strategy": "HYBRID_SHARD", "replicate_size": 2},
+    ],
+    ids=["layers", "recomputed", "offloaded", "ahead", "copies"],
 )
 def test_it_trains_to_the_numbers_of_one_process(
     ranks: RankServer, device: Device, options: dict[str, Any], window: int
@@ -29,3 +38,24 @@ def test_it_trains_to_the_numbers_of_one_process(
     losses, norms = same_on_all([found[:2] for found in ours])
     values = {name: value.cpu() for name, value in ours[0][2].items()}
     close((losses, norms, values), plain(window), 1e-4)
+
+
+def test_inputs_of_recomputed_blocks_wait_on_the_host(device: Device) -> None:
+    """They leave the device between forward and backward; the same gradients, bit for bit."""
+    where = device.torch_device(0)
+
+    def held(offload: bool) -> tuple[int, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        blocks: list[nn.Module] = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)]
+        model = nn.Sequential(*blocks).to(where)
+        recompute(blocks, offload)
+        rows = torch.randn(8192, 512, generator=torch.Generator().manual_seed(1)).to(where)
+        loss = model(rows).square().mean()
+        between = torch.get_device_module(device.type).memory_allocated()
+        loss.backward()
+        return between, [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    there, gradients = held(False)
+    away, same = held(True)
+    assert there - away > 4 * 8192 * 512 * 4
+    assert all(map(torch.equal, gradients, same))

@@ -121,3 +121,47 @@ def where_they_lie(offload: bool) -> Any:
 def test_parameters_on_the_host_are_seen_there(ranks: RankServer, offload: bool) -> None:
     """F15"""
     assert same_on_all(ranks(2, where_they_lie, offload)) is offload
+
+
+def recomputed(offload: bool) -> tuple[int, float, tuple[bool | None, str]]:
+    """(memory between forward and backward, gradient norm, what is said of the option)."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        **LAYERS,
+        transformer_cls_names_to_wrap=["Linear"],
+        activation_checkpointing=True,
+        activation_checkpointing_offload=offload,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sim: Any = torch.get_device_module("sim")
+    rows = torch.randn(4096, 64).to(accelerator.device)
+    loss = model(rows).square().mean()
+    settled = sim.memory_allocated()
+    accelerator.backward(loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
+    optimizer.step()
+    found = {effect.option: (effect.applied, effect.why) for effect in accelerator.effects()}
+    return settled, norm, found.get("fsdp_activation_checkpointing_offload", (None, ""))
+
+
+def test_inputs_of_recomputed_blocks_wait_on_the_host(ranks: RankServer) -> None:
+    """The inputs of all blocks but the first, which needs no gradient, leave the device; same numbers."""
+    (there, norm, _), *_ = ranks(2, recomputed, False)
+    (away, same, said), *_ = ranks(2, recomputed, True)
+    rows = 4096 * 64 * 4
+    assert there - away > 4 * rows
+    assert norm == pytest.approx(same, rel=1e-6)
+    assert said == (True, "the inputs of 6 parts wait there for the backward")
+
+
+def copies() -> Any:
+    return trained({**LAYERS, "sharding_strategy": "HYBRID_SHARD", "replicate_size": 2})
+
+
+def test_copies_of_shards_train_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:
+    """B7: shard groups of one process each."""
+    close(same_on_all(ranks(2, copies)), plain(1), 1e-4)
