@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.cpu.test_fsdp2 import Numbers, close, plain
+from tests.cpu.test_fsdp2_loop import IGNORED, LENGTHS, labelled, mean_loss
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 
@@ -215,3 +216,177 @@ def test_fp16_scales_and_skips_together(ranks: RankServer) -> None:
     assert skipped > 0
     assert not last
     assert finite
+
+
+# --- the loop
+
+
+def stepped(accelerator: Any, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The gradients, seen by what a step of SGD at rate 1 changes."""
+    before = parameters_of(whole(accelerator, model))
+    optimizer.step()
+    after = parameters_of(whole(accelerator, model))
+    optimizer.zero_grad()
+    return {name: before[name] - after[name] for name in before}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def weighted(lengths: list[int], window: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients of one step; rows are dealt to micro-batches and ranks in order."""
+    accelerator = accelerator_of({**LAYERS, **options}, window=window)
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    words, labels = labelled(lengths)
+    for micro in range(window):
+        with accelerator.accumulate(model):
+            rank = accelerator.process_index
+            mine = [part.chunk(window)[micro].chunk(2)[rank] for part in (words, labels)]
+            tokens = (mine[1] != IGNORED).sum()
+            accelerator.backward(mean_loss(model, *mine), num_items=tokens)
+    return stepped(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "options"),
+    [
+        (LENGTHS, 1, {}),
+        ([0, 0, 2, 5, 6, 1, 0, 4], 4, {}),
+        ([2, 5, 0, 0, 6, 1, 3, 0], 2, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ([2, 5, 0, 0, 6, 1, 3, 0], 4, {"sharding_strategy": "NO_SHARD"}),
+    ],
+    ids=str,
+)
+def test_gradients_weighted_by_items_are_those_of_one_batch(
+    ranks: RankServer, lengths: list[int], window: int, options: dict[str, Any]
+) -> None:
+    """B1, B9: also where a micro-batch of one rank has no item, and its loss is NaN."""
+    ours = same_on_all(ranks(2, weighted, lengths, window, options))
+    model = tiny()
+    mean_loss(model, *labelled(lengths)).backward()
+    for name, parameter in model.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-6)
+
+
+def in_windows(options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Five micro-batches in windows of two, the last is shorter; the loader's end is not known before."""
+    from torch.utils.data import DataLoader
+
+    accelerator = accelerator_of({**LAYERS, **options})
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    rows = torch.cat(list(batches(5, rows=4)))
+    loader = accelerator.prepare(DataLoader(rows, batch_size=2))
+    norms = []
+    for window in accelerator.windows(loader, 2):
+        for words in window:
+            accelerator.backward(loss_of(model, words))
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, parameters_of(whole(accelerator, model))
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}], ids=str)
+def test_windows_close_with_what_they_hold(ranks: RankServer, options: dict[str, Any]) -> None:
+    """B2: gradients that are kept back are scaled too."""
+    norms, values = same_on_all(ranks(2, in_windows, options))
+    model = tiny()
+    optimizer = adamw(model)
+    expected = []
+    pieces = list(batches(5, rows=4))
+    for piece in (pieces[:2], pieces[2:4], pieces[4:]):
+        for words in piece:
+            (loss_of(model, words) / len(piece)).backward()
+        expected.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms == pytest.approx(expected, abs=1e-5)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+def dropped(options: dict[str, Any]) -> tuple[float, float, float, dict[str, torch.Tensor]]:
+    """A micro-batch without synchronising is dropped by ``zero_grad``; then comes a whole step."""
+    accelerator = accelerator_of({**LAYERS, **options})
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    rank = accelerator.process_index
+    first, second = batches(2)
+    with accelerator.no_sync(model):
+        accelerator.backward(loss_of(model, share(first, rank, 2)))
+    accelerator.sync_gradients = False
+    so_far = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.sync_gradients = True
+    optimizer.zero_grad()
+    accelerator.backward(loss_of(model, share(second, rank, 2)))
+    norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    with accelerator.no_sync(model):
+        loss = loss_of(model, share(second, rank, 2))
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss)
+    twice = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    return so_far.item(), norm.item(), twice.item(), stepped(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_zero_grad_drops_what_was_kept_back(ranks: RankServer, strategy: str) -> None:
+    """B4, B7: the norm so far is that of this rank; the dropped micro-batch leaves nothing behind."""
+    first, second = batches(2)
+    for rank, (so_far, norm, twice, found) in enumerate(ranks(2, dropped, {"sharding_strategy": strategy})):
+        model = tiny()
+        loss_of(model, share(first, rank, 2)).backward()
+        assert so_far == pytest.approx(nn.utils.get_total_norm(grads(model)).item(), abs=1e-5)
+        model.zero_grad()
+        loss_of(model, second).backward()
+        assert norm == pytest.approx(nn.utils.get_total_norm(grads(model)).item(), abs=1e-5)
+        assert twice == pytest.approx(2 * norm, rel=1e-5)
+        for name, parameter in model.named_parameters():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            expected = (2 * grad).clamp(-1e-3, 1e-3)
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6)
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def two_models() -> dict[str, torch.Tensor]:
+    """B8: two models and two optimizers; only one trains in the second half; it is evaluated."""
+    accelerator = accelerator_of(LAYERS, window=2)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (tiny(1), tiny(2))]
+    (one, two), optimizers = zip(*(accelerator.prepare(*pair) for pair in pairs), strict=True)
+    for step, words in enumerate(batches(8)):
+        mine = share(words, accelerator.process_index, 2)
+        with accelerator.accumulate(one, two):
+            accelerator.backward(loss_of(one, mine))
+            if step < 4:
+                accelerator.backward(loss_of(two, mine))
+            with torch.no_grad():
+                # Whole values of the outermost part stay after this: a step must not leave them.
+                one(mine)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = parameters_of(whole(accelerator, one))
+    more = parameters_of(whole(accelerator, two))
+    return {**found, **{f"two.{name}": value for name, value in more.items()}}
+
+
+def test_two_models_train_side_by_side(ranks: RankServer) -> None:
+    """B8; and an evaluation between a backward and its step."""
+    ours = same_on_all(ranks(2, two_models))
+    for prefix, seed, count in (("", 1, 8), ("two.", 2, 4)):
+        model = tiny(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step, words in enumerate(list(batches(8))[:count]):
+            (loss_of(model, words) / 2).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(ours[f"{prefix}{name}"], value, rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,6 +60,7 @@ class FSDP1(Strategy):
         self._renewed: Any = WeakIdKeyDictionary()
         # The user's parameters of each group of an optimizer, where flat ones took their places.
         self._orders: weakref.WeakKeyDictionary[Any, Order] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._keeps_back = False
 
     @classmethod
@@ -209,6 +210,15 @@ class FSDP1(Strategy):
         for optimizer in bundle.of("optimizer"):
             own = getattr(optimizer, "optimizer", optimizer)
             catch_up(own, self._renewed, self._records(), self._orders, sync=sync)
+            if isinstance(own, torch.optim.Optimizer) and own not in self._watched:
+                self._watched.add(own)
+                own.register_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        """An evaluation before a step leaves whole values of the outermost part, which are old now."""
+        for record in self._records():
+            for unit in record.units:
+                unit.settle()
 
     def _check_optimizers(self, bundle: Bundle) -> None:
         """Before anything is changed: optimizers that would train what nobody reduces, or cannot follow.
@@ -263,9 +273,7 @@ class FSDP1(Strategy):
     def sync_next_backward(model: nn.Module) -> None:
         """The next backward reduces, with what was kept back."""
         if _WRAPPED in getattr(model, "_modules", {}):
-            for part in model.modules():
-                if _WRAPPED in part._modules:
-                    part._sync_gradients = True  # type: ignore[assignment]
+            _synchronise([model], True)
 
     @property
     def holds_back(self) -> bool:
@@ -401,10 +409,17 @@ def _greatest(found: torch.Tensor) -> None:
 
 @contextmanager
 def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(model.no_sync())  # type: ignore[operator]
+    """As torch's ``no_sync``, but a backward inside may be told to reduce after all."""
+    _synchronise(models, False)
+    try:
         yield
+    finally:
+        _synchronise(models, True)
+
+
+def _synchronise(models: Iterable[nn.Module], sync: bool) -> None:
+    for part in (part for model in models for part in model.modules() if _WRAPPED in part._modules):
+        part._sync_gradients = sync  # type: ignore[assignment]
 
 
 PLUGIN = FSDP1

@@ -33,11 +33,12 @@ def accumulated(records: Iterable[Record], wanted: Iterable[torch.Tensor]) -> li
         gradient = unit.gradient()
         if gradient is None:
             continue
-        trained = [asked for asked, p in zip(hit, own, strict=True) if p.requires_grad]
+        # A flat gradient has values for frozen parameters too, which nobody uses.
+        trained = [asked and p.requires_grad for asked, p in zip(hit, own, strict=True)]
         if all(trained):
             found.append(gradient)
         else:
-            pairs = zip(hit, unit.slots, strict=True)
+            pairs = zip(trained, unit.slots, strict=True)
             found += [_of(unit, slot, gradient) for asked, slot in pairs if asked]
     return found + [p.grad for p in left if p.grad is not None]
 
