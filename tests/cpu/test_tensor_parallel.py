@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.support.parity import (
     PLAN,
     ROWS,
+    Decoder,
     Numbers,
     adamw,
     close,
@@ -75,3 +79,279 @@ def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, mesh: str) -
         for rank in every[1:]:
             assert rank[place][:2] == first[:2]
             assert rank[place][2] == {}
+
+
+# ---------------------------------------------------------------- states
+
+
+def steps(accelerator: Any, model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
+    """Losses of some steps, on the batches of one process."""
+    share = accelerator.strategy.share
+    losses = []
+    for batch in list(loader())[begin:end]:
+        mine = {name: value.chunk(share.count)[share.index] for name, value in batch.items()}
+        loss = loss_of(model, mine)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return losses
+
+
+def saved(folder: str) -> tuple[list[float], Any, list[str]]:
+    accelerator = made({"dp_shard_size": 2, "tp_size": 2})
+    model = decoder()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    steps(accelerator, model, optimizer, 0, 3)
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    state = accelerator.get_state_dict(model)
+    after = steps(accelerator, model, optimizer, 3, 6)
+    names = [name for name, _ in model.named_parameters()]
+    accelerator.load_state(folder)
+    assert steps(accelerator, model, optimizer, 3, 6) == after
+    return after, state, names
+
+
+def loaded(folder: str, how: str) -> tuple[list[float], Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    if how == "shards":
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    elif how == "tensor":
+        accelerator = made({"tp_size": 2})
+    else:
+        accelerator = Accelerator()
+    model = decoder(5)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.load_state(folder)
+    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    return steps(accelerator, model, optimizer, 3, 6), state
+
+
+def test_what_four_save_two_load_in_other_ways_and_one(ranks: RankServer, tmp_path: Path) -> None:
+    """A9, A10: weights and moments, by the user's names; the losses go on as they did."""
+    folder = str(tmp_path / "state")
+    losses, state, names = ranks(4, saved, folder)[0]
+    assert names == [name for name, _ in decoder().named_parameters()]
+    assert list(state) == list(decoder().state_dict())
+    for count, how in ((2, "shards"), (2, "tensor"), (1, "one")):
+        after, whole = ranks(count, loaded, folder, how)[0]
+        assert after == pytest.approx(losses, abs=1e-5), how
+        assert whole.keys() == state.keys()
+        assert all(torch.equal(whole[name], value) for name, value in state.items()), how
+
+
+# ---------------------------------------------------------------- other models and plans
+
+
+def llama(seed: int = 0, **more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **more}))
+
+
+def words(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["shift_labels"].flatten())
+
+
+def five(accelerator: Any, model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for batch in list(loader())[:5]:
+        loss = words(model, batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, accelerator.get_state_dict(model)
+
+
+def five_plain(**more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    from accelerate import Accelerator
+
+    return five(Accelerator(), llama(**more))
+
+
+def llamas(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    accelerator = made({"tp_size": 2}, {})
+    model = llama(accelerator.process_index)
+    text = str(accelerator.plan(model))
+    found["own"] = five(accelerator, model)
+    cut: Any = model.model.layers[0].self_attn.q_proj.weight
+    found["text"], found["shape"] = text, tuple(cut.to_local().shape)
+    tied = llama(accelerator.process_index, tie_word_embeddings=True)
+    found["tied"] = five(made({"tp_size": 2}, {}), tied)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    try:
+        made({"tp_size": 2}, {}).prepare(llama(num_key_value_heads=1))
+    except ValueError as error:
+        found["heads"] = str(error)
+    # Transformers shares the layers itself, while it reads them.
+    from transformers import LlamaForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ready: Any = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+    before: Any = ready.model.layers[0].self_attn.q_proj.weight
+    found["loaded"] = five(made({"tp_size": 2}, {}), ready)
+    assert before.device_mesh["tp"] == accelerator.torch_device_mesh["tp"]
+    return found
+
+
+def test_models_of_transformers_bring_their_plan(ranks: RankServer, tmp_path: Path) -> None:
+    """C, PAINS 18: a plan of their own, tied embeddings, heads; loaded in parts already."""
+    folder = str(tmp_path / "llama")
+    llama().save_pretrained(folder)
+    found = ranks(2, llamas, folder)[0]
+    for name, expected in (("own", five_plain()), ("tied", five_plain(tie_word_embeddings=True))):
+        losses, state = found[name]
+        assert losses == pytest.approx(expected[0], abs=1e-5), name
+        assert state.keys() == expected[1].keys()
+        for key, value in expected[1].items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-5, msg=f"{name}: {key}")
+    assert found["loaded"][0] == pytest.approx(five_plain()[0], abs=1e-5)
+    assert found["shape"] == (8, 16)
+    assert (
+        "2 processes share layers and see the same data: 16 layers of the LlamaForCausalLM" in found["text"]
+    )
+    assert "num_key_value_heads=1" in found["heads"]
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def variants() -> dict[str, Any]:
+    """Many things on two processes that share layers."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+    )
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    found: dict[str, Any] = {}
+    batch = next(iter(loader()))
+    # Only rank 0 has read the model; nothing is trained.
+    accelerator = made({"tp_size": 2})
+    model = decoder()
+    if accelerator.process_index:
+        model = model.to("meta")
+        model.head.weight = model.embed.weight
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    with torch.no_grad():
+        found["logits"] = model(batch["input_ids"])
+    found["shape"] = tuple(model.layers[0].up.weight.to_local().shape)
+    found["frozen"] = [name for name, p in model.named_parameters() if not p.requires_grad]
+    found["alone"] = all(p.device.type == "cpu" for p in model.parameters())
+
+    # Prepared one after another, an optimizer that was made before and has stepped, one that loops by groups.
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005, weight_decay=0.01, eps=1e-4, foreach=True)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    found["held"] = held == set(model.parameters())
+    found["foreach"] = refused(lambda: steps(accelerator, model, optimizer, 1, 3))
+    found["state"] = accelerator.get_state_dict(model)
+
+    # Blocks gathered by themselves, half precision.
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    half = made({"tp_size": 2}, fsdp_plugin=plugin, mixed_precision="bf16")
+    model = decoder(half.process_index)
+    model, optimizer = half.prepare(model, adamw(model))
+    found["bf16"] = steps(half, model, optimizer, 0, 10)
+    found["types"] = {str(p.dtype) for p in model.parameters()}
+
+    # Sequences are cut between layers; the loss is of parts of words.
+    styles = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.first": SequenceParallel(),
+        "layers.*.second": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        **{f"layers.*.attention.{name}_proj": "colwise" for name in "qkv"},
+        "layers.*.attention.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    cut = made({"tp_size": 2}, styles)
+    model = decoder(cut.process_index)
+    model, optimizer = cut.prepare(model, adamw(model))
+    losses, norms = [], []
+    for batch in list(loader())[:5]:
+        with loss_parallel():
+            logits = model(batch["input_ids"])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+            cut.backward(loss)
+        norms.append(cut.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        whole_loss: Any = loss
+        losses.append(whole_loss.full_tensor().item())
+    found["sequence"] = (losses, norms, cut.get_state_dict(model))
+
+    found["no plan"] = refused(lambda: made({"tp_size": 2}, {}).prepare(decoder()))
+    found["sizes"] = refused(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=3)))
+    other = decoder() if accelerator.process_index else Decoder().double()
+    found["other"] = refused(lambda: accelerator.prepare(other))
+    return found
+
+
+def test_variants_of_shared_layers(ranks: RankServer) -> None:
+    """Evaluation of a model that rank 0 has read, late optimizers, half precision, cut sequences, errors."""
+    first, second = ranks(2, variants)
+    model, batch = decoder(), next(iter(loader()))
+    with torch.no_grad():
+        expected = model(batch["input_ids"])
+    for found in (first, second):
+        torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-5)
+        assert found["shape"] == (32, 16)
+        assert found["frozen"] == [n for n, p in model.named_parameters() if not p.requires_grad]
+        assert found["alone"]
+        assert found["held"]
+        assert "has no plan of what is shared" in found["no plan"]
+        assert "dp_shard_size=3 = 3 does not equal the world size 2" in found["sizes"]
+        assert "has other parameters than that of rank 0" in found["other"]
+        assert found["types"] == {"torch.float32"}
+    losses, norms, _ = plain(1)
+    assert first["sequence"][0] == pytest.approx(losses[:5], abs=1e-5)
+    assert first["sequence"][1] == pytest.approx(norms[:5], abs=1e-5)
+    assert first["bf16"] == pytest.approx(unclipped(10, half=True)[0], abs=2e-2)
+    assert first["foreach"] == ""
+    for name, value in unclipped(3)[1].items():
+        torch.testing.assert_close(first["state"][name], value, rtol=0, atol=1e-5)
+
+
+def unclipped(count: int, half: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = decoder()
+    optimizer, losses = adamw(model), []
+    for batch in list(loader())[:count]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()

@@ -77,15 +77,15 @@ class Tensor(Dimension):
         from accelerate.strategy.parallel.tensor_cut import Cutter
         from accelerate.strategy.sharding.shard import agree
 
-        sharing, tp = self.strategy._shard_mesh, self.strategy._plane[self.name]
-        cutter = Cutter(tp, sharing, self.world.device)
-        if not cutter.rehearses:
-            agree(model, None, sharing)
+        sharing, plane = self.strategy._shard_mesh, self.strategy._plane
+        together = plane[tuple(name for name in plane.mesh_dim_names or () if name != "pp")]
+        _, values = agree(model, None, together)
+        cutter = Cutter(plane[self.name], sharing, self.world.device, values)
         for part in plan.parts:
             cutter.cut(part)
         cutter.check(model)
-        if not bundle.training:  # otherwise sharding does it
-            cutter.equal(model)
+        # What is going to be sharded gets its values then.
+        cutter.complete(model, equal=not bundle.training)
         self.follow(cutter.renewed, bundle.of("optimizer"))
 
 

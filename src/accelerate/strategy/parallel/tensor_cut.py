@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallel.tensor_plan import Part
+from accelerate.strategy.sharding.load import Values
 from accelerate.strategy.sharding.shard import local, spread
+from accelerate.strategy.sharding.whole import part_of
 
 
 class Cutter:
@@ -29,13 +30,14 @@ class Cutter:
         mesh: those processes, one dimension.
         others: those that have the same part and see other data.
         device: where this process computes.
+        values: where those of each parameter come from.
 
     Attributes:
         renewed: (old, new) of the parameters that were replaced, by ``id`` of the old one.
     """
 
-    def __init__(self, mesh: DeviceMesh, others: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self.others, self.device = mesh, others, device
+    def __init__(self, mesh: DeviceMesh, others: DeviceMesh, device: torch.device, values: Values) -> None:
+        self.mesh, self.others, self.device, self.values = mesh, others, device, values
         self.renewed: dict[int, tuple[Any, Any]] = {}
 
     @property
@@ -69,7 +71,7 @@ class Cutter:
     def _cut(self, part: Part, name: str, old: nn.Parameter, like: DTensor) -> Any:
         placement = like.placements[0]
         if id(old) not in self.renewed:
-            mine = self._part(old.detach(), placement, like.to_local().shape)
+            mine = self._part(old, like)
             whole = DTensor.from_local(
                 mine, self.mesh, [placement], run_check=False, shape=like.shape, stride=like.stride()
             )
@@ -80,9 +82,14 @@ class Cutter:
         return new
 
     @torch.no_grad()
-    def _part(self, value: torch.Tensor, placement: Placement, shape: torch.Size) -> torch.Tensor:
-        mine = torch.empty(shape, dtype=value.dtype, device=self.device)
-        if self.rehearses or not self._first:
+    def _part(self, old: nn.Parameter, like: DTensor) -> torch.Tensor:
+        value, placement, origin = old.detach(), like.placements[0], self.values.origin(old)
+        if origin == "later":
+            return like.to_local()
+        mine = torch.empty(like.to_local().shape, dtype=value.dtype, device=self.device)
+        if origin == "here":
+            mine.copy_(part_of(value, like))
+        if origin == "here" or self.rehearses or not self._first:
             return mine
         size, group = self.mesh.size(), self.mesh.get_group()
         source, here = dist.get_global_rank(group, 0), self.mesh.get_local_rank() == 0
@@ -107,25 +114,42 @@ class Cutter:
                     raise _torn(f"{path}.{name}", "whole", self.renewed[id(found)][1].placements[0])
 
     @torch.no_grad()
-    def equal(self, model: nn.Module) -> None:
-        """Gives a model that will not be sharded the values of rank 0, and memory where it has none."""
+    def complete(self, model: nn.Module, *, equal: bool) -> None:
+        """Gives what stays whole memory where it has none.
+
+        Args:
+            model: after its parts were cut.
+            equal: and everything the values of rank 0, since it will not be sharded.
+
+        Raises:
+            PrepareError: ``equal``, and rank 0 has no values either.
+        """
         brought: dict[int, tuple[Any, Any]] = {}
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, old in table.items():
-                    if old is None:
+                    if old is None or not (equal or old.is_meta):
                         continue
                     if id(old) not in brought:
-                        brought[id(old)] = old, self._equal(old)
+                        brought[id(old)] = old, self._complete(old, equal)
                     table[name] = brought[id(old)][1]
         self.renewed |= {key: pair for key, pair in brought.items() if pair[0] is not pair[1]}
 
-    def _equal(self, old: Any) -> Any:
+    def _complete(self, old: Any, equal: bool) -> Any:
+        later = old.is_meta and (isinstance(old, DTensor) or self.values.origin(old) == "later")
+        if self.rehearses or (later and not equal):
+            return old
+        if later:
+            raise PrepareError(
+                "a model that is only evaluated is on the meta device, on rank 0 too",
+                why="its layers are shared, and nothing would fill them afterwards",
+                fix="load its weights on rank 0 before prepare",
+            )
         if isinstance(old, DTensor):
             spread(local(old), self.others)
             return old
         moved = torch.empty_like(old, device=self.device) if old.is_meta else old.data.to(self.device)
-        if not self.rehearses:
+        if equal:
             spread(moved, self.mesh)
             spread(moved, self.others)
         if moved.device == old.device:

@@ -96,6 +96,12 @@ class Values:
                 self._sources[tensor] = tensor
         _refuse_hollow(model, self._sources)
 
+    def origin(self, tensor: torch.Tensor) -> str:
+        """``"sent"`` by the leader; ``"here"`` on every rank, in a file; or to be filled ``"later"``."""
+        if tensor not in self._sources:
+            return "sent"
+        return "later" if self._sources[tensor] is None else "here"
+
     def travels(self, tensor: torch.Tensor) -> bool:
         """Whether the leader sends it."""
         return not tensor.is_meta and tensor not in self._sources

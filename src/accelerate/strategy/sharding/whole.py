@@ -76,8 +76,10 @@ def gathered(value: Any, keep: bool) -> Any:
     if isinstance(value, DTensor):
         # Parts that rest on the host travel over the device.
         moved = value if value.to_local().device.type == value.device_mesh.device_type else _back(value)
-        whole = moved.full_tensor()
-        return whole.detach().cpu() if keep else None
+        whole = moved.full_tensor().detach()
+        # Training goes on in the tensor itself, which is whole already where one process has all of it.
+        same = whole.untyped_storage().data_ptr() == value.to_local().untyped_storage().data_ptr()
+        return whole.to("cpu", copy=same) if keep else None
     if isinstance(value, torch.Tensor):
         # A copy: training goes on in the tensor itself.
         return value.detach().to("cpu", copy=True) if keep else None
