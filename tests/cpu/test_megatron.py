@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.support.ranks import RankServer
+from accelerate.core.packages import installed
+from tests.support.ranks import RankServer, same_on_all
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-pytest.importorskip("transformers")
+# Not by importing them: ranks import this file too, and some must not have the engine.
+pytestmark = pytest.mark.skipif(
+    not (installed("megatron.core") and installed("transformers")), reason="megatron-core is not installed"
+)
 
 ROWS, LENGTH, WORDS = 4, 12, 67
 State = dict[str, torch.Tensor]
@@ -137,7 +139,6 @@ def trained(kind: str, steps: int, window: int, precision: str = "no", **options
 
 def looped(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> Run:
     losses, norms, rates = [], [], []
-    model.train()
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -178,30 +179,279 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_all_layouts() -> dict[tuple[str, str], tuple[Run, float]]:
+def in_all_layouts(folder: str) -> dict[Any, Any]:
     """One program after another, in processes that have imported the engine once."""
     from megatron.core import parallel_state
 
-    found = {}
+    found: dict[Any, Any] = {"plain": plain_numbers()}
     for name, options in LAYOUTS.items():
         for kind in MODELS:
-            started = time.monotonic()
-            found[kind, name] = trained(kind, 3, 2, **options), time.monotonic() - started
+            found[kind, name] = trained(kind, 3, 2, **options)
+        if name == "tp":
+            found["resumed"] = resumed(folder, options)
+            found["bf16"] = trained("llama", 2, 1, "bf16", **options)
+            found["eval"] = evaluated(options)
+        if name == "sharded":
+            found["elsewhere"] = continued(folder, options)
+            found["means"] = means()
         parallel_state.destroy_model_parallel()
     return found
 
 
+def plain_numbers() -> dict[str, Any]:
+    """What the user's own models give; here, where transformers is imported anyway."""
+    found: dict[str, Any] = {kind: plainly(kind, 3, 2) for kind in MODELS}
+    found["unwindowed"] = plainly("llama", 2, 1)
+    batch = next(iter(DataLoader(samples(1), batch_size=ROWS)))  # type: ignore[arg-type]
+    told = gpt2().eval()(**batch)
+    found["eval"] = told.loss.item(), told.logits.detach()
+    model = gpt2()
+    for batch in DataLoader(samples(2), batch_size=ROWS // 2):  # type: ignore[arg-type]
+        (model(**batch).loss / 4).backward()
+    found["means"] = nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    return found
+
+
+def some(accelerator: Any, first: int, last: int) -> list[Any]:
+    """Batches of all copies of the model, from one to another."""
+    rows, copies = samples(last), accelerator.strategy.share
+    loader = DataLoader(rows[first * ROWS :], batch_size=ROWS)  # type: ignore[arg-type]
+    return [{k: v.chunk(copies.count)[copies.index] for k, v in batch.items()} for batch in loader]
+
+
+def resumed(folder: str, options: dict[str, Any]) -> tuple[Run, Run]:
+    """Two steps and one more; and the one more after loading what was saved between them."""
+    accelerator = accelerator_of(**options)
+    model, optimizer, _, scheduler = prepared(accelerator, "llama", 3)
+    looped(accelerator, model, optimizer, some(accelerator, 0, 2), scheduler)
+    accelerator.save_state(f"{folder}/between")
+    whole = looped(accelerator, model, optimizer, some(accelerator, 2, 3), scheduler)
+    return whole, continued(folder, options)
+
+
+def continued(folder: str, options: dict[str, Any]) -> Run:
+    """The third step of a run that was saved, perhaps in another layout."""
+    accelerator = accelerator_of(**options)
+    model, optimizer, _, scheduler = prepared(accelerator, "llama", 3)
+    accelerator.load_state(f"{folder}/between")
+    return looped(accelerator, model, optimizer, some(accelerator, 2, 3), scheduler)
+
+
+def alone(folder: str) -> Run:
+    """The same in one process, by the user's own model."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = llama()
+    optimizer = optimizer_of(model)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule(optimizer))
+    accelerator.load_state(f"{folder}/between")
+    return looped(accelerator, model, optimizer, some(accelerator, 2, 3), scheduler)
+
+
+def evaluated(options: dict[str, Any]) -> tuple[float, torch.Tensor, torch.Tensor, bool]:
+    """A loss in evaluation, logits without labels, logits next to a loss; and whether gradients stayed."""
+    accelerator = accelerator_of(**options, return_logits=True)
+    model, *_ = prepared(accelerator, "gpt2", 1)
+    (batch,) = some(accelerator, 0, 1)
+    model.eval()
+    told = model(**batch)
+    only = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    assert only.loss is None
+    return told.loss.item(), only.logits, told.logits, model.calls == 0
+
+
+def means() -> tuple[float, float]:
+    """Gradients of a mean of means, and the plugin's own limit, which counts where the loop does not clip."""
+    accelerator = accelerator_of(2, calculate_per_token_loss=False, gradient_clipping=0.1)
+    model, optimizer, *_ = prepared(accelerator, "gpt2", 2)
+    norm = 0.0
+    for batch in some(accelerator, 0, 2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), float("inf")).item()
+            optimizer.zero_grad()
+    for batch in some(accelerator, 0, 2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+    stepper: Any = model.stepper
+    return norm, stepper.last_norm
+
+
 @pytest.fixture(scope="module")
-def runs(ranks: RankServer) -> list[dict[tuple[str, str], tuple[Run, float]]]:
-    return ranks(2, in_all_layouts, timeout=240)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankServer, folder: str) -> list[dict[Any, Any]]:
+    return ranks(2, in_all_layouts, folder, timeout=240)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_trains_as_the_users_own_model_does(runs: Any, kind: str, layout: str) -> None:
     """B1, B7: losses, norms, rates and weights, with accumulation and micro-batches of unequal tokens."""
-    ours, theirs = (run[kind, layout][0] for run in runs)
-    print(runs[0][kind, layout][1])
+    ours, theirs = (run[kind, layout] for run in runs)
     assert ours[:3] == theirs[:3]
     assert not theirs[3], "states are whole on process 0 only"
-    check(ours, plainly(kind, 3, 2))
+    check(ours, runs[0]["plain"][kind])
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(runs: Any) -> None:
+    """D11"""
+    whole, parts = runs[0]["resumed"]
+    assert whole[:3] == parts[:3]
+    for name, value in whole[3].items():
+        torch.testing.assert_close(parts[3][name], value, rtol=0, atol=0)
+
+
+def test_states_load_in_another_layout_and_in_one_process(runs: Any, single: Any) -> None:
+    """Saved with two processes for each layer; loaded with a sharded optimizer, and by the plain model."""
+    whole = runs[0]["resumed"][0]
+    check(runs[0]["elsewhere"], whole)
+    check(single[0], whole)
+
+
+def test_16_bit_models_keep_32_bit_weights(runs: Any) -> None:
+    ours, plain = runs[0]["bf16"], runs[0]["plain"]["unwindowed"]
+    check(ours, plain, near=2e-2)
+    assert {value.dtype for value in ours[3].values()} == {torch.float32}
+
+
+def test_evaluation_gives_losses_and_logits_of_the_users_model(runs: Any) -> None:
+    loss, only, told, untouched = runs[1]["eval"]
+    expected, logits = runs[1]["plain"]["eval"]
+    assert loss == pytest.approx(expected, abs=1e-5)
+    torch.testing.assert_close(only, logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(told, logits, rtol=0, atol=1e-5)
+    assert untouched
+
+
+def test_means_of_means_where_tokens_do_not_count(runs: Any) -> None:
+    """B7: the norm is that of both halves of each of two batches, equally weighted."""
+    norm, limited = runs[0]["means"]
+    expected = runs[0]["plain"]["means"]
+    assert [norm, limited] == pytest.approx([expected, expected], abs=1e-5)
+    assert expected > 0.1
+
+
+# --- what is refused
+
+
+def refused() -> dict[str, tuple[str, str]]:
+    """Mistakes in a loop, in one process: kind and text of the error of each."""
+    found: dict[str, tuple[str, str]] = {}
+
+    def tried(name: str, call: Any) -> None:
+        try:
+            call()
+        except ValueError as error:
+            found[name] = type(error).__name__, str(error)
+
+    accelerator = accelerator_of(num_micro_batches=2)
+    model, optimizer, loader, _ = prepared(accelerator, "gpt2", 1)
+    batch = next(iter(loader))
+    found["type"] = accelerator.distributed_type.value, type(optimizer).__name__
+    tried("odd", lambda: model(**{k: v[:3] for k, v in batch.items()}))
+    tried("no labels", lambda: model(input_ids=batch["input_ids"]))
+    tried("column", lambda: model(**batch, token_type_ids=batch["labels"]))
+    tried("scaled", lambda: accelerator.backward(model(**batch).loss * 2))
+    tried("twice", lambda: model(**batch))
+    optimizer.zero_grad()
+    accelerator.backward(model(**batch).loss)
+    tried("some", lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0))
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    tried("after clipping", lambda: model(**batch))
+    tried("second model", lambda: accelerator.prepare(gpt2()))
+    optimizer.step()
+
+    def again(change: Any) -> Any:
+        other = llama()
+        return lambda: accelerator_of().prepare(other, change(other) or optimizer_of(other))
+
+    tried("kind", lambda: accelerator_of().prepare(nn.Linear(2, 2)))
+    tried("groups", again(_key_apart))
+    tried("frozen", again(lambda m: m.model.layers[0].self_attn.k_proj.requires_grad_(False) and None))
+    tried("foreign", lambda: accelerator_of().prepare(llama(), optimizer_of(llama())))
+    tried("degrees", lambda: accelerator_of(tp_degree=2))
+    return found
+
+
+def in_one_process(folder: str) -> tuple[Run, dict[str, tuple[str, str]]]:
+    return alone(folder), refused()
+
+
+@pytest.fixture(scope="module")
+def single(ranks: RankServer, runs: Any, folder: str) -> Any:
+    """After the runs, whose state it loads."""
+    return ranks(1, in_one_process, folder, timeout=240)[0]
+
+
+def _key_apart(model: Any) -> torch.optim.Optimizer:
+    key = model.model.layers[0].self_attn.k_proj.weight
+    rest = [parameter for parameter in model.parameters() if parameter is not key]
+    return torch.optim.AdamW([{"params": [key]}, {"params": rest}], lr=1e-2)
+
+
+REFUSED = {
+    "odd": "a batch of 3 samples does not divide into 2 micro-batches",
+    "no labels": "a batch without labels was given to a model in training",
+    "column": "the batch for Megatron-LM has token_type_ids",
+    "scaled": "backward was given a loss that is the model's times 2",
+    "twice": "a model was called again before its loss was given to backward",
+    "some": "clipping of other gradients than all those of the prepared model",
+    "after clipping": "between clipping its gradients and the optimizer's step",
+    "second model": "several models for Megatron-LM",
+    "kind": "Megatron-LM cannot train a Linear",
+    "groups": "are in different groups of the optimizer",
+    "frozen": "are frozen, and some are trained",
+    "foreign": "parameters of no model in this prepare",
+    "degrees": "tp_degree=2 times pp_degree=1 is 2, which does not divide 1 processes",
+}
+
+
+def test_mistakes_are_told_in_words(single: Any) -> None:
+    found = dict(single[1])
+    assert found.pop("type") == ("MEGATRON_LM", "MegatronLMOptimizerWrapper")
+    assert found.keys() == REFUSED.keys()
+    for name, words in REFUSED.items():
+        assert words in found[name][1], name
+
+
+def unpatched() -> str:
+    from accelerate import Accelerator
+    from accelerate.core.errors import DeviceError
+
+    with pytest.raises(DeviceError) as caught:
+        Accelerator(cpu=True)
+    return str(caught.value)
+
+
+def test_without_its_devices_it_refuses_on_every_process(ranks: RankServer) -> None:
+    """F3: asked for by the launcher's variable; nothing else trains instead."""
+    text = same_on_all(ranks(2, unpatched, env={"ACCELERATE_USE_MEGATRON_LM": "true"}))
+    assert text.startswith("Megatron-LM trains on cuda devices only, and this process has cpu")
+    assert "ParallelismConfig(tp_size=..., pp_size=...)" in text
+
+
+def absent() -> str:
+    import sys
+
+    from accelerate import Accelerator
+    from accelerate.core import packages
+    from accelerate.core.errors import MissingExtraError
+
+    installed = packages.installed
+    packages.installed = lambda module: module != "megatron.core" and installed(module)
+    assert "megatron.core" not in sys.modules
+    with pytest.raises(MissingExtraError) as caught:
+        Accelerator(cpu=True)
+    return str(caught.value)
+
+
+def test_without_the_package_it_says_what_to_install(ranks: RankServer) -> None:
+    (text,) = ranks(1, absent, env={"ACCELERATE_USE_MEGATRON_LM": "true"})
+    assert text.splitlines()[-1].strip() == "fix: pip install megatron-core"

@@ -9,26 +9,31 @@ from accelerate.facade.scheduler import AcceleratedScheduler
 
 
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """Around an optimizer of the engine that steps inside the engine: ``step`` and ``zero_grad`` do nothing.
+    """Stands before an optimizer that steps inside the engine.
 
-    ``prepare`` does not make it: there the engine steps when the loop says so.
+    The one that ``prepare`` gives takes the engine's step. One that was made by hand has no engine:
+    ``step`` and ``zero_grad`` do nothing.
 
     Args:
-        optimizer: the engine's.
+        optimizer: the user's, or the engine's.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing."""
+        """Drops the engine's gradients, unless they are being accumulated."""
+        if self._strategy is not None:
+            super().zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
+    def step(self) -> None:  # type: ignore[override]
+        """Takes the engine's step, unless gradients are being accumulated."""
+        if self._strategy is not None:
+            super().step()
 
     @property
     def step_was_skipped(self) -> bool:
-        """What the engine's optimizer says of its last step."""
+        """Whether the last step was not taken because a gradient was not finite."""
         return bool(getattr(self.optimizer, "skipped_iter", False))
 
 

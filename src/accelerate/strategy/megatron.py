@@ -42,6 +42,10 @@ class Megatron(Strategy):
     owns_step: ClassVar[bool] = True
     owns_precision: ClassVar[bool] = True
     shards: ClassVar[bool] = True
+    spreads: ClassVar[bool] = False
+    wrappers: ClassVar[Mapping[str, str]] = {
+        "optimizer": "accelerate.facade.megatron_lm:MegatronLMOptimizerWrapper"
+    }
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)

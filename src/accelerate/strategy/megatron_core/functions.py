@@ -78,7 +78,7 @@ def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults:
             f"the strategy is {accelerator.strategy.name}, not Megatron-LM's",
             fix="Accelerator(megatron_lm_plugin=MegatronLMPlugin())",
         )
-    open_groups(layout)
+    open_groups(layout, accelerator.strategy.world.hardware.backend)
 
 
 def finish_mpu_init() -> None:

@@ -99,14 +99,21 @@ def check_engine(world: World) -> None:
         )
 
 
-def open_groups(layout: Layout) -> None:
+def open_groups(layout: Layout, backend: str) -> None:
     """Makes the engine's groups of processes, once for a world; all processes must call it.
+
+    Args:
+        layout: of this process.
+        backend: how a process that is alone would talk to others; the engine wants a group also then.
 
     Raises:
         SettingError: groups of other degrees are there.
     """
     from megatron.core import parallel_state
 
+    if layout.size == 1 and not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
         if _stale():
             parallel_state.destroy_model_parallel()

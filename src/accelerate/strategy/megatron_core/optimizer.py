@@ -85,6 +85,7 @@ class Stepper:
 
     Attributes:
         engine: the engine's optimizer.
+        last_norm: of all gradients in the last step, before clipping; None where nothing was clipped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: MegatronEngine, groups: Groups) -> None:
@@ -93,6 +94,7 @@ class Stepper:
         self._held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         self.engine = self._made()
         self.norm: float | None = None
+        self.last_norm: float | None = None
         self.ready = self.skips = False
 
     def _made(self) -> Any:
@@ -173,6 +175,7 @@ class Stepper:
         limit = self.engine.config.clip_grad
         if self.norm is None and limit > 0:
             self.clip(limit, 2.0)
+        self.last_norm = self.norm
         if not self.skips:
             self.engine.step_with_ready_grads()
         self._forget()

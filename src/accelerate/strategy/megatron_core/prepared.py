@@ -56,7 +56,7 @@ def engine_of(
         for rule in rules.values():
             groups.place(rule)
     settings = config_of(family, config, plugin, layout, _FORMATS[strategy.request.precision], device)
-    open_groups(layout)
+    open_groups(layout, strategy.world.hardware.backend)
     seed_engine(device)
     gpt = build(family, config, settings, layout)
     fill(gpt, rules, from_rank_zero(model, device), layout)
