@@ -7,20 +7,15 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import RankServer
-from tests.support.sequences import (
-    Numbers,
-    alone,
-    close,
-    shared,
-)
+from tests.support.sequences import Jobs, Numbers, same, shared
 
 
-def trained_all(jobs: list[tuple[Any, ...]]) -> list[Numbers]:
+def trained_all(jobs: Jobs) -> list[Numbers]:
     """Several trainings in one start of processes."""
     return [shared(*job) for job in jobs]
 
 
-JOBS: list[tuple[Any, ...]] = [
+JOBS: Jobs = [
     ("llama", {"cp_size": 2}, 4, 1, False),
     ("llama", {"cp_size": 2}, 8, 4, False),
     ("llama", {"cp_size": 2}, 4, 1, True),
@@ -28,15 +23,6 @@ JOBS: list[tuple[Any, ...]] = [
     ("mistral", {"cp_size": 2}, 4, 2, True),
     ("plain", {"cp_size": 2}, 6, 1, False),
 ]
-
-
-def same(jobs: list[tuple[Any, ...]], found: list[list[Numbers]]) -> None:
-    """All processes have the numbers of one; the first has the weights."""
-    for job, *numbers in zip(jobs, *found, strict=True):
-        kind, _, steps, window, padded = job
-        one = alone(kind, steps, window, padded)
-        for mine in numbers:
-            close((*mine[:2], numbers[0][2]), one)
 
 
 def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
@@ -51,5 +37,5 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
     "sizes", [{"cp_size": 2, "dp_shard_size": 2}, {"cp_size": 2, "dp_replicate_size": 2}]
 )
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer, sizes: dict[str, Any]) -> None:
-    jobs = [("llama", sizes, 8, 4, True), ("plain", sizes, 4, 1, False)]
+    jobs: Jobs = [("llama", sizes, 8, 4, True), ("plain", sizes, 4, 1, False)]
     same(jobs, ranks(4, trained_all, jobs, timeout=100))

@@ -56,7 +56,8 @@ class Sequences(Dimension):
         self._option: bool | Mapping[str, int] | None = getattr(self.handler, "cut", None)
         dims = self._option if isinstance(self._option, Mapping) else None
         self.cutter = Cutter(self.size, self.place, self.balanced, dims)
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # The models, and the names that their users know: sharding gives them others.
+        self._models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._together: weakref.WeakSet[Any] = weakref.WeakSet()
         # The tensors that are parts, and the dimension of their tokens.
         self._parts: Any = WeakIdKeyDictionary()
@@ -91,7 +92,7 @@ class Sequences(Dimension):
     def _install(self, bundle: Bundle) -> None:
         for model in dict.fromkeys(bundle.of("model")):
             if model not in self._models:
-                self._models.add(model)
+                self._models[model] = type(model).__name__
                 model.register_forward_pre_hook(self._before, with_kwargs=True)
                 self._switch.install(model)
                 model.register_forward_hook(self._after)
@@ -213,7 +214,7 @@ class Sequences(Dimension):
         if views or alike or model.training:
             shown = ", ".join(str(tuple(tensor.shape)) for tensor in views or alike or tensors)
             raise PrepareError(
-                f"{type(model).__name__} got tensors that are none of a prepared loader's: {shown}",
+                f"{self._models[model]} got tensors that are none of a prepared loader's: {shown}",
                 why=f"loaders give this process its part of each sequence ({self.what}), and a copy or a "
                 "slice of one is taken for a whole",
                 fix="give the model the batch's own tensors (its labels are shifted already: shift_labels); "
@@ -223,7 +224,7 @@ class Sequences(Dimension):
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.exchange.lengths and not self.exchange.calls:
             raise PrepareError(
-                f"{type(model).__name__} has computed a part of its sequences without any attention",
+                f"{self._models[model]} has computed a part of its sequences without any attention",
                 why=f"{self.what} exchanges tokens in torch's scaled_dot_product_attention, and it was not "
                 "called: this model's attention is made otherwise, and would see a part only",
                 fix='use torch.nn.functional.scaled_dot_product_attention (attn_implementation="sdpa"), '
@@ -256,13 +257,13 @@ class Sequences(Dimension):
     def joined(self, values: Any) -> Any:
         """What the processes of a sequence have computed, as one of them would have computed it whole.
 
-        Tensors that are equal on all of them stay. Others are parts of sequences, where their second
-        dimension counts tokens, and are joined; or numbers of parts, and become their mean.
+        After a forward on parts. Tensors whose second dimension is that of the tokens of a part are joined to
+        whole sequences. Other numbers that differ are of the parts, and become their mean.
 
         Raises:
             PrepareError: whole numbers that differ.
         """
-        return tree.map_tree(self._joined, values)
+        return tree.map_tree(self._joined, values) if self.exchange.lengths else values
 
     def _joined(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -270,15 +271,15 @@ class Sequences(Dimension):
         mine = leaf.detach().contiguous()
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.group)
+        if mine.dim() > 1 and mine.shape[1] in self.exchange.lengths:
+            return join(found, 1, self.balanced)
         if all(torch.equal(found[0], part) for part in found[1:]):
             return leaf
-        if leaf.dim() > 1 and leaf.shape[1] in (self._given | self.exchange.lengths):
-            return join(found, 1, self.balanced)
         if not leaf.is_floating_point():
             raise PrepareError(
                 f"a tensor of {leaf.dtype}, {tuple(leaf.shape)}, differs between processes of one sequence",
                 why="each has a part of its tokens, and what is to count for the whole is not known",
-                fix="gather what is per token (rows, tokens), or add up: accelerator.reduce(count)",
+                fix="gather what is per token, (rows, tokens), or add up: accelerator.reduce(count)",
             )
         return torch.stack(found).mean(0)
 
