@@ -330,6 +330,25 @@ def apart() -> None:
         )
 
 
+def again() -> None:
+    """After free_memory the same module goes into another engine, of another stage."""
+    from accelerate.utils import DeepSpeedOptimizerWrapper, extract_model_from_parallel
+
+    accelerator, model, optimizer = engine(ASKED["2"])
+    assert isinstance(optimizer, DeepSpeedOptimizerWrapper)
+    loop(accelerator, model, optimizer, steps=1)
+    module = accelerator.unwrap_model(model)
+    assert extract_model_from_parallel(model) is module
+    accelerator.free_memory()
+    assert list(accelerator.strategy.engines) == []
+    with torch.no_grad():
+        for parameter, fresh in zip(module.parameters(), tiny().parameters(), strict=True):
+            parameter.copy_(fresh)
+    model, optimizer = accelerator.prepare(module, adamw(module))
+    ours, plain = loop(accelerator, model, optimizer), alone(1)
+    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(plain["losses"]), rtol=0, atol=1e-5)
+
+
 def stand_ins() -> None:
     """The engine makes the optimizer and the schedule, by values of the stand-ins."""
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -413,7 +432,7 @@ def refused() -> None:
         accelerator.get_state_dict(model)
 
 
-USES = (bf16, windows, dropped, two_models, apart, stand_ins, refused)
+USES = (bf16, windows, dropped, two_models, apart, again, stand_ins, refused)
 
 
 def uses() -> list[str]:

@@ -230,7 +230,7 @@ def test_what_is_not_built_is_refused_not_ignored(arguments: dict[str, object]) 
         Accelerator(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_DEEPSPEED"])
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_MEGATRON_LM"])
 def test_an_engine_that_is_not_built_never_trains_in_another_way(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:

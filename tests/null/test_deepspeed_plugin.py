@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.packages import installed
 from accelerate.strategy.zero import tree
 from accelerate.strategy.zero.fill import Wanted, fill, hidden_size
@@ -253,6 +253,17 @@ def test_the_accelerator_takes_and_refuses() -> None:
     assert "ZeRO stage 3" in plan
     assert '"bf16": {"enabled": true}' in plan
     assert taken.deepspeed_plugin.is_auto("train_micro_batch_size_per_gpu")
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_DEEPSPEED", ""])
+def test_without_the_package_nothing_trains(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """F3: asked for, it is never another strategy; the error is the line to type."""
+    monkeypatch.setattr("accelerate.strategy.deepspeed.installed", lambda _: False)
+    if variable:
+        monkeypatch.setenv(variable, "true")
+    with pytest.raises(MissingExtraError) as error:
+        Accelerator(cpu=True, deepspeed_plugin=None if variable else DeepSpeedPlugin())
+    assert error.value.fix == "pip install deepspeed"
 
 
 def test_stand_ins_mean_nothing_without_the_engine() -> None:

@@ -539,7 +539,6 @@ def test_every_declared_variable_is_a_promised_one() -> None:
 @pytest.mark.parametrize(
     ("variables", "flag"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "--use_deepspeed"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm"),
     ],
 )

@@ -164,6 +164,7 @@ class Accelerator(Given, Loop, Saving, Stopping, Tracking, Effects, Meshed):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self.gradient_state.step = 0
+        self.strategy.forget()
 
     def _group_options(self) -> dict[str, Any]:
         handler = self.handlers.get(InitProcessGroupKwargs)

@@ -234,6 +234,9 @@ class Strategy(ABC):
     def shortened(self, factor: float) -> None:
         """The next micro-batch closes a window early: an engine multiplies what it holds by ``factor``."""
 
+    def forget(self) -> None:
+        """Everything that was prepared is used no more."""
+
     def advances(self, scheduler: Any) -> bool:
         """Whether the step of an engine advances this schedule too."""
         return False

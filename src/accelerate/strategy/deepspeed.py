@@ -217,6 +217,10 @@ class DeepSpeed(Strategy):
             if bundle.place[index] and self.engines.of(bundle.objects[index]) is None:
                 bundle.objects[index].to(self.world.device)
 
+    def forget(self) -> None:
+        """The engines; a model may be prepared again."""
+        self.engines.clear()
+
     def advances(self, scheduler: Any) -> bool:
         """Those that the engine has made or was given."""
         return any(made.scheduler is scheduler for made in self.engines if made.scheduler is not None)

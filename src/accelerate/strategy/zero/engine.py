@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Made:
         pending: a backward has run since gradients were used or dropped.
         complete: the last one was the last of its window.
         stretch: what gradients are multiplied by when they are used; a short window says so.
+        hooks: what was attached to the module beside the engine's own.
     """
 
     engine: Any
@@ -40,6 +41,7 @@ class Made:
     pending: bool = False
     complete: bool = False
     stretch: float = 1.0
+    hooks: list[Any] = field(default_factory=list)
 
     @property
     def module(self) -> nn.Module:
@@ -243,13 +245,13 @@ def make(model: nn.Module, config: Mapping[str, Any], optimizer: Any, scheduler:
     made.clip = float(engine.gradient_clipping() or 0.0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
     if dtype is not None:
-        _convert(model, dtype)
+        made.hooks += _convert(model, dtype)
     if made.stage == 3:
-        _guard(engine)
+        made.hooks.append(_guard(engine))
     return made
 
 
-def _convert(module: nn.Module, dtype: torch.dtype) -> None:
+def _convert(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     """The weights are in 16 bits: so become the inputs, and outputs become float32 again."""
 
     def narrow(leaf: Any) -> Any:
@@ -264,11 +266,11 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         return tree.map_tree(widen, output)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    ahead = module.register_forward_pre_hook(before, with_kwargs=True)
+    return [ahead, module.register_forward_hook(after)]
 
 
-def _guard(engine: Any) -> None:
+def _guard(engine: Any) -> Any:
     """``state_dict()`` of a partitioned model would be of empty tensors: it says so instead."""
     inside: list[bool] = []
     ask = engine.module_state_dict
@@ -289,7 +291,7 @@ def _guard(engine: Any) -> None:
             )
 
     engine.module_state_dict = by_engine
-    engine.module.register_state_dict_pre_hook(check)
+    return engine.module.register_state_dict_pre_hook(check)
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -309,9 +311,9 @@ def adopt(old: Made, new: Made) -> Made:
 
 
 def release(made: Made) -> None:
-    """Takes an engine that does not train off its module."""
+    """Takes an engine off its module, so that another one may take its place."""
     engine = made.engine
-    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook, *made.hooks):
         handle.remove()
     if hasattr(engine.optimizer, "destroy"):
         engine.optimizer.destroy()
@@ -331,9 +333,11 @@ class Engines:
         self._made = [known for known in self._made if known.engine is not made.engine]
         self._made.append(made)
 
-    def forget(self, gone: Callable[[Made], bool]) -> None:
-        """Lets go."""
-        self._made = [known for known in self._made if not gone(known)]
+    def clear(self) -> None:
+        """Lets all go, and takes them off their modules."""
+        for made in self._made:
+            release(made)
+        self._made = []
 
     def of(self, model: Any) -> Made | None:
         """The engine of a model: prepared, or the user's own."""
