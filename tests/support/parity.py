@@ -40,7 +40,8 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
     angles = positions[:, None, :, None] * 100.0 ** (-torch.arange(half, device=x.device) / half)
     a, b = x.chunk(2, -1)
-    return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+    y = torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+    return y.to(x.dtype)
 
 
 class Block(nn.Module):
@@ -104,24 +105,24 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    """Words of an order that can be learned; labels are the next words."""
+    """Words of an order that can be learned, and the next word of each."""
     chance = torch.Generator().manual_seed(7)
     start = torch.randint(WORDS, (STEPS * ROWS, 1), generator=chance)
     step = torch.randint(1, 4, (STEPS * ROWS, 1), generator=chance)
     words = (start + step * torch.arange(LENGTH + 1)) % WORDS
-    return [{"input_ids": row[:-1], "labels": row[1:]} for row in words]
+    return [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in words]
 
 
-def loader(rows: int = ROWS) -> DataLoader[Any]:
-    """In order, ``rows`` samples at once."""
-    return DataLoader(samples(), batch_size=rows)  # type: ignore[arg-type]
+def loader(rows: int = ROWS, begin: int = 0, end: int = STEPS) -> DataLoader[Any]:
+    """The samples of the steps from ``begin`` to ``end``, in order, ``rows`` at once."""
+    return DataLoader(samples()[begin * ROWS : end * ROWS], batch_size=rows)  # type: ignore[arg-type]
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean cross entropy over this process's words."""
     inputs = {name: value for name, value in batch.items() if name in ("input_ids", "position_ids")}
     logits = model(**inputs)
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["shift_labels"].flatten())
 
 
 def plain(window: int, half: bool = False) -> Numbers:

@@ -1,0 +1,180 @@
+"""Law 7, the longer way: a small decoder under every way to spread it, to the numbers of one process.
+
+Tied embeddings, a frozen block, attention with rotated positions, AdamW with decay, clipped gradients; twenty
+steps. Losses, global norms of gradients and all weights after gathering are those of the plain loop.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.core import packages
+from accelerate.strategy import STRATEGIES
+from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decoder, loader, loss_of, plain
+from tests.support.ranks import RankServer
+
+MIDDLE = STEPS // 2
+# Way -> (processes, strategy, what says so: sizes of a mesh, options of the plugin, stage of the engine).
+WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "copies": (2, "ddp", {}),
+    "shards": (2, "fsdp", {"fsdp": {}}),
+    "shards, version 1": (2, "fsdp1", {"fsdp": {"fsdp_version": 1}}),
+    "copies of shards": (4, "parallelism", {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "layers": (2, "parallelism", {"tp_size": 2}),
+    "layers x shards": (4, "parallelism", {"tp_size": 2, "dp_shard_size": 2}),
+    "layers x copies": (4, "parallelism", {"tp_size": 2, "dp_replicate_size": 2}),
+    "sequences, keys": (2, "parallelism", {"cp_size": 2}),
+    "sequences, keys x shards": (4, "parallelism", {"cp_size": 2, "dp_shard_size": 2}),
+    "sequences, heads": (2, "parallelism", {"sp_size": 2}),
+    "sequences, heads x shards": (4, "parallelism", {"sp_size": 2, "dp_shard_size": 2}),
+    "stages": (2, "parallelism", {"pp_size": 2}),
+    "stages x shards": (4, "parallelism", {"pp_size": 2, "dp_shard_size": 2}),
+    "ZeRO 1": (2, "deepspeed", {"zero": 1}),
+    "ZeRO 2": (2, "deepspeed", {"zero": 2}),
+    "ZeRO 3": (2, "deepspeed", {"zero": 3}),
+}
+# Engines that train models of their own only: their tests hold them to this law with such a model.
+ELSEWHERE = {"single", "megatron"}
+
+
+def accelerator_of(way: str, **more: Any) -> Any:
+    """An ``Accelerator`` that is asked for that way."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import TorchTensorParallelConfig
+
+    _, strategy, said = WAYS[way]
+    layers: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+    if "zero" in said:
+        from accelerate import DeepSpeedPlugin
+
+        more["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=said["zero"])
+    elif "fsdp" in said:
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**layers, **said["fsdp"])
+    elif said:
+        tensor = {"tp_handler": TorchTensorParallelConfig(plan=PLAN)} if "tp_size" in said else {}
+        more["parallelism_config"] = ParallelismConfig(**said, **tensor)
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**layers)
+    accelerator = Accelerator(cpu=True, **more)
+    assert accelerator.strategy.name == strategy
+    return accelerator
+
+
+def loop(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.mean_loss(loss.detach()).item())
+    return losses, norms
+
+
+def whole(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
+    """Rank 0: the state by the user's names; others may have less."""
+    state = accelerator.get_state_dict(model)
+    return {name: value.detach().float().cpu().clone() for name, value in (state or {}).items()}
+
+
+def trained(way: str, window: int, precision: str = "no") -> Numbers:
+    accelerator = accelerator_of(way, gradient_accumulation_steps=window, mixed_precision=precision)
+    share = accelerator.strategy.share
+    # Every rank begins with other weights: those of rank 0 count.
+    model = decoder(accelerator.process_index)
+    batches = loader(ROWS // share.count)
+    model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
+    losses, norms = loop(accelerator, model, optimizer, batches)
+    return losses, norms, whole(accelerator, model)
+
+
+def trained_twice(way: str) -> list[Numbers]:
+    return [trained(way, 1), trained(way, 4)]
+
+
+def known(way: str) -> None:
+    if WAYS[way][1] == "deepspeed" and not packages.installed("deepspeed"):
+        pytest.skip("deepspeed is not installed: pip install deepspeed")
+
+
+def test_every_strategy_is_under_this_law() -> None:
+    missing = set(STRATEGIES.names()) - {strategy for _, strategy, _ in WAYS.values()} - ELSEWHERE
+    assert not missing, f"say in WAYS how to ask for {sorted(missing)}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, way: str) -> None:
+    """B7, B8: with gradients of one batch, and accumulated over four."""
+    known(way)
+    every = ranks(WAYS[way][0], trained_twice, way, timeout=120)
+    for index, window in enumerate((1, 4)):
+        theirs = plain(window)
+        assert theirs[0][-1] < 0.75 * theirs[0][0], "the loop learns nothing, so equality would say nothing"
+        close(every[0][index], theirs, 1e-5)
+        for one in every:
+            for told, first in zip(one[index][:2], every[0][index][:2], strict=True):
+                assert told == pytest.approx(first, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "way", ["copies", "shards", "shards, version 1", "layers", "sequences, keys", "stages", "ZeRO 2"]
+)
+def test_in_16_bits_too(ranks: RankServer, way: str) -> None:
+    """B8: where each way rounds is its own."""
+    known(way)
+    ours = ranks(WAYS[way][0], trained, way, 1, "bf16", timeout=120)[0]
+    losses, _, _ = plain(1, half=True)
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(losses), rtol=2e-2, atol=2e-2)
+
+
+def first_half(way: str, folder: str, more: dict[str, Any]) -> list[float]:
+    accelerator = accelerator_of(way)
+    model = decoder()
+    batches = loader(ROWS // accelerator.strategy.share.count, 0, MIDDLE)
+    model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
+    losses, _ = loop(accelerator, model, optimizer, batches)
+    accelerator.save_state(folder, **more)
+    return losses
+
+
+def second_half(way: str, folder: str) -> Numbers:
+    accelerator = accelerator_of(way)
+    model = decoder(5)
+    batches = loader(ROWS // accelerator.strategy.share.count, MIDDLE, STEPS)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.load_state(folder)
+    losses, norms = loop(accelerator, model, optimizer, accelerator.prepare(batches))
+    return losses, norms, whole(accelerator, model)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("copies of shards", "shards"),
+        ("layers x shards", "copies"),
+        ("stages x shards", "layers"),
+        ("sequences, keys x shards", "shards, version 1"),
+        ("shards, version 1", "stages"),
+        ("copies", "layers"),
+        ("shards", "ZeRO 3"),
+        ("ZeRO 2", "shards"),
+    ],
+)
+def test_it_goes_on_under_another_strategy(ranks: RankServer, tmp_path: Path, one: str, other: str) -> None:
+    """Saved on four processes and loaded on two, and from one strategy to another; the optimizer too."""
+    known(one)
+    known(other)
+    folder = str(tmp_path / "middle")
+    losses, norms, values = plain(1)
+    # The engine has files of its own; whole ones are for all.
+    more = {"sharded": False} if "zero" in {**WAYS[one][2], **WAYS[other][2]} else {}
+    begun = ranks(WAYS[one][0], first_half, one, folder, more, timeout=120)[0]
+    torch.testing.assert_close(torch.tensor(begun), torch.tensor(losses[:MIDDLE]), rtol=0, atol=1e-5)
+    ours = ranks(WAYS[other][0], second_half, other, folder, timeout=120)[0]
+    close(ours, (losses[MIDDLE:], norms[MIDDLE:], values), 1e-5)
