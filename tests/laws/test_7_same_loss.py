@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,8 @@ ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
 }
 # Packages that a strategy cannot do without.
 NEEDS = {"deepspeed": "deepspeed"}
+# What trains models of one kind only, and refuses the law's small one in words: where it is held to this law.
+ELSEWHERE = {"megatron": "tests/cpu/test_megatron.py, by language models of transformers"}
 Numbers = tuple[list[float], list[list[float]]]
 
 
@@ -133,6 +136,9 @@ def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: i
         pytest.skip(f"{strategy} is not for {n} processes here")
     if not installed(NEEDS.get(strategy, "torch")):
         pytest.skip(f"the package {NEEDS[strategy]} is not installed")
+    if strategy in ELSEWHERE:
+        refuses_the_model(ranks, strategy, variables)
+        return
     planned = STRATEGIES.get(strategy).planned
     if planned:
         refuses(ranks, variables)
@@ -149,6 +155,15 @@ def refuses(ranks: RankServer, variables: dict[str, str]) -> None:
         ranks(2, prepared_loop, "no", 1, env=variables)
     # The rank that is slower may find the other gone while it still joins the group, in words of torch.
     assert set(caught.value.kinds()) - {"DistNetworkError", "RuntimeError"} == {"NotBuiltError"}
+
+
+def refuses_the_model(ranks: RankServer, strategy: str, variables: dict[str, str]) -> None:
+    """Nothing else trains instead: without its devices or its package, or with them, by the kind of model."""
+    assert (Path(__file__).parents[2] / ELSEWHERE[strategy].partition(",")[0]).exists()
+    with pytest.raises(RanksError) as caught:
+        ranks(2, prepared_loop, "no", 1, env=variables)
+    kinds = set(caught.value.kinds()) - {"DistNetworkError", "RuntimeError"}
+    assert kinds in ({"DeviceError"}, {"MissingExtraError"})
 
 
 def test_a_second_run_gives_the_same_bits(ranks: RankServer) -> None:
