@@ -24,6 +24,7 @@ Written by `make bench`, newest first. *Raw* is the same work without the librar
 of several rounds, with the smallest and the largest in brackets; *noise* is the same figure for raw against
 raw. How to read and to repeat this: [README.md](README.md).
 """
+ABSENT = "no accelerator"
 COLUMNS = ("what", "raw", "ours", "1.15.0", "target", "noise", "verdict")
 
 
@@ -52,14 +53,14 @@ class Row:
     @property
     def verdict(self) -> str:
         if isinstance(self.ours, str):
-            return "failed"
+            return why(self.ours)
         if self.case.target is None:
             return "-"
         return "met" if median(sample.figure for sample in self.ours) <= self.case.target else "not met"
 
     def figure(self, samples: list[Sample] | str) -> str:
         if isinstance(samples, str):
-            return "failed" if samples else "-"
+            return why(samples) if samples else "-"
         figures = [sample.figure for sample in samples]
         lead = "+" if self.case.kind == "added" else ""
         return f"{lead}{number(median(figures))}{self.sign} [{number(min(figures))}, {number(max(figures))}]"
@@ -71,6 +72,11 @@ class Row:
             text = known if isinstance(known, str) else ", ".join(map(" ".join, known.items()))
             if text:
                 yield f"{self.case.title}, {name}: {text}"
+
+
+def why(text: str) -> str:
+    """Why there is no figure, in a word or two."""
+    return ABSENT if ABSENT in text else "failed"
 
 
 def number(value: float) -> str:
