@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.cpu.test_fsdp2 import Numbers, close, plain
 from tests.cpu.test_fsdp2_loop import IGNORED, LENGTHS, labelled, mean_loss
-from tests.support.ranks import RankServer, same_on_all
+from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 
 STEPS = 8
@@ -278,7 +278,7 @@ def in_windows(options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Te
     accelerator = accelerator_of({**LAYERS, **options})
     model = tiny()
     model, optimizer = accelerator.prepare(model, adamw(model))
-    rows = torch.cat(list(batches(5, rows=4)))
+    rows: Any = torch.cat(list(batches(5, rows=4)))
     loader = accelerator.prepare(DataLoader(rows, batch_size=2))
     norms = []
     for window in accelerator.windows(loader, 2):
@@ -390,3 +390,169 @@ def test_two_models_train_side_by_side(ranks: RankServer) -> None:
                 optimizer.zero_grad()
         for name, value in model.named_parameters():
             torch.testing.assert_close(ours[f"{prefix}{name}"], value, rtol=0, atol=1e-5)
+
+
+# --- the prepared model
+
+
+def kept() -> dict[str, Any]:
+    accelerator = accelerator_of(LAYERS)
+    user = tiny()
+    model, optimizer = accelerator.prepare(user, adamw(user))
+    own = accelerator.strategy.parameters(model)
+    mine = sum(p.numel() for p in own)
+    state = model.state_dict()
+    gathered = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    return {
+        "unwraps": accelerator.unwrap_model(model) is user,
+        "class": type(model).__name__,
+        "attribute": model._no_split_modules,
+        "share": mine / sum(p.numel() for p in tiny().parameters()),
+        "held": all(any(p is o for o in own) for g in optimizer.param_groups for p in g["params"]),
+        "again": accelerator.prepare(model) is model,
+        "state": {name: value.shape for name, value in state.items()},
+        "gathered": list(gathered),
+        "saves": accelerator.strategy.saves_sharded,
+        "type": str(accelerator.distributed_type),
+    }
+
+
+def test_the_model_is_torchs_wrapper(ranks: RankServer) -> None:
+    """F13 as far as it goes: what torch's class does not have is the user's; every process holds half."""
+    first, second = ranks(2, kept)
+    for found in (first, second):
+        assert all(found[fact] for fact in ("unwraps", "held", "again"))
+        assert (found["class"], found["attribute"]) == ("FullyShardedDataParallel", ("Block",))
+        assert 0.4 < found["share"] < 0.6
+        assert found["state"] == {name: value.shape for name, value in tiny().state_dict().items()}
+        assert not found["saves"]
+    assert first["gathered"] == list(tiny().state_dict())
+    assert second["gathered"] == []
+
+
+def loaded_once(kind: str) -> dict[str, torch.Tensor]:
+    def fill(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.constant_(p, 0.25)
+
+    init = fill if kind == "filled" else None
+    accelerator = accelerator_of({**LAYERS, "cpu_ram_efficient_loading": True, "param_init_fn": init})
+    with torch.device("meta" if accelerator.process_index or kind != "once" else "cpu"):
+        model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.backward(loss_of(model, next(batches(1))))
+    optimizer.step()
+    assert model.head.weight is model.embed.weight
+    return whole(accelerator, model)
+
+
+def test_only_rank_0_needs_the_weights(ranks: RankServer) -> None:
+    """The others may have a model on the meta device; ties hold."""
+    values = same_on_all(ranks(2, loaded_once, "once"))
+    model = tiny()
+    optimizer = adamw(model)
+    loss_of(model, next(batches(1))).backward()
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+    filled = same_on_all(ranks(2, loaded_once, "filled"))
+    assert torch.equal(filled["frozen.weight"], torch.full((8, 8), 0.25))
+    with pytest.raises(RanksError, match=r"embed\.weight is on the meta device, on rank 0 too") as caught:
+        ranks(2, loaded_once, "nowhere")
+    assert caught.value.kinds() == ["PrepareError"] * 2
+
+
+def refused(case: str) -> str:
+    """What is said to a mistake; every rank makes it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from accelerate.core.errors import AccelerateError
+
+    flat = {"use_orig_params": False} if case in ("frozen", "groups", "some") else {}
+    more = {"frozen": {}, "groups": {"ignored_modules": "frozen"}, "some": {"ignored_modules": "frozen"}}
+    own = {"values": {"sync_module_states": False}, "class": {"transformer_cls_names_to_wrap": ["Blok"]}}
+    accelerator = accelerator_of({**LAYERS, **flat, **more.get(case, {}), **own.get(case, {})})
+    model: Any = tiny(accelerator.process_index if case == "values" else 0)
+    optimizer = adamw(model)
+    if case == "types":
+        model.layers[0].up.half()
+    elif case == "ignored":
+        accelerator.strategy.plugin.ignored_modules = "head"
+    elif case == "groups":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD([{"params": trained[:3]}, {"params": trained[3:]}], lr=0.1)
+    elif case == "some":
+        optimizer = torch.optim.SGD(model.layers[0].up.parameters(), lr=0.1)
+    elif case == "wrapped":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif case == "strange":
+        optimizer = adamw(tiny(3))
+    try:
+        accelerator.prepare(model, optimizer)
+    except AccelerateError as error:
+        return str(error)
+    return ""
+
+
+def test_what_prepare_refuses(ranks: RankServer) -> None:
+    """Clear words on every rank, and nothing is changed by then."""
+    for case, words in {
+        "frozen": "frozen.weight is frozen, in one sharded part",
+        "groups": "the parameters of one sharded part in several groups",
+        "some": "or only some of them",
+        "values": "the weights of rank 1 are not those of rank 0",
+        "class": "did you mean 'Block'",
+        "types": "parameters of several types in one sharded part",
+        "ignored": "ignored modules hold trained parameters",
+        "wrapped": "wrapped in torch's FullyShardedDataParallel already",
+        "strange": "holds parameters of no prepared model",
+    }.items():
+        said = same_on_all(ranks(2, refused, case))
+        assert words in said, (case, said)
+
+
+def saved_alone() -> str:
+    accelerator = accelerator_of(LAYERS)
+    model = accelerator.prepare(tiny())
+    try:
+        if accelerator.is_main_process:
+            model.state_dict()
+        else:
+            accelerator.wait_for_everyone()
+    except Exception as error:  # noqa: BLE001 - the same mistake in the words of each call
+        return str(error)
+    return ""
+
+
+def test_a_state_that_one_rank_asks_for_is_no_endless_wait(ranks: RankServer) -> None:
+    """C5, D3"""
+    for said in ranks(2, saved_alone):
+        assert "state_dict" in said
+
+
+def told(options: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    accelerator = accelerator_of(options)
+    accelerator.prepare(tiny())
+    return sorted((e.option, not e.failed, e.why) for e in accelerator.strategy.effects(accelerator._models))
+
+
+def test_what_became_of_the_options(ranks: RankServer) -> None:
+    """F15: read back from torch's records."""
+    found = same_on_all(
+        ranks(
+            2,
+            told,
+            {
+                **LAYERS, "sharding_strategy": "HYBRID_SHARD", "cpu_offload": True, "use_orig_params": True,
+                "forward_prefetch": True, "backward_prefetch": "BACKWARD_POST", "limit_all_gathers": False,
+                "activation_checkpointing": True, "state_dict_type": "LOCAL_STATE_DICT",
+            },
+        )
+    )  # fmt: skip
+    said = {option: (fine, why) for option, fine, why in found}
+    assert all(fine for fine, _ in said.values()), said
+    assert "one copy of the shards, which is FULL_SHARD" in said["fsdp_sharding_strategy"][1]
+    assert "compute on the host" in said["fsdp_offload_params"][1]
+    assert said["fsdp_activation_checkpointing"][1] == "2 parts"
+    assert "any number of ranks reads" in said["fsdp_state_dict_type"][1]
+    assert len(said) >= 9

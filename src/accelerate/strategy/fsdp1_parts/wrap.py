@@ -6,6 +6,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from accelerate.strategy.fsdp1_parts.flat import walk
 from accelerate.strategy.fsdp1_parts.record import Record
 from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.shard import agree, recompute
+from accelerate.strategy.sharding.shard import recompute
 from accelerate.world import collective
 
 # The attribute of torch's wrapper that holds what is known of the model.
 _RECORD = "_accelerate_record"
+Initialize = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Wrapper:
             What is known of it; and (old, (new, stand-in or None)) of the parameters that were replaced.
         """
         plugin = self.plugin
-        initialize = agree(model, plugin.param_init_fn, self.mesh)
+        initialize = _agree(model, plugin.param_init_fn)
         order, formats = list(model.state_dict()), {n: b.dtype for n, b in model.named_buffers()}
         names = {p: name for name, p in model.named_parameters()}
         if plugin.activation_checkpointing:
@@ -161,6 +163,7 @@ class Wrapper:
                 parent._modules[name] = wrapped
         record = Record(wrapped, self.mesh, order, formats)
         wrapped.__dict__[_RECORD] = record
+        _meet(wrapped)
         flats = {
             n: (unit.flat, slot.stand_in) for unit in record.units for slot in unit.slots for n in slot.names
         }
@@ -200,7 +203,7 @@ class Wrapper:
         modules: list[nn.Module],
         layout: Layout,
         brought: dict[torch.Tensor, torch.Tensor],
-        initialize: Callable[[nn.Module], None] | None,
+        initialize: Initialize | None,
     ) -> None:
         """Brings a part to the device with the values of rank 0; a tensor in several places stays one."""
         for module in modules:
@@ -241,6 +244,36 @@ class Wrapper:
         return new
 
 
+def _agree(model: nn.Module, initialize: Initialize | None) -> Initialize | None:
+    """Refuses models that differ between ranks by more than their values, and those without any.
+
+    Returns:
+        ``initialize`` where it is needed: rank 0 has no values either.
+
+    Raises:
+        PrepareError: on all ranks.
+    """
+    rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
+    every = collective.all_objects((digest, empty), "prepare(model)")
+    other = [rank for rank, found in enumerate(every) if found[0] != every[0][0]]
+    if other:
+        raise PrepareError(
+            f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank 0",
+            why="names, shapes, types and which of them train must be equal: every process holds a part",
+            fix="build the model in the same way on all processes",
+        )
+    if every[0][1] and initialize is None:
+        raise PrepareError(
+            f"the parameter {every[0][1]} is on the meta device, on rank 0 too",
+            why="the weights of rank 0 are those that all processes get a part of",
+            fix="load the weights on rank 0, or give the plugin a param_init_fn",
+        )
+    return initialize if every[0][1] else None
+
+
 def _parents(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Where each module stands."""
     found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -273,6 +306,18 @@ def _same(tensors: Iterable[torch.Tensor]) -> None:
             why="every process keeps its own part, so the model would be a mixture",
             fix="leave sync_module_states out: all begin with the weights of rank 0",
         )
+
+
+def _meet(root: nn.Module) -> None:
+    """Where not all ranks call ``root.state_dict()``, which gathers, that is an error and no endless wait."""
+
+    def meet(*_: Any) -> None:
+        collective.all_objects(None, "model.state_dict()")
+
+    handle = root.register_state_dict_pre_hook(meet)
+    # Torch's own comes first otherwise, and that is where it gathers.
+    hooks: Any = root._state_dict_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
 
 
 def _verify(record: Record, layout: Layout) -> None:

@@ -50,10 +50,11 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     Raises:
         PrepareError: the accelerator trains in another way.
     """
-    if not accelerator.strategy.shards:
+    if not hasattr(accelerator.strategy, "shard"):
         raise PrepareError(
-            f"the Accelerator trains by {accelerator.strategy.name}, which shards nothing",
-            fix="Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)), with two processes or more",
+            f"the Accelerator trains by {accelerator.strategy.name}, which shards nothing in place",
+            fix="Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...)), with two "
+            "processes or more",
         )
     accelerator.strategy.shard(model)
     return model
