@@ -166,7 +166,11 @@ def _devices() -> Iterator[Claim]:
 
 
 def _more_strategies() -> Iterator[Claim]:
-    yield later("tensor, context and sequence parallelism", "parallelism_config:ParallelismConfig")
+    law = "laws/test_7_parity.py::numbers_of_one_process"
+    yield tested("a mesh of named dimensions: copies of shards, tensor, context, sequence, pipeline", law)
+    yield tested("from one strategy to another in the middle of a training", "laws/test_7_parity.py::another_strategy")
+    yield tested("the recommended way to spread a model (`plan`)", "null/test_cli_plan.py", "sim/test_sim_plan.py")
+    yield tested("a layout of 512 processes on one CPU (`--dry_run_model`)", "null/test_rehearsal.py::dry_run")
     yield tested("LocalSGD and DiLoCo", "cpu/test_local_sgd.py::what_the_paper_says")
 
 
