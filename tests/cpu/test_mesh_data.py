@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,3 +187,75 @@ def test_items_are_those_of_all_data(ranks: RankServer) -> None:
     assert all(abs(rank["norm"] - norm) < 1e-6 for rank in found)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(torch.tensor(found[0]["state"][name]), value, rtol=0, atol=1e-6)
+
+
+def cut_off(folder: str, workers: int) -> list[list[float]]:
+    accelerator = made(shards=2)
+    torch.manual_seed(accelerator.process_index)
+    data = accelerator.prepare(DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=workers))
+    found: list[list[float]] = []
+    for step, batch in enumerate(data, 1):
+        if step > 2:
+            found += batch.tolist()
+        if step == 2:
+            accelerator.save_state(folder)
+    return found
+
+
+def gone_on(folder: str, workers: int, tp: int) -> list[list[float]]:
+    from accelerate import Accelerator
+
+    accelerator = made(tp) if tp > 1 else Accelerator()
+    data = accelerator.prepare(DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=workers))
+    with warnings.catch_warnings():
+        # Other processes get the samples.
+        warnings.simplefilter("ignore" if tp > 1 else "error")
+        accelerator.load_state(folder)
+        return rows(accelerator.skip_first_batches(data, None))
+
+
+def test_a_run_goes_on_by_parts_of_the_data(ranks: RankServer, tmp_path: Path) -> None:
+    """E1, E4: four processes that read two parts, then two that read two, and two that read one."""
+    folder = str(tmp_path / "state")
+    before = ranks(4, cut_off, folder, 1)
+    assert before[0] == before[1]
+    assert before[2] == before[3]
+    after = ranks(2, gone_on, folder, 1, 1)
+    assert after == [before[0], before[2]]
+    alike = same_on_all(ranks(2, gone_on, folder, 1, 2))
+    left = {row[0] for row in (*before[0], *before[2])}
+    assert {row[0] for row in alike} <= left
+    assert len(alike) == SAMPLES - 12
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def misled() -> dict[str, str]:
+    """What would make processes that share layers read different data."""
+    from torch.utils.data import DistributedSampler
+
+    accelerator = made()
+    data = Noisy()
+    sampled = DataLoader(data, batch_size=3, sampler=DistributedSampler(data))
+    stream = DataLoader(Stream(), batch_size=3)
+    found = {
+        "sampler": refused(lambda: accelerator.prepare(sampled)),
+        "stream": refused(lambda: accelerator.prepare(stream)),
+    }
+    accelerator.dataloader_config.dispatch_batches = True
+    return {**found, "asked": refused(lambda: accelerator.prepare(stream))}
+
+
+def test_what_would_read_different_data_is_refused(ranks: RankServer) -> None:
+    """E9: data that are sharded by processes; rank 0 reading for a part of them."""
+    for rank, found in enumerate(ranks(2, misled)):
+        text = f"is sharded by processes (its DistributedSampler has num_replicas=2 and rank={rank})"
+        assert text in found["sampler"]
+        assert found["stream"] == ""
+        assert "dispatch_batches=True needs all 2 processes" in found["asked"]

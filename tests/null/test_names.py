@@ -141,6 +141,7 @@ OPTIONS = {
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],
     "accelerate.utils.dataclasses.DeepSpeedSequenceParallelConfig": ["cut"],
     "accelerate.utils.dataclasses.TorchContextParallelConfig": ["cut"],
+    "accelerate.utils.dataclasses.TorchTensorParallelConfig": ["plan"],
     "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard"],
     "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin": ["replicate_size"],
     "accelerate.utils.dataclasses.GradientAccumulationPlugin": ["step_scheduler_once"],

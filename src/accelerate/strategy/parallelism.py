@@ -13,10 +13,10 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accelerate.core.effects import Option, given
+from accelerate.core.effects import Effect, Option, given
 from accelerate.core.setting import load
 from accelerate.strategy.base import Bundle, Request, Share, Step
-from accelerate.strategy.settings.parallelism import ParallelismSwitch
+from accelerate.strategy.settings.parallelism import ParallelismSettings, ParallelismSwitch
 from accelerate.strategy.sharding.strategy import Sharding
 
 if TYPE_CHECKING:
@@ -65,6 +65,21 @@ class Parallelism(Sharding):
     def asked(cls, request: Request) -> Iterator[Option]:
         """The switch, and the sizes."""
         yield from given(load(ParallelismSwitch))
+
+    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
+        """How parameters are sharded, each size, and what dimensions say of their options."""
+        yield from super().effects(models)
+        named = {option.name: option for option in given(load(ParallelismSettings))}
+        for name, size in self.config._sizes.items():
+            option = named.pop(f"parallelism_config_{name}_size", None)
+            if size > 1:
+                option = option or Option(f"{name}_size", size, "the argument parallelism_config")
+                yield option.applied() if models else option.pending("no model is prepared")
+            elif option is not None:
+                yield option.applied("there is no such dimension then")
+        yield from (option.applied() for option in named.values())
+        for dimension in self.dimensions:
+            yield from dimension.effects()
 
     @property
     def plugins(self) -> dict[str, Any]:

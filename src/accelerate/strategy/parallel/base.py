@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelerate.core.effects import Effect
 from accelerate.strategy.base import Bundle, Step
 from accelerate.world.world import World
 
@@ -49,6 +50,10 @@ class Dimension:
         Raises:
             SettingError, WorldError, NotBuiltError: by what is wrong.
         """
+
+    def effects(self) -> Iterator[Effect]:
+        """What became of the options that only it has."""
+        return iter(())
 
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """What is done to a bundle before parameters are sharded over the data. Changes nothing by itself."""

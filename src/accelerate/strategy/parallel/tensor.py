@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate import device as devices
+from accelerate.core.effects import Effect, Option
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import Bundle, Step
 from accelerate.strategy.parallel.base import Dimension
@@ -36,6 +37,13 @@ class Tensor(Dimension):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def effects(self) -> Iterator[Effect]:
+        """Exchanges are not overlapped with products yet."""
+        if getattr(self.config.tp_handler, "enable_async_tp", False):
+            yield Option("enable_async_tp", True, "TorchTensorParallelConfig").failed(
+                "layers exchange what they have computed, and then the next one computes: nothing overlaps"
+            )
 
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """Share the layers of every model that is not shared yet."""
