@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import AccelerateError, PrepareError
 from tests.support import parity
 from tests.support.parity import Numbers
 from tests.support.ranks import RankServer
@@ -35,7 +35,10 @@ def trained(window: int, sizes: dict[str, int], options: dict[str, Any]) -> tupl
     losses, norms = [], []
     for batch in loader:
         with accelerator.accumulate(model):
-            loss = parity.loss_of(model, batch)
+            if "loss_fn" in options:
+                loss = model(batch["input_ids"], target=batch["shift_labels"])
+            else:
+                loss = parity.loss_of(model, batch)
             accelerator.backward(loss)
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
             if accelerator.sync_gradients:
@@ -48,22 +51,41 @@ def trained(window: int, sizes: dict[str, int], options: dict[str, Any]) -> tupl
     return (losses, norms, state), held, count
 
 
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+ALTERNATING = {"schedule": "1f1b", "loss_fn": cross_entropy}
+
+
+@pytest.mark.parametrize("options", [{}, ALTERNATING], ids=["gpipe", "1f1b"])
 @pytest.mark.parametrize("window", [1, 4])
-def test_two_stages_train_like_one_process(ranks: RankServer, window: int) -> None:
+def test_two_stages_train_like_one_process(ranks: RankServer, window: int, options: dict[str, Any]) -> None:
+    """The losses, norms and weights of 20 steps; both processes say the same."""
     (plain,) = ranks(1, parity.plain, window)
-    found = ranks(2, trained, window, {"pp_size": 2}, {"num_microbatches": 4})
-    for (losses, norms, _), _, _ in found:
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain[0]), rtol=0, atol=1e-5)
-        torch.testing.assert_close(torch.tensor(norms), torch.tensor(plain[1]), rtol=0, atol=1e-5)
+    first, second = ranks(2, trained, window, {"pp_size": 2}, {"num_microbatches": 4, **options})
+    parity.close(first[0], plain, 1e-5)
+    assert first[0][:2] == second[0][:2]
+    tied, every = {"embed.weight"}, {name for name, _ in parity.decoder().named_parameters()}
+    assert (set(first[1]) & set(second[1]), set(first[1]) | set(second[1])) == (tied, every)
+    assert [first[2], second[2]] == [len(first[1]), len(second[1])], "optimizers hold what is here"
 
-    parity.close(found[0][0], plain, 1e-5)
+
+COMBINED = [
+    ({"dp_shard_size": 2}, {}, 4),
+    ({"dp_replicate_size": 2}, {}, 1),
+    ({"dp_shard_size": 2}, ALTERNATING, 4),
+]
 
 
-def test_stages_of_sharded_copies_train_like_one_process(ranks: RankServer) -> None:
+@pytest.mark.parametrize(("sizes", "options", "window"), COMBINED, ids=["shards", "copies", "shards-1f1b"])
+def test_stages_of_copies_train_like_one_process(
+    ranks: RankServer, sizes: dict[str, int], options: dict[str, Any], window: int
+) -> None:
     """Two stages, each on two processes that see different data."""
-    (plain,) = ranks(1, parity.plain, 1)
-    sizes = {"pp_size": 2, "dp_shard_size": 2}
-    found = ranks(4, trained, 1, sizes, {"num_microbatches": 2}, timeout=120)
+    (plain,) = ranks(1, parity.plain, window)
+    sizes = {"pp_size": 2, **sizes}
+    found = ranks(4, trained, window, sizes, {"num_microbatches": 2, **options}, timeout=120)
     parity.close(found[0][0], plain, 1e-5)
 
 
@@ -260,3 +282,216 @@ def labelled(make: Any, options: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_transformers_train_with_their_own_loss(ranks: RankServer, make: Any, schedule: str) -> None:
     ranks(2, labelled, make, {"num_microbatches": 4, "schedule": schedule})
+
+
+def weighted() -> None:
+    """A window of three micro-batches weighted by items, the last without any; against one big batch."""
+    accelerator = made(num_microbatches=2)
+    plain, model = parity.decoder(), parity.decoder()
+    model, optimizer, loader = accelerator.prepare(model, parity.adamw(model), parity.loader())
+    counts, sums = (3, 8, 0), []
+    for window in accelerator.windows(loader, 3):
+        for count, batch in zip(counts, window, strict=True):
+            words, labels = batch["input_ids"], batch["shift_labels"][:count].flatten()
+            logits = model(words)[:count].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, labels)  # of nothing it is no number
+            accelerator.backward(loss, num_items=labels.numel())
+            logits = plain(words)[:count].flatten(0, 1)
+            sums.append(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        (sum(sums) / (11 * parity.LENGTH)).backward()
+        same_gradients(model, plain)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        torch.testing.assert_close(accelerator.clip_grad_norm_(model.parameters(), 1e9), norm)
+        optimizer.step()
+        break
+
+
+def test_windows_weighted_by_items(ranks: RankServer) -> None:
+    """B1, B7, B9: the mean over all items, and the true norm, with a micro-batch that has none."""
+    ranks(2, weighted)
+
+
+class Odd(nn.Module):
+    """A frozen first stage, a value that is used again, a weight and a buffer between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8).requires_grad_(False)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("table", torch.arange(8.0))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, names: list[str]) -> dict[str, Any]:
+        if bool(mask.all()):  # the batch has values on every stage
+            x = x * 2
+        first = self.inner(x) * self.scale
+        x = first
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale + self.table
+        return {"out": self.out(x + first), "pair": (first, names), "rows": x.shape[0]}
+
+
+def odd(folder: str) -> None:
+    accelerator = made(num_microbatches=1, split_points=["layers.1"])
+    torch.manual_seed(0)
+    plain, given = Odd(), Odd()
+    given.load_state_dict(plain.state_dict())
+    model = accelerator.prepare(given)
+    x, mask = torch.randn(4, 8), torch.ones(4, dtype=torch.bool)
+    for turn in range(2):
+        ours, theirs = (each(x, mask=mask, names=["a"]) for each in (model, plain))
+        assert (ours["pair"][1], ours["rows"]) == (["a"], 4)
+        torch.testing.assert_close(ours["out"], theirs["out"])
+        for each, back in ((ours, accelerator.backward), (theirs, torch.Tensor.backward)):
+            back((each["out"] ** 2).mean() + each["pair"][0].sum() * turn)
+    same_gradients(model, plain)
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        assert list(state) == list(plain.state_dict())
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, msg=lambda text, n=name: f"{n}: {text}")
+    accelerator.save_state(f"{folder}/odd")
+    again = made(num_microbatches=1, split_points=["layers.1"])
+    other = again.prepare(Odd())
+    again.load_state(f"{folder}/odd")
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(
+            whole(value), plain.state_dict()[name], msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_what_stages_share_and_pass_on(ranks: RankServer, tmp_path: Path) -> None:
+    """Values that pass by a stage, weights between layers, frozen parts, running means, any results."""
+    ranks(2, odd, str(tmp_path))
+
+
+def misuse(accelerator: Any, case: str) -> None:
+    model, rank = parity.decoder(), accelerator.process_index
+    if case == "few":
+        accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    elif case in ("split", "late", "alone", "differ", "values"):
+        model = accelerator.prepare(model)
+    if case == "late":
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1))
+    elif case == "alone":
+        model.layers[3 - 3 * rank](torch.ones(1, 2, 16), 1)
+    elif case == "differ":
+        model(torch.zeros(2 + rank, 4, dtype=torch.long))
+    elif case == "values":
+        model(torch.full((4, 4), rank))
+    elif case in ODD:
+        accelerator.prepare(ODD[case]())(torch.ones(4, 3))
+    elif case in ("uneven", "labels", "lossless"):
+        batch = words(6 if case == "uneven" else 8)
+        batch["labels"][0] = -100
+        if case == "lossless":
+            del batch["labels"]
+        accelerator.prepare(gpt())(**batch)
+
+
+def refused(case: str) -> str:
+    """What is said when a model cannot be cut or called so; alike on all processes."""
+    options: dict[str, Any] = {"split_points": ["layers.9"]} if case == "split" else {"num_microbatches": 4}
+    if case in ("uneven", "labels", "lossless"):
+        options["schedule"] = "1f1b"
+    accelerator = made(**options)
+    with pytest.raises(AccelerateError) as error:
+        misuse(accelerator, case)
+    return str(error.value)
+
+
+class Outside(nn.Module):
+    """Uses a weight outside of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) @ self.first.weight.T
+
+
+class Backwards(Outside):
+    """Runs in another order than it was defined in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.second(x))
+
+
+class Looking(Outside):
+    """Looks at values between its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if x.sum() > 0 else x
+
+
+class Mean(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x).mean(0)
+
+
+class Meaning(Outside):
+    """A layer gives a mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Mean(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+ODD: dict[str, type[nn.Module]] = {
+    "outside": Outside,
+    "order": Backwards,
+    "looks": Looking,
+    "mean": Meaning,
+}
+REFUSED = {
+    "few": ("has 1 blocks for 2", "start 1 processes"),
+    "split": ("layers.9", "split_points"),
+    "late": ("made from a model in stages", "prepare(model, optimizer)"),
+    "alone": ("is on stage", "call the prepared model itself"),
+    "differ": ("called in different ways", "same batch"),
+    "values": ("given different values", "prepare the loader"),
+    "outside": ("weight first.weight outside", "on_all_stages=['first']"),
+    "order": ("first is on stage 0", "is called after second of stage 1", "split_points"),
+    "looks": ("looks at values", "torch.where"),
+    "mean": ("second gives a tensor of shape (3,)", "num_microbatches=1"),
+    "uneven": ("6 samples is not divisible by 4", "drop_last"),
+    "labels": ("labels that count", "items=", "schedule='gpipe'"),
+    "lossless": ("needs the loss inside of the model", "loss_fn"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused(ranks: RankServer, case: str) -> None:
+    for said in ranks(2, refused, case):
+        for part in REFUSED[case]:
+            assert part in said
+
+
+class Failing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if x.device.type == "cpu" and type(x) is torch.Tensor and self.armed:
+            raise ArithmeticError("the second stage fails")
+        return super().forward(x)
+
+    armed = False
+
+
+def failing() -> None:
+    accelerator = made(num_microbatches=2)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), Failing(2, 2)))
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+    model[1].armed = True
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+
+
+def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
+    """C3: a stage that waits for another in torch's schedule is freed as well."""
+    first, second = ranks.outcomes(2, failing, grace=30)
+    assert (first.status, second.status) == ("raised", "raised")
+    assert "ArithmeticError: the second stage fails" in second.traceback

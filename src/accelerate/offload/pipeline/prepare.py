@@ -1,7 +1,8 @@
 """Pipeline-parallel inference: ``prepare_pippy`` cuts a model into stages, one for each process.
 
 The room stages chooses where, graph.py makes the stages (chain.py where a forward cannot be traced),
-stages.py runs them by torch's GPipe schedule. Each process keeps the weights of its stage and lets go of the others.
+stages.py runs them by torch's GPipe schedule. Each process keeps the weights of its stage and lets go of the
+others.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.

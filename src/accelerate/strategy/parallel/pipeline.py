@@ -105,11 +105,12 @@ class Pipeline(Dimension):
         for name, parameter in model.named_parameters():
             self._named[parameter] = (f"{count}:{name}", names.holders[name])
         self._cuts.append(cut)
-        if not agree(model):
+        if not agree(model):  # a rehearsal: nothing travels, and nothing runs
+            keep(model, names, None, self.place, self.world.device)
             return
         conductor = Conductor(model, cut, self.options, self.group, self.world.device)
         conductor.names = names
-        changed = keep(model, cut, names, self.group, self.world.device)
+        changed = keep(model, names, self.group, self.place, self.world.device)
         for old, new in changed.values():
             if new is None:
                 self._gone[old] = True

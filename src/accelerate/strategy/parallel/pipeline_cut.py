@@ -195,23 +195,32 @@ def agree(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def keep(
-    model: nn.Module, cut: Cut, names: Names, group: Any, device: torch.device
+    model: nn.Module, names: Names, group: Any, here: int, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
     """Brings this process's weights to its device, and drops the others.
 
     Values are those of the process that has the first stage.
 
+    Args:
+        model: whole.
+        names: which process has what.
+        group: the processes; None if they are not there.
+        here: this one's place among them.
+        device: where its weights go.
+
     Returns:
         (old, new) of each parameter that was replaced, by ``id`` of the old one; new is None where it is on
         other stages.
     """
-    here = dist.get_rank(group)
     made: dict[int, Any] = {}
     changed: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     called = [*model.named_parameters(), *model.named_buffers()]
     for name, old in called:
         holders = names.holders[name]
-        new = _received(old, holders, here, group, device)
+        if group is None:
+            new = old if here in holders else None
+        else:
+            new = _received(old, holders, here, group, device)
         made[id(old)] = new
         if isinstance(old, nn.Parameter) and new is not old:
             changed[id(old)] = old, new

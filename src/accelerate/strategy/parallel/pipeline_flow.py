@@ -23,7 +23,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.stages import forms
 from accelerate.strategy.parallel import pipeline_grads as grads
 from accelerate.strategy.parallel.pipeline_batch import Batch, Plan
-from accelerate.strategy.parallel.pipeline_losses import Losses
+from accelerate.strategy.parallel.pipeline_losses import Losses, check_loss
 from accelerate.strategy.parallel.pipeline_plan import Meta, Trail, Value, fake, fake_mode
 from accelerate.strategy.parallel.pipeline_run import Halves, Run, Worker, carrier, unused
 from accelerate.strategy.parallel.pipeline_twin import Twin
@@ -94,7 +94,13 @@ class Conductor:
     def expose(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook of the model: lets others that come after it see what leaves the stage."""
         run = self.active
-        return None if run is None else (output, [run.kept[value] for value in sorted(run.kept)])
+        if run is None:
+            return None
+        if run.loose is not None:
+            # Here weights are whole, and the graph leads to them.
+            held = (module._parameters[label] for module, _, label in self.twin.loose)
+            run.loose += [weight.clone() for weight in held if weight is not None]
+        return output, [*(run.kept[value] for value in sorted(run.kept)), *(run.loose or ())]
 
     # --- a call
 
@@ -178,6 +184,7 @@ class Conductor:
         if missing:
             raise _idle_stage(self.cut, min(missing))
         if not whole:
+            check_loss(self.options, part.result, batch)
             return Plan(part)
         args, kwargs, _ = batch.whole()
         full = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs)
@@ -206,18 +213,21 @@ class Conductor:
     # --- chunks
 
     def run(
-        self, trail: Trail, stage: int, args: Any, received: Sequence[torch.Tensor], wanted: Any, **more: Any
+        self,
+        trail: Trail,
+        stage: int,
+        args: Any,
+        received: Sequence[torch.Tensor],
+        wanted: Sequence[Value],
+        *,
+        result: bool = False,
+        loose: list[torch.Tensor] | None = None,
     ) -> Any:
         """One chunk in one stage: (the forward's result, the values that leave the stage)."""
         assert self._enter is not None
-        run = Run(
-            trail,
-            stage,
-            dict(zip(trail.border(stage), received, strict=True)),
-            wanted,
-            self._stand_in,
-            **more,
-        )
+        inbox = dict(zip(trail.border(stage), received, strict=True))
+        run = Run(trail, stage, inbox, wanted, self._stand_in, result=result)
+        run.loose = loose
         self.active = run
         try:
             output, _ = self._enter(*args[0], **args[1])
@@ -244,7 +254,6 @@ class Conductor:
 
     def _result(self, plan: Plan, batch: Batch) -> Any:
         assert plan.whole is not None
-        last = self.place == self.processes - 1
         flow = Flow(self, plan, batch)
         flow.forward()
         tail = [plan.part.meta(value) for value in plan.part.tail]
@@ -253,12 +262,17 @@ class Conductor:
         if torch.is_grad_enabled() and any(wants):
             held = [p for p in self.model.parameters() if p.requires_grad]
             anchor = torch.zeros((), requires_grad=True)
-            tensors = list(_Back.apply(flow, len(tail), wants, anchor, *tensors, *held))
-        else:
+            # Weights between the blocks get their gradients from one process: the others compute the same.
+            own = [w.detach() for w in flow.loose] if self.place == self.processes - 1 else []
+            wants += [w.requires_grad for w in flow.loose[: len(own)]]
+            tensors += own
+            tensors = list(_Back.apply(flow, len(tensors), wants, anchor, *tensors, *held))
+        loose = tensors[len(tail) :] or [w.detach() for w in flow.loose]
+        if not any(t.requires_grad for t in tensors):
             flow.done()
-        final = Run(plan.whole, None, dict(zip(plan.whole.tail, tensors, strict=True)), (), self._stand_in)
+        final = Run(plan.whole, None, dict(zip(plan.whole.tail, tensors, strict=False)), (), self._stand_in)
         args, kwargs, _ = batch.whole()
-        output = self.twin.run(final, args, kwargs, trains=last)
+        output = self.twin.run(final, args, kwargs, loose)
         final.sent(())
         return output
 
@@ -281,12 +295,14 @@ class Flow:
 
     Attributes:
         outputs: what the last stage has computed of each chunk; empty elsewhere.
+        loose: weights between the blocks, as the first chunk saw them in the last stage of this process.
     """
 
     def __init__(self, conductor: Conductor, plan: Plan, batch: Batch) -> None:
         self.conductor, self.plan = conductor, plan
         self.batch: Batch | None = batch
         self.outputs: list[tuple[torch.Tensor, ...]] = []
+        self.loose: list[torch.Tensor] = []
         self.schedules: list[Any] = []
         self.sync = True
 
@@ -315,7 +331,10 @@ class Flow:
         assert self.batch is not None
         args = self.batch.chunk(chunk)
         with self.conductor.timed("forward", stage, chunk):
-            _, sent = self.conductor.run(self.plan.part, stage, args, received, self._wanted(stage))
+            wants = chunk == 0 and stage == self.conductor.stages[-1]
+            loose = self.loose if wants else None
+            wanted = self._wanted(stage)
+            _, sent = self.conductor.run(self.plan.part, stage, args, received, wanted, loose=loose)
         if stage == self.plan.part.stages - 1:
             self.outputs.append(sent)
         return sent
@@ -341,12 +360,14 @@ class Flow:
         conductor = self.conductor
         if conductor.zeroed:
             gradients = [None if g is None else torch.zeros_like(g) for g in gradients]
-        cut = [self._cut(gradient, place) for place, gradient in enumerate(gradients)]
+        count = len(self.plan.part.tail)
+        cut = [self._cut(gradient, place) for place, gradient in enumerate(gradients[:count])]
         rows = [[parts[chunk] for parts in cut] for chunk in range(conductor.options.num_microbatches)]
+        rows[0] += gradients[count:]
         self.sync = grads.reduces(conductor.model)
         with grads.summed(conductor.model, conductor.shared, conductor.group, sync=self.sync):
             for schedule in self.schedules:
-                schedule.back(rows)
+                schedule.back(rows, self.loose[: len(gradients) - count])
         self.done()
 
     def _cut(self, gradient: torch.Tensor | None, place: int) -> list[torch.Tensor | None]:
@@ -363,7 +384,7 @@ class Flow:
 
     def done(self) -> None:
         """Nothing of a batch stays when its work is done."""
-        schedules, self.schedules, self.batch, self.outputs = self.schedules, [], None, []
+        schedules, self.schedules, self.batch, self.outputs, self.loose = self.schedules, [], None, [], []
         for schedule in schedules:
             schedule._stage.clear_runtime_states()
             schedule._stage.submod.run = unused

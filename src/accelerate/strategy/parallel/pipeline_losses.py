@@ -138,14 +138,8 @@ class Losses:
 
     def _loss(self, output: Any, chunk: int) -> torch.Tensor:
         if self.options.loss_fn is not None:
-            goal = self.batch.chunk(chunk)[2]
-            if not goal:
-                raise _no_loss(self.options.schedule, output)
-            return self.options.loss_fn(output, goal["target"])
-        found = _loss_in(output)
-        if not isinstance(found, torch.Tensor) or found.dim():
-            raise _no_loss(self.options.schedule, output)
-        return found
+            return self.options.loss_fn(output, self.batch.chunk(chunk)[2]["target"])
+        return _loss_in(output)
 
     def _shares(self) -> list[float]:
         """The share of each chunk in the loss.
@@ -163,6 +157,23 @@ class Losses:
             if all(isinstance(found, torch.Tensor) and not found.is_floating_point() for found in labels):
                 _check_labels(labels, self.options.schedule)
         return [1.0 / chunks] * chunks
+
+
+def check_loss(options: Any, output: Any, batch: Batch) -> None:
+    """Refuses a model that gives no loss, where nothing else makes one.
+
+    Args:
+        options: a ``PipelineParallelConfig``.
+        output: what the model gives, without values.
+        batch: that of the call.
+
+    Raises:
+        PrepareError: there is none.
+    """
+    found = _loss_in(output)
+    inside = isinstance(found, torch.Tensor) and not found.dim()
+    if not (batch.chunk(0)[2] if options.loss_fn is not None else inside):
+        raise _no_loss(options.schedule, output)
 
 
 def _check_labels(labels: Sequence[Any], schedule: str) -> None:

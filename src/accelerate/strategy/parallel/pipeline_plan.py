@@ -65,11 +65,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Trail:
-    """One forward: the calls of blocks in their order, and the values that its result depends on."""
+    """One forward: the calls of blocks in their order, and the values that its result depends on.
+
+    ``result`` is what it gave, without values.
+    """
 
     calls: tuple[Call, ...]
     tail: tuple[Value, ...]
     stages: int
+    result: Any
 
     def meta(self, value: Value) -> Meta:
         """Shape and type of a value."""
@@ -206,7 +210,7 @@ class Rehearsal:
             raise
         tail = self.marks.of(output)
         _refuse_weights(tail)
-        return Trail(tuple(self.calls), tuple(sorted(tail)), self.stages)
+        return Trail(tuple(self.calls), tuple(sorted(tail)), self.stages, output)
 
 
 def fake_mode() -> FakeTensorMode:

@@ -43,8 +43,12 @@ class Run:
         stage: whose blocks compute; None: no block does.
         inbox: the values that are there.
         wanted: those that are to be kept.
-        last: the result is wanted too, so its values stay in the forward.
         stand_in: makes a tensor without values.
+        result: the forward's result is wanted too, so what it depends on stays in it.
+
+    Attributes:
+        kept: the values that were wanted.
+        loose: the weights between the blocks as the forward saw them; None if nobody wants them.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Run:
         self.trail, self.stage, self.inbox, self.stand_in = trail, stage, inbox, stand_in
         self.wanted, self.result = frozenset(wanted), result
         self.kept: dict[Value, torch.Tensor] = {}
+        self.loose: list[torch.Tensor] | None = None
         self.count = 0
 
     def block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -216,17 +221,22 @@ class Halves(ScheduleGPipe):
             stage._prepare_backward_infra(self._n_microbatches)
         self._stage_forward_initialized = True
 
-    def back(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
+    def back(
+        self, gradients: Sequence[Sequence[torch.Tensor | None]], loose: Sequence[torch.Tensor] = ()
+    ) -> None:
         """The backward of every chunk.
 
         Args:
-            gradients: on the last stage, for each chunk those of its outputs.
+            gradients: on the last stage, for each chunk those of its outputs; for the first chunk also those
+                of ``loose``.
+            loose: weights between the blocks, as the first chunk saw them.
         """
         stage = self._stage
         sent: list[dist.Work] = []
         for chunk in range(self._n_microbatches):
             _wait(_start(stage.get_bwd_recv_ops(chunk)))
-            loss = _pulled(stage.fwd_cache[chunk][0], gradients[chunk]) if stage.is_last else None
+            outputs = [*stage.fwd_cache[chunk][0], *(loose if chunk == 0 else ())]
+            loss = _pulled(outputs, gradients[chunk]) if stage.is_last else None
             stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == self._n_microbatches - 1)
             sent += _start(stage.get_bwd_send_ops(chunk))
         _wait(sent)

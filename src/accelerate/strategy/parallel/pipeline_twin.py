@@ -6,14 +6,13 @@ over a whole batch. It shares everything with the model but parameters, buffers,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, Partial
 
 from accelerate.strategy.parallel.pipeline_plan import Block, Rehearsal, Trail, become
 
@@ -32,6 +31,7 @@ class Twin:
 
     Attributes:
         root: the second model.
+        loose: (module, its twin, label) of every parameter between the blocks.
     """
 
     def __init__(
@@ -45,8 +45,10 @@ class Twin:
         # (module, its twin): those inside of blocks, and the others.
         self._inside: list[tuple[nn.Module, nn.Module]] = []
         self._between: list[tuple[nn.Module, nn.Module]] = []
+        self.loose: list[tuple[nn.Module, nn.Module, str]] = []
         inner = {id(part) for name in blocks for part in model.get_submodule(name).modules()}
         self.root = self._twin(model, inner)
+        self.loose += [(m, t, n) for m, t in self._between for n, p in t._parameters.items() if p is not None]
         for name in blocks:
             block = self.root.get_submodule(name)
             for label, weight in block.named_parameters():
@@ -98,22 +100,24 @@ class Twin:
             _follow([*self._inside, *self._between])
             return rehearsal.run(self.root, self.weights, args, kwargs)
 
-    def run(self, conductor: Any, args: Any, kwargs: Any, *, trains: bool) -> Any:
+    def run(self, conductor: Any, args: Any, kwargs: Any, loose: Sequence[torch.Tensor]) -> Any:
         """A forward whose blocks give what ``conductor`` says.
 
         Args:
-            trains: weights between the blocks get their gradients from it: on one stage only.
+            loose: the values of the parameters between the blocks.
         """
         _follow(self._between)
-        fakes = [dict(twin._parameters) for _, twin in self._between]
-        for live, twin in self._between:
-            twin._parameters.update({n: _whole(p, trains) for n, p in live._parameters.items()})
+        fakes = [twin._parameters[label] for _, twin, label in self.loose]
+        self._put(loose)
         try:
             with self._conducted(conductor):
                 return self.root(*args, **kwargs)
         finally:
-            for (_, twin), table in zip(self._between, fakes, strict=True):
-                twin._parameters.update(table)
+            self._put(fakes)
+
+    def _put(self, values: Sequence[Any]) -> None:
+        for (_, twin, label), value in zip(self.loose, values, strict=True):
+            twin._parameters[label] = value
 
     @contextmanager
     def _conducted(self, conductor: Any) -> Iterator[None]:
@@ -131,10 +135,3 @@ def _follow(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
         vars(twin).update({name: value for name, value in vars(live).items() if name not in own})
         if not any(getattr(b, "fake_mode", None) for b in twin._buffers.values()):
             twin._buffers.update(live._buffers)
-
-
-def _whole(parameter: Any, trains: bool) -> Any:
-    if isinstance(parameter, DTensor):
-        average = [Partial("avg")] * parameter.device_mesh.ndim
-        parameter = parameter.full_tensor(grad_placements=average)
-    return parameter if trains or parameter is None else parameter.detach()
