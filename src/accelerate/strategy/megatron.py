@@ -35,7 +35,7 @@ def _given_to(request: Request) -> Any:
 
 
 class Megatron(Strategy):
-    """The engine trains."""
+    """The engine trains. Tests run it on CPUs with stand-ins for its devices; nobody has run it on GPUs here."""
 
     name: ClassVar[str] = "megatron"
     priority: ClassVar[int] = 10

@@ -1,0 +1,400 @@
+"""The plugin of Megatron-LM, its engine's arguments, and how weights map; the engine is not imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.core.errors import NotBuiltError, PrepareError, SettingError, UnknownNameError
+from accelerate.strategy.megatron_core import functions, rules
+from accelerate.strategy.megatron_core.families import FAMILIES, family_of
+from accelerate.strategy.megatron_core.layout import Layout, layout_of
+from accelerate.strategy.megatron_core.parsers import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    add_model_config_to_megatron_parser,
+)
+from accelerate.strategy.megatron_core.plugin import DEFAULTS, MegatronLMPlugin
+from accelerate.strategy.megatron_core.refused import check
+from accelerate.strategy.megatron_core.schedule import MegatronLMDummyScheduler, schedule_of
+from accelerate.strategy.megatron_core.step import T5TrainStep
+
+IDS = {"input_ids": torch.zeros(2, 16), "labels": torch.zeros(2, 12)}
+
+
+def arguments(plugin: MegatronLMPlugin) -> dict[str, Any]:
+    return plugin.megatron_lm_default_args
+
+
+# --- fields, variables, defaults
+
+
+def test_the_fields_are_the_promised_ones_in_their_order() -> None:
+    contract = json.loads(Path("tests/laws/contract.json").read_text())
+    facts = contract["modules"]["accelerate.utils.dataclasses"]["MegatronLMPlugin"]
+    promised = [part.split(":")[0].strip() for part in _arguments(facts["signature"])]
+    assert [field.name for field in dataclasses.fields(MegatronLMPlugin)] == promised
+
+
+def _arguments(signature: str) -> list[str]:
+    """``(a: int = None, b: dict[str, Any] = None)`` at its outer commas."""
+    parts, depth = [""], 0
+    for letter in signature[1 : signature.rindex(")")]:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+VALUES = {
+    "recompute_granularity": ("selective", "selective"),
+    "recompute_method": ("block", "block"),
+    "gradient_clipping": ("0.5", 0.5),
+    "attention_dropout": ("0.25", 0.25),
+    "hidden_dropout": ("0.125", 0.125),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_field_takes_its_variable_and_the_code_wins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = DEFAULTS[name]
+    assert getattr(MegatronLMPlugin(), name) == default
+    flipped = ("false" if default else "true", not default)
+    text, value = VALUES.get(name, flipped if isinstance(default, bool) else ("3", 3))
+    monkeypatch.setenv(f"MEGATRON_LM_{name.upper()}", text)
+    plugin = MegatronLMPlugin()
+    assert getattr(plugin, name) == value
+    assert plugin.given(name) == value
+    code: Any = (
+        (not value) if isinstance(value, bool) else {"block": "uniform", "selective": "full"}.get(value, 4)
+    )
+    assert getattr(MegatronLMPlugin(**{name: code}), name) == code
+
+
+def test_a_default_is_not_what_somebody_asked_for() -> None:
+    """The public package's default of two processes for a sequence cuts nothing here."""
+    plugin = MegatronLMPlugin()
+    assert plugin.context_parallel_size == 2
+    assert plugin.given("context_parallel_size") is None
+    check(plugin, "no")
+
+
+def test_the_engines_arguments_have_the_training_scripts_names() -> None:
+    """As the public package 1.15 gives them."""
+    found = arguments(MegatronLMPlugin(tp_degree=2, sequence_parallelism=True, gradient_clipping=0.5))
+    assert found["tensor_model_parallel_size"] == 2
+    assert found["sequence_parallel"] is True
+    assert found["clip_grad"] == 0.5
+    assert found["DDP_impl"] == "torch"
+    assert len(found) == 36
+    cases: list[dict[str, Any]] = [{"pp_degree": 2}, {"use_distributed_optimizer": True}]
+    for options in cases:
+        plugin = MegatronLMPlugin(**options)
+        assert plugin.DDP_impl == arguments(plugin)["DDP_impl"] == "local"
+    assert arguments(MegatronLMPlugin(other_megatron_args={"lr": 3}))["lr"] == 3
+    assert arguments(MegatronLMPlugin(tensorboard_dir="logs"))["tensorboard_dir"] == "logs"
+    with pytest.raises(NotBuiltError, match="logs of Megatron-LM's training script"):
+        MegatronLMPlugin(tensorboard_dir="logs", set_all_logging_options=True)
+
+
+def test_arguments_of_precision_batches_and_optimizers() -> None:
+    """As the public package 1.15 gives them."""
+    plugin = MegatronLMPlugin(num_micro_batches=3)
+    plugin.set_mixed_precision("bf16")
+    plugin.set_training_args(4, 2)
+    assert (plugin.data_parallel_size, plugin.micro_batch_size, plugin.global_batch_size) == (2, 4, 24)
+    plugin.set_optimizer_type(torch.optim.AdamW([torch.ones(1)], lr=0.1, betas=(0.8, 0.9), eps=1e-6))
+    found = arguments(plugin)
+    assert found["bf16"] is True
+    assert found["DDP_impl"] == "local"
+    assert [found[f"adam_{name}"] for name in ("beta1", "beta2", "eps")] == [0.8, 0.9, 1e-6]
+    assert (found["optimizer"], found["lr"], found["weight_decay"]) == ("adam", 0.1, 0.01)
+    plugin.set_optimizer_type(torch.optim.SGD([torch.ones(1)], lr=0.2, momentum=0.9))
+    assert (found["optimizer"], found["sgd_momentum"], found["lr"]) == ("sgd", 0.9, 0.2)
+    with pytest.raises(SettingError, match="no optimizer RMSprop"):
+        plugin.set_optimizer_type(torch.optim.RMSprop([torch.ones(1)]))
+
+
+def test_arguments_of_a_schedule_are_counted_for_one_copy_of_the_model() -> None:
+    """As the public package 1.15 gives them."""
+    dummy = MegatronLMDummyScheduler(None, total_num_steps=10, warmup_num_steps=2)
+    plugin = MegatronLMPlugin(train_samples=100)
+    with pytest.raises(PrepareError, match="before set_training_args"):
+        plugin.set_scheduler_args(dummy)
+    plugin.set_training_args(4, 2)
+    with pytest.warns(UserWarning, match="train_samples is ignored"):
+        plugin.set_scheduler_args(dummy)
+    found = arguments(plugin)
+    assert (found["train_iters"], found["lr_warmup_iters"], found["train_samples"]) == (5, 1, None)
+    given = MegatronLMPlugin(train_iters=7, lr_warmup_iters=3)
+    given.set_training_args(4, 2)
+    given.set_scheduler_args(dummy)
+    assert (arguments(given)["train_iters"], arguments(given)["lr_warmup_iters"]) == (7, 3)
+
+
+# --- configurations of models
+
+
+def model_of(kind: str, **values: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    names = {
+        "gpt2": "GPT2",
+        "llama": "Llama",
+        "megatron-bert": "MegatronBert",
+        "t5": "T5",
+        "glm4_moe": "Glm4Moe",
+    }
+    made = type("Some", (nn.Module,), {})()
+    made.config = getattr(transformers, f"{names[kind]}Config")(vocab_size=64, **values)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "lengths"),
+    [
+        ("gpt2", {}, {"seq_length": 16, "max_position_embeddings": 1024}),
+        ("gpt2", {"seq_length": 8}, {"seq_length": 8}),
+        ("gpt2", {"decoder_seq_length": 9}, {"seq_length": 9}),
+        ("llama", {}, {"seq_length": 16, "max_position_embeddings": 2048}),
+        ("llama", {"encoder_seq_length": 9}, {"seq_length": 16}),
+        ("megatron-bert", {"encoder_seq_length": 9}, {"seq_length": 9}),
+        ("t5", {}, {"encoder_seq_length": 16, "decoder_seq_length": 12, "max_position_embeddings": 1024}),
+        ("t5", {"decoder_seq_length": 9}, {"encoder_seq_length": 16, "decoder_seq_length": 9}),
+    ],
+)
+def test_lengths_are_the_plugins_or_the_batchs(kind: str, given: Any, lengths: dict[str, int]) -> None:
+    """As the public package 1.15 has them; but ``seq_length`` counts where it is given, also with GPT-2."""
+    plugin = MegatronLMPlugin(**given)
+    plugin.set_network_size_args(model_of(kind), IDS)
+    assert {name: arguments(plugin)[name] for name in lengths} == lengths
+    assert arguments(plugin)["orig_vocab_size"] == 64
+
+
+def test_sizes_of_models() -> None:
+    plugin = MegatronLMPlugin(return_logits=True)
+    plugin.set_network_size_args(model_of("gpt2", n_embd=32, n_layer=2, n_head=4))
+    found = arguments(plugin)
+    assert (found["hidden_size"], found["num_layers"], found["num_attention_heads"]) == (32, 2, 4)
+    assert (found["seq_length"], found["model_type_name"], found["pretraining_flag"]) == (1024, "gpt", True)
+    assert (found["tokenizer_type"], found["return_logits"]) == ("GPT2BPETokenizer", True)
+    bert = MegatronLMPlugin()
+    bert.set_network_size_args(model_of("megatron-bert", num_labels=3))
+    assert (arguments(bert)["num_labels"], arguments(bert)["pretraining_flag"]) == (3, False)
+    experts = MegatronLMPlugin()
+    experts.set_network_size_args(model_of("glm4_moe", n_routed_experts=4, num_experts_per_tok=2))
+    assert (arguments(experts)["num_experts"], arguments(experts)["moe_router_topk"]) == (4, 2)
+
+
+def test_a_parser_of_ones_own() -> None:
+    odd = nn.Linear(1, 1)
+    odd.config = SimpleNamespace(model_type="odd")  # type: ignore[assignment]
+    with pytest.raises(UnknownNameError, match="'odd'"):
+        MegatronLMPlugin().set_network_size_args(odd)
+    try:
+
+        @add_model_config_to_megatron_parser("odd")
+        def parse(plugin: Any, model: Any, batch: Any) -> None:
+            plugin.megatron_lm_default_args["odd"] = batch
+
+        plugin = MegatronLMPlugin()
+        plugin.set_network_size_args(odd, 5)
+        assert arguments(plugin)["odd"] == 5
+        assert MODEL_CONFIGS_TO_MEGATRON_PARSERS["odd"] is parse
+    finally:
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS.pop("odd", None)
+
+
+# --- what is refused
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"context_parallel_size": 2}, "inside TransformerEngine's attention"),
+    ({"expert_model_parallel_size": 2}, "models with experts"),
+    ({"expert_tensor_parallel_size": 2}, "models with experts"),
+    ({"use_custom_fsdp": True}, "nobody has run it"),
+    ({"optimizer_cpu_offload": True}, "needs TransformerEngine"),
+    ({"overlap_cpu_optimizer_d2h_h2d": True}, "needs TransformerEngine"),
+    ({"use_precision_aware_optimizer": True}, "needs TransformerEngine"),
+    ({"num_layers_per_virtual_pipeline_stage": 2}, "nobody has run it"),
+    ({"pipeline_model_parallel_split_rank": 1}, "an encoder and a decoder"),
+    ({"custom_model_provider_function": print}, "by the user's names"),
+    ({"custom_megatron_datasets_provider_function": print}, "Megatron-LM's repository"),
+    ({"sequence_parallelism": True}, "without tensor parallelism"),
+    ({"sequence_parallelism": True, "tp_degree": 2}, "Apex's or TransformerEngine's"),
+    ({"num_micro_batches": 0}, "use 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSALS)
+def test_what_the_engine_cannot_do_is_refused_with_its_reason(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        check(MegatronLMPlugin(**options), "no")
+    assert words in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_precisions_that_nobody_has_run_are_refused(precision: str) -> None:
+    with pytest.raises(SettingError, match="use mixed_precision='bf16' or 'no'"):
+        check(MegatronLMPlugin(), precision)
+
+
+def test_scripts_functions_refuse_and_say_what_to_do() -> None:
+    for call in (
+        functions.model_provider_func,
+        lambda: functions.prepare_model_optimizer_scheduler(None),
+        functions.MegatronLMDummyDataLoader(split="1").set_megatron_data_args,
+        lambda: functions.prepare_data_loader(None, functions.MegatronLMDummyDataLoader()),
+        lambda: T5TrainStep(None, None),
+    ):
+        with pytest.raises(NotBuiltError) as caught:
+            call()
+        assert caught.value.fix
+
+
+# --- places of processes
+
+
+def test_places_follow_the_engines_order() -> None:
+    """Tensor parallel first, then copies, then stages."""
+    places = [Layout(8, rank, 2, 2) for rank in range(8)]
+    assert [place.tp_rank for place in places] == [0, 1] * 4
+    assert [place.dp_rank for place in places] == [0, 0, 1, 1] * 2
+    assert [place.pp_rank for place in places] == [0] * 4 + [1] * 4
+    assert [place.share.speaks for place in places] == [True, False, True, False] + [False] * 4
+    assert {place.share.count for place in places} == {2}
+
+
+def test_degrees_that_do_not_fit_name_the_product_and_what_fits() -> None:
+    world: Any = SimpleNamespace(size=6, rank=0)
+    with pytest.raises(SettingError) as caught:
+        layout_of(MegatronLMPlugin(tp_degree=2, pp_degree=2), world)
+    assert "2 is 4, which does not divide 6 processes" in str(caught.value)
+    assert "start 4 processes or a multiple, or use degrees whose product is one of [1, 2, 3, 6]" in str(
+        caught.value
+    )
+
+
+# --- weights
+
+RULES: dict[str, tuple[rules.Rule, list[tuple[int, ...]]]] = {
+    "the same everywhere": (rules.Rule("a"), [(6,)]),
+    "rows": (rules.Split("a", dim=0), [(8, 3)]),
+    "columns": (rules.Split("a", dim=1, turned=True), [(8, 3)]),
+    "words": (rules.Words("a", words=7), [(7, 3)]),
+    "gated": (rules.Gated("a", "b"), [(8, 3), (8, 3)]),
+    "grouped": (rules.Attention("q", "k", "v", groups=2, heads=4), [(16, 3), (8, 3), (8, 3)]),
+    "joined": (rules.Attention("qkv", groups=4, heads=4, turned=True), [(3, 24)]),
+    "joined biases": (rules.Attention("qkv", groups=4, heads=4), [(24,)]),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", RULES)
+def test_parts_join_to_what_was_cut(name: str, size: int) -> None:
+    rule, shapes = RULES[name]
+    wholes = [torch.randn(shape) for shape in shapes]
+    parts = rule.cut(wholes, size)
+    assert len(parts) == size
+    assert len({part.shape for part in parts}) == 1
+    for ours, theirs in zip(rule.join(parts), wholes, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_queries_keys_and_values_lie_group_by_group() -> None:
+    """Two groups of two queries, heads of one row."""
+    rule = rules.Attention("q", "k", "v", groups=2, heads=4)
+    wholes = [torch.tensor([[1], [2], [3], [4]]), torch.tensor([[5], [6]]), torch.tensor([[7], [8]])]
+    first, second = rule.cut(wholes, 2)
+    assert first.flatten().tolist() == [1, 2, 5, 7]
+    assert second.flatten().tolist() == [3, 4, 6, 8]
+
+
+def on_meta(kind: str, **values: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    names = {"gpt2": ("GPT2Config", "GPT2LMHeadModel"), "llama": ("LlamaConfig", "LlamaForCausalLM")}
+    config, model = (getattr(transformers, name) for name in names[kind])
+    small = (
+        {"n_embd": 8, "n_layer": 1, "n_head": 2}
+        if kind == "gpt2"
+        else {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    )
+    with torch.device("meta"):
+        return model(config(vocab_size=16, bos_token_id=0, eos_token_id=1, **small, **values))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_weight_has_its_place(kind: str) -> None:
+    family_of(on_meta(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2", {"activation_function": "tanh"}, "activation_function='tanh'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            "rotary positions are linear",
+        ),
+    ],
+)
+def test_what_would_map_only_nearly_is_refused(kind: str, values: dict[str, Any], words: str) -> None:
+    model = on_meta(kind, **values)
+    family = family_of(model)
+    with pytest.raises(PrepareError) as caught:
+        _mapped(family, model.config)
+    assert words in str(caught.value)
+
+
+def _mapped(family: Any, config: Any) -> Any:
+    return family.transformer(config), family.model(config)
+
+
+def test_a_model_with_more_than_the_engine_has_is_refused() -> None:
+    model = on_meta("llama")
+    model.adapter = nn.Linear(2, 2)
+    with pytest.raises(PrepareError, match="no plain llama language model: adapter"):
+        family_of(model)
+
+
+# --- schedules
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0]),
+        ("linear", [0.0, 0.5, 1.0, 0.55, 0.1]),
+        ("cosine", [0.0, 0.5, 1.0, 0.55, 0.1]),
+    ],
+)
+def test_a_stand_in_becomes_a_warm_up_and_a_decay(style: str, expected: list[float]) -> None:
+    """Two copies of the model: the schedule advances twice in a step, and counts steps."""
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    dummy = MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=2)
+    with pytest.raises(PrepareError, match="only stands for a schedule"):
+        dummy.step()
+    schedule = schedule_of(dummy, MegatronLMPlugin(lr_decay_style=style, min_lr=0.1), 2)
+    rates = []
+    for _ in expected:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        schedule.step()
+    assert rates == pytest.approx(expected)
+
+
+def test_an_unknown_style_is_named() -> None:
+    dummy = MegatronLMDummyScheduler(torch.optim.SGD([torch.ones(1)], lr=1.0))
+    with pytest.raises(UnknownNameError, match="did you mean 'linear'"):
+        schedule_of(dummy, MegatronLMPlugin(lr_decay_style="linaer"), 1)
