@@ -251,6 +251,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
         "TorchTensorParallelPlugin",
     )
+    | at("strategy.parallel.pipeline_options", "PipelineParallelConfig")
     | at(
         "strategy.megatron_core.parsers",
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser "

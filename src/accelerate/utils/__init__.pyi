@@ -192,6 +192,7 @@ from accelerate.strategy.parallel.config import ParallelismConfig as Parallelism
 from accelerate.strategy.parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accelerate.strategy.parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate.strategy.parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.strategy.parallel.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.sharding.functions import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )

@@ -44,6 +44,7 @@ from accelerate.strategy.parallel.config import (
 from accelerate.strategy.parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accelerate.strategy.parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate.strategy.parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.strategy.parallel.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
