@@ -107,6 +107,49 @@ def test_reducing_in_every_micro_batch_lets_nothing_wait(ranks: RankServer) -> N
     )
 
 
+def implied(policy: str) -> list[tuple[str, str]]:
+    """What is not applied of formats that follow from the precision, or that version 1 knew."""
+    from torch.distributed.fsdp import MixedPrecision
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    buffers = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    more: dict[str, Any] = {"mixed_precision_policy": buffers} if policy == "buffers" else {}
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS, **more), mixed_precision="bf16"
+    )
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.backward(loss_of(model, next(batches(1))))
+    optimizer.step()
+    if policy == "changed":
+        for group in groups_of(model):
+            for place in group.fsdp_params:
+                place.reduce_dtype = torch.float16
+    return [(effect.option, effect.why) for effect in accelerator.effects() if effect.failed]
+
+
+def groups_of(model: Any) -> list[Any]:
+    from accelerate.strategy.sharding.grads import groups
+
+    return list(groups(model))
+
+
+@pytest.mark.parametrize(
+    ("policy", "wrong"),
+    [
+        ("as said", []),
+        ("changed", [("mixed_precision", "reduced in float16, not float32")]),
+        ("buffers", [("buffer_dtype", "version 2 leaves buffers as they are: float32")]),
+    ],
+)
+def test_formats_that_are_not_there_are_said(
+    ranks: RankServer, policy: str, wrong: list[tuple[str, str]]
+) -> None:
+    """F15"""
+    assert same_on_all(ranks(2, implied, policy)) == wrong
+
+
 # --- compiled blocks
 
 

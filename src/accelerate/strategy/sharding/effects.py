@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from accelerate.core import environ
 from accelerate.core.effects import Effect, Option, given
@@ -23,7 +23,10 @@ _IGNORED = (
 
 
 def effects(
-    switch: Iterable[Option], plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+    switch: Iterable[Option],
+    plugin: FullyShardedDataParallelPlugin,
+    models: Sequence[nn.Module],
+    implied: MixedPrecisionPolicy | None = None,
 ) -> Iterator[Effect]:
     """What became of the switch and of each option of the plugin.
 
@@ -31,6 +34,7 @@ def effects(
         switch: by what sharding was asked for.
         plugin: how to shard.
         models: those that were sharded.
+        implied: the number formats that follow from the precision, where the plugin says none.
     """
     for option in switch:
         if option.value is not True:  # the plugin itself
@@ -46,6 +50,10 @@ def effects(
             yield option.pending(_NOTHING)
         else:
             yield look(option, models)
+    found = formats(models) if implied is not None and plugin.mixed_precision_policy is None else None
+    wrong = found.other_than(implied) if found is not None and implied is not None else ""
+    if wrong:
+        yield Option("mixed_precision", str(implied), "the precision").failed(wrong)
 
 
 _NOTHING = "no model that trains is prepared"
@@ -66,6 +74,8 @@ def _options(plugin: FullyShardedDataParallelPlugin) -> Iterator[Option]:
         yield Option("fsdp_auto_wrap_policy", "a policy", where)
     if plugin.mixed_precision_policy is not None:
         yield Option("mixed_precision_policy", plugin.mixed_precision_policy, where)
+    if plugin._buffers is not None:
+        yield Option("buffer_dtype", plugin._buffers, where)
 
 
 def _parts(models: Sequence[nn.Module]) -> int:
@@ -133,6 +143,12 @@ def _states(models: Sequence[nn.Module]) -> list[Any]:
     return [part._get_fsdp_state() for part in parts]
 
 
+def _buffers(option: Option, models: Sequence[nn.Module]) -> Effect:
+    kept = {b.dtype for model in models for b in model.buffers() if b.is_floating_point()} - {option.value}
+    shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kept))
+    return option.seen(f"version 2 leaves buffers as they are: {shown}" if kept else "")
+
+
 def _formats(option: Option, models: Sequence[nn.Module]) -> Effect:
     """The types that are there after a forward, against the policy."""
     found = formats(models)
@@ -193,6 +209,7 @@ _LOOK: dict[str, Callable[[Option, Sequence[nn.Module]], Effect]] = {
     "fsdp_forward_prefetch": _ahead,
     "fsdp_backward_prefetch": _behind,
     "mixed_precision_policy": _formats,
+    "buffer_dtype": _buffers,
     "fsdp_replicate_size": _copies,
     "fsdp_reshard_after_forward": _resharded,
     "fsdp_sharding_strategy": _spread,

@@ -106,6 +106,8 @@ class FullyShardedDataParallelPlugin:
         self.fsdp_version = settings.fsdp_version or 2
         self.hybrid = False
         self._ahead: tuple[bool, bool] = False, True
+        # What version 1's policy asked of buffers; version 2 leaves them alone.
+        self._buffers: Any = getattr(self.mixed_precision_policy, "buffer_dtype", None)
         self._ignored: set[str] = set()
         self._meaning.settle(self, found)
         self._settle_policy(settings)

@@ -50,8 +50,10 @@ class Sharding(Strategy):
     def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
         """See ``effects.py``."""
         from accelerate.strategy.sharding.effects import effects
+        from accelerate.strategy.sharding.plugin import policy_of
 
-        return effects(self.asked(self.request), self.plugin, [m for m in models if m in self.models])
+        mine = [model for model in models if model in self.models]
+        return effects(self.asked(self.request), self.plugin, mine, policy_of(self.request.precision))
 
     @property
     def plugins(self) -> dict[str, Any]:
