@@ -1,0 +1,96 @@
+"""What sharding is made of, in one process: which processes share, how a tensor was cut, blocks that fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.core.errors import SettingError
+from accelerate.strategy import choose
+from accelerate.strategy.base import Request
+from accelerate.strategy.sharding.activations import keep_on_host, keeps_on_host
+from accelerate.strategy.sharding.shard import recompute
+from accelerate.strategy.sharding.whole import cuts
+from accelerate.world.world import World
+
+
+def grid(size: int, nodes: int, **options: Any) -> tuple[int, int]:
+    plugin = FullyShardedDataParallelPlugin(**options)
+    chosen: Any = choose(Request(World.fake(size, nodes=nodes), (plugin,)))
+    return chosen._grid
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (1, 8)),
+        ({"sharding_strategy": "FULL_SHARD"}, (1, 8)),
+        ({"sharding_strategy": "HYBRID_SHARD"}, (2, 4)),
+        ({"sharding_strategy": "_HYBRID_SHARD_ZERO2", "replicate_size": 4}, (4, 2)),
+        ({"sharding_strategy": "HYBRID_SHARD", "replicate_size": 8}, (8, 1)),
+    ],
+)
+def test_copies_are_one_on_each_machine_or_as_many_as_asked(
+    options: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    """Eight processes on two machines; one process for each copy is right in version 2."""
+    assert grid(8, 2, **options) == expected
+
+
+def test_copies_that_do_not_divide_the_processes_are_refused_before_any_mesh() -> None:
+    with pytest.raises(SettingError, match="3 copies of the shards, and 8 processes"):
+        grid(8, 2, sharding_strategy="HYBRID_SHARD", replicate_size=3)
+
+
+def test_the_last_cut_is_undone_first() -> None:
+    """A strided dimension cut what the later ones had cut before."""
+    strided = _StridedShard(0, split_factor=2)
+    assert cuts((Shard(0), Shard(1))) == [0, 1]
+    assert cuts((Replicate(), Shard(0))) == [1]
+    assert cuts((Replicate(), strided, Shard(0))) == [2, 1]
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.broken = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if self.broken:
+            raise ValueError("in the block")
+        return y
+
+
+def test_a_block_that_fails_leaves_no_hook_behind() -> None:
+    """E12: what is saved afterwards is saved as ever, and the block works again."""
+    block = Fails()
+    recompute([block], offload=True)
+    assert keeps_on_host(block)
+    rows = torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(ValueError, match="in the block"):
+        block(rows)
+    assert not [name for name in vars(block) if name.startswith("_accelerate")]
+    block.broken = False
+    block(rows).sum().backward()
+    assert rows.grad is not None
+    assert torch.allclose(rows.grad, block.inner.weight.sum(0).expand(2, 3))
+
+
+def test_inputs_stay_where_nothing_is_computed_again() -> None:
+    """Without gradients there is no backward to keep them for."""
+    block = Fails()
+    block.broken = False
+    keep_on_host(block)
+    checkpoint(block)
+    with torch.no_grad():
+        assert block(torch.ones(1, 3)).shape == (1, 3)
+    assert not [name for name in vars(block) if name.startswith("_accelerate")]
