@@ -35,7 +35,7 @@ def _given_to(request: Request) -> Any:
 
 
 class Megatron(Strategy):
-    """The engine trains. Tests run it on CPUs with stand-ins for its devices; nobody has run it on GPUs here."""
+    """The engine trains. Tests run it on CPUs, with stand-ins for its devices; on GPUs nobody has."""
 
     name: ClassVar[str] = "megatron"
     priority: ClassVar[int] = 10
