@@ -13,7 +13,7 @@ from torch import nn
 from accelerate.core.errors import AccelerateError, PrepareError
 from tests.support import parity
 from tests.support.parity import Numbers
-from tests.support.ranks import RankServer
+from tests.support.ranks import RankServer, same_on_all
 
 
 def made(window: int = 1, sizes: dict[str, int] | None = None, **options: Any) -> Any:
@@ -495,3 +495,78 @@ def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
     first, second = ranks.outcomes(2, failing, grace=30)
     assert (first.status, second.status) == ("raised", "raised")
     assert "ArithmeticError: the second stage fails" in second.traceback
+
+
+class Meeting(nn.Linear):
+    """Stage 0 does not end its last chunk before stage 1 begins its first."""
+
+    armed, stage, chunk = False, 0, -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        import torch.distributed as dist
+
+        if self.armed:
+            self.chunk += 1
+            store = dist.distributed_c10d._get_default_store()
+            if (self.stage, self.chunk) == (1, 0):
+                store.set("stage 1 has begun", "yes")
+            if (self.stage, self.chunk) == (0, 3):
+                store.wait(["stage 1 has begun"])
+        return super().forward(x)
+
+
+def overlap() -> list[tuple[str, int, int, float, float]]:
+    accelerator = made(num_microbatches=4)
+    given = nn.Sequential(Meeting(2, 2), Meeting(2, 2))
+    given[1].stage = 1
+    model = accelerator.prepare(given)
+    with torch.no_grad():
+        model(torch.ones(8, 2))  # rehearses
+    for block in given:
+        block.armed = True
+    with model.pipeline_timeline() as work, torch.enable_grad():
+        block.requires_grad_(True)
+        with torch.no_grad():
+            model(torch.ones(8, 2))
+    accelerator.backward(model(torch.ones(8, 2)).sum())
+    return [tuple(each) for each in work]
+
+
+def test_stages_work_at_the_same_time(ranks: RankServer) -> None:
+    """Stage 0 waits in its last chunk for stage 1 to begin its first: stages in turn would never end."""
+    found = same_on_all(ranks(2, overlap))
+    assert [work[:3] for work in found] == [
+        ("forward", stage, chunk) for stage in (0, 1) for chunk in range(4)
+    ]
+    times = {(stage, chunk): (begin, end) for _, stage, chunk, begin, end in found}
+    assert times[1, 0][0] < times[0, 3][1]
+    for chunk in range(4):
+        assert times[0, chunk][1] <= times[1, chunk][0], "a chunk is sent when it is done"
+
+
+def halved() -> None:
+    """bfloat16: the numbers of the plain loop under autocast, within what the format has."""
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", parallelism_config=ParallelismConfig(pp_size=2)
+    )
+    model, plain = parity.decoder(), parity.decoder()
+    optimizer, other = parity.adamw(model), parity.adamw(plain)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in list(parity.loader())[:4]:
+        loss = parity.loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = parity.loss_of(plain, batch)
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        torch.testing.assert_close(loss, expected, atol=2e-2, rtol=0)
+
+
+def test_stages_in_bfloat16(ranks: RankServer) -> None:
+    ranks(2, halved)

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate.core import tree
 from accelerate.core.errors import PrepareError
 from accelerate.stages import forms
 from accelerate.strategy.parallel import pipeline_grads as grads
@@ -34,10 +35,42 @@ if TYPE_CHECKING:
 _PLANS = 16  # that are kept: each has memory for what it receives
 
 
+class Work(NamedTuple):
+    """A stage at work on a chunk.
+
+    Attributes:
+        kind: ``"forward"`` or ``"backward"``.
+        begin, end: seconds of this machine's clock, which only differences mean something of.
+    """
+
+    kind: str
+    stage: int
+    chunk: int
+    begin: float
+    end: float
+
+
 class Pipelined:
     """The first base of the class of a model that is cut into stages."""
 
     _conductor: Any
+
+    @contextmanager
+    def pipeline_timeline(self) -> Iterator[list[Work]]:
+        """Writes down when each stage works on each chunk inside; all of them have it at the end.
+
+        Entered by all processes. On an accelerator it waits for the device after every chunk. The clocks of
+        several machines are not compared.
+        """
+        conductor: Conductor = self._conductor
+        conductor.clock, found = [], list[Work]()
+        try:
+            yield found
+            parts: list[Any] = [None] * conductor.processes
+            dist.all_gather_object(parts, conductor.clock, group=conductor.group)
+            found += [work for part in parts for work in part]
+        finally:
+            conductor.clock = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A batch through all stages."""
@@ -57,7 +90,7 @@ class Conductor:
     Attributes:
         place: this process's among those of the pipeline; ``stages`` are the stages that it has.
         shared: weights that several processes hold.
-        clock: if a list, (kind, stage, chunk, begin, end) of all work is put there.
+        clock: if a list, all work is put there.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, options: Any, group: Any, device: torch.device) -> None:
@@ -71,7 +104,7 @@ class Conductor:
         self.shared: list[grads.Shared] = []
         self.plans: dict[str, Plan] = {}
         self.active: Run | None = None
-        self.clock: list[tuple[str, int, int, float, float]] | None = None
+        self.clock: list[Work] | None = None
         self._enter: Callable[..., Any] | None = None
         self.zeroed = False
         takes = getattr(type(model).forward, "__code__", None)
@@ -178,16 +211,17 @@ class Conductor:
         return self.plans[key]
 
     def _rehearsed(self, batch: Batch, whole: bool) -> Plan:
-        args, kwargs, _ = batch.chunk(0)
-        part = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs)
+        args, kwargs = self._cast(batch.chunk(0))
+        dtype = grads.number_formats(self.model)[0]
+        part = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs, dtype)
         missing = set(range(self.cut.count)) - {call.stage for call in part.calls}
         if missing:
             raise _idle_stage(self.cut, min(missing))
         if not whole:
             check_loss(self.options, part.result, batch)
             return Plan(part)
-        args, kwargs, _ = batch.whole()
-        full = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs)
+        args, kwargs = self._cast(batch.whole())
+        full = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs, dtype)
         if [c.block for c in part.calls] != [c.block for c in full.calls] or part.tail != full.tail:
             raise PrepareError(
                 "the forward takes another way for a part of a batch than for all of it",
@@ -248,7 +282,7 @@ class Conductor:
         yield
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
-        self.clock.append((kind, stage, chunk, begin, time.perf_counter()))
+        self.clock.append(Work(kind, stage, chunk, begin, time.perf_counter()))
 
     # --- all chunks forward, the rest over the whole batch
 
@@ -271,10 +305,16 @@ class Conductor:
         if not any(t.requires_grad for t in tensors):
             flow.done()
         final = Run(plan.whole, None, dict(zip(plan.whole.tail, tensors, strict=False)), (), self._stand_in)
-        args, kwargs, _ = batch.whole()
+        args, kwargs = self._cast(batch.whole())
         output = self.twin.run(final, args, kwargs, loose)
         final.sent(())
-        return output
+        wanted = grads.number_formats(self.model)[2]
+        return output if wanted is None else tree.map_tree(partial(_as, wanted), output)
+
+    def _cast(self, given: Any) -> tuple[Any, Any]:
+        """(args, kwargs) in the type in which sharded weights compute: the model itself casts them so."""
+        dtype, casts, _ = grads.number_formats(self.model)
+        return given[:2] if dtype is None or not casts else tree.map_tree(partial(_as, dtype), given[:2])
 
     def _everywhere(self, plan: Plan, place: int, flow: Flow) -> torch.Tensor:
         """A value of the tail for the whole batch, on all stages."""
@@ -389,6 +429,10 @@ class Flow:
             schedule._stage.clear_runtime_states()
             schedule._stage.submod.run = unused
         self.plan.idle.append(schedules)
+
+
+def _as(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 class _Back(torch.autograd.Function):

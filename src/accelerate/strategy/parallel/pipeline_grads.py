@@ -16,9 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.strategy.sharding.grads import backward_of_a_part, leaf, local, places, reduces
+from accelerate.strategy.sharding.grads import (
+    backward_of_a_part,
+    leaf,
+    local,
+    number_formats,
+    places,
+    reduces,
+)
 
-__all__ = ["Shared", "backward_of_a_part", "reduces", "summed", "trained"]
+__all__ = ["Shared", "backward_of_a_part", "number_formats", "reduces", "summed", "trained"]
 
 
 @dataclass

@@ -39,6 +39,7 @@ class Twin:
     ) -> None:
         self.mode, self.device = mode, device
         self._now: Any = None
+        self._dtype: torch.dtype | None = None
         self._fakes: dict[int, torch.Tensor] = {}
         self._twins: dict[int, nn.Module] = {}
         self.weights: dict[str, torch.Tensor] = {}
@@ -84,16 +85,37 @@ class Twin:
             self._fakes[id(tensor)] = like
         return self._fakes[id(tensor)]
 
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        """Gives the stand-ins of weights the type that these have in a forward."""
+        self._dtype = dtype
+        made: dict[int, Any] = {}
+        for _, twin in [*self._inside, *self._between]:
+            for label, old in twin._parameters.items():
+                if old is None or not old.is_floating_point():
+                    continue
+                if id(old) not in made:
+                    with self.mode:
+                        made[id(old)] = nn.Parameter(torch.empty_like(old, dtype=dtype), old.requires_grad)
+                twin._parameters[label] = made[id(old)]
+        self.weights = {name: made.get(id(old), old) for name, old in self.weights.items()}
+
     def block(self, name: str, run: Any, args: Any, kwargs: Any) -> Any:
         """A call of a block's twin."""
         return self._now.block(name, run, args, kwargs)
 
-    def rehearse(self, stage_of: Mapping[str, int], stages: int, args: Any, kwargs: Any) -> Trail:
+    def rehearse(
+        self, stage_of: Mapping[str, int], stages: int, args: Any, kwargs: Any, dtype: torch.dtype | None
+    ) -> Trail:
         """A forward without values; draws nothing.
+
+        Args:
+            dtype: of the weights in a forward; None: their own.
 
         Raises:
             PrepareError: see ``Rehearsal.run``.
         """
+        if dtype != self._dtype:
+            self._convert(dtype)
         devices = [] if self.device.type == "cpu" else [self.device]
         rehearsal = Rehearsal(stage_of, stages)
         with self._conducted(rehearsal), torch.random.fork_rng(devices=devices):

@@ -37,6 +37,14 @@ def reduces(model: nn.Module) -> bool:
     return all(group.reduce_grads for group in groups(model))
 
 
+def number_formats(model: Any) -> tuple[torch.dtype | None, bool, torch.dtype | None]:
+    """In which type whole parameters are gathered, whether inputs are cast to it, and the type of outputs."""
+    if not isinstance(model, FSDPModule):
+        return None, False, None
+    policy = model._get_fsdp_state()._mp_policy
+    return policy.param_dtype, policy.cast_forward_inputs, policy.output_dtype
+
+
 @contextmanager
 def backward_of_a_part(model: Any, *, last: bool, sync: bool) -> Iterator[None]:
     """Around one of several backwards that belong together: gradients are reduced in the last one.
