@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.cli.options import HANDED
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.launch.job import read
@@ -205,6 +205,23 @@ def test_copies_of_the_shards(version: int) -> None:
     options: dict[str, Any] = {"fsdp_version": version, "sharding_strategy": "HYBRID_SHARD"}
     assert FullyShardedDataParallelPlugin(**options, replicate_size=2).copies(8, 1) == 2
     assert FullyShardedDataParallelPlugin(fsdp_version=version).copies(8, 4) == 1
+
+
+def test_replicas_in_disguise_are_refused() -> None:
+    """Torch reduces no gradients where each process has a copy by itself: they would drift apart."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy="HYBRID_SHARD")
+    world = World.fake(4, nodes=4)
+    with pytest.raises(SettingError, match="leave sharded training out to train replicas"):
+        choose(Request(world, plugins=(plugin,)))
+    chosen = choose(Request(World.fake(4, nodes=2), plugins=(plugin,)))
+    assert (chosen.name, chosen.distributed_type(world)) == ("fsdp1", "FSDP")
+
+
+def test_a_mesh_needs_version_2() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    layout = ParallelismConfig(dp_shard_size=4)
+    with pytest.raises(SettingError, match="parallelism_config goes with version 2"):
+        choose(Request(World.fake(4), plugins=(plugin,), parallelism=layout))
 
 
 def test_the_methods_in_version_1() -> None:

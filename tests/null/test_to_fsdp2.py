@@ -104,6 +104,22 @@ def test_every_strategy_says_whether_parameters_are_freed(key: str, strategy: An
     assert new["fsdp_config"] == {"fsdp_reshard_after_forward": reshard, "fsdp_version": 2}
 
 
+def test_copies_of_the_shards_stay(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One for each machine; what only version 1 has is replaced, and said."""
+    given = config(fsdp_sharding_strategy="HYBRID_SHARD", fsdp_state_dict_type="LOCAL_STATE_DICT")
+    new = convert_config_to_fsdp2({**given, "num_machines": 4})["fsdp_config"]
+    assert new["fsdp_replicate_size"] == 4
+    assert new["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+    assert "fsdp_replicate_size" not in convert_config_to_fsdp2({**given, "num_machines": 1})["fsdp_config"]
+    more = config(sharding_strategy=5, replicate_size=2)
+    assert convert_config_to_fsdp2({**more, "num_machines": 4})["fsdp_config"]["fsdp_replicate_size"] == 2
+    old.write_text(yaml.safe_dump({**given, "num_machines": 4}))
+    assert run(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
+    told = capsys.readouterr().out
+    assert "fsdp_replicate_size is how many copies" in told
+    assert "LOCAL_STATE_DICT becomes SHARDED_STATE_DICT" in told
+
+
 def test_the_values_are_those_of_1_x() -> None:
     assert ARGUMENT_VALUE_MAPPING["fsdp_sharding_strategy"]["HYBRID_SHARD_ZERO2"] is False
     assert ARGUMENT_KEY_MAPPING["fsdp_sharding_strategy"] == "fsdp_reshard_after_forward"

@@ -15,6 +15,7 @@ from accelerate.launch import files, writing
 if TYPE_CHECKING:
     import argparse
 
+COPIES, LOCAL = "fsdp_replicate_size", "LOCAL_STATE_DICT"
 SECTION, PREFIX, VERSION = "fsdp_config", "fsdp_", "fsdp_version"
 
 
@@ -87,7 +88,18 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         target = ARGUMENT_KEY_MAPPING.get(key, key)
         if key != VERSION and not isinstance(target, ConversionStatus) and value is not None:
             new[target] = _converted(key, value)
+    machines = config.get("num_machines")
+    if _copies(table) and COPIES not in new and isinstance(machines, int) and machines > 1:
+        new[COPIES] = machines
+    if str(new.get("fsdp_state_dict_type")).upper() == LOCAL:
+        new["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
     return {**config, SECTION: dict(sorted(new.items()))}
+
+
+def _copies(table: Mapping[str, Any]) -> bool:
+    """Whether every machine has a copy of the shards."""
+    given = table.get("fsdp_sharding_strategy")
+    return "HYBRID" in str(_NUMBERS.get(given, given) if isinstance(given, int) else given).upper()
 
 
 def _table(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,9 +132,12 @@ def _dropped(config: Mapping[str, Any]) -> Iterator[str]:
     """A line for each key that is left out."""
     for key in _table(config):
         if isinstance(ARGUMENT_KEY_MAPPING.get(key), ConversionStatus):
-            yield f"{key} is left out: version 2 has no such option"
-    if "HYBRID" in str(_table(config).get("fsdp_sharding_strategy")).upper():
-        yield "sharding within groups is a matter of the layout in version 2: see parallelism_config"
+            why = "gathers ahead by itself" if key.endswith("_prefetch") else "has no such option"
+            yield f"{key} is left out: version 2 {why}"
+    if _copies(_table(config)):
+        yield f"{COPIES} is how many copies of the shards there are: one for each machine, as it was"
+    if str(_table(config).get("fsdp_state_dict_type")).upper() == LOCAL:
+        yield f"{LOCAL} becomes SHARDED_STATE_DICT, which any number of processes reads"
 
 
 def _check(config: Mapping[str, Any], path: Path) -> None:

@@ -23,6 +23,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.setting import load
 from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
 from accelerate.strategy.settings.fsdp import FSDPSettings, FSDPSwitch
+from accelerate.world import collective, together
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ class FSDP1(Strategy):
         """How it shards."""
         return {"fsdp_plugin": self.plugin}
 
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Where there are copies of the shards."""
+        return self._mesh if self._mesh.ndim > 1 else None
+
     @cached_property
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
@@ -127,6 +133,11 @@ class FSDP1(Strategy):
     def _wrapper(self) -> Wrapper:
         from accelerate.strategy.fsdp1_parts.wrap import Wrapper
 
+        watch = together.current()
+        if watch is not None:
+            # A rank that waits in one of these for a rank that waits elsewhere is noticed.
+            for group in self._mesh.get_all_groups():
+                watch.count(group)
         return Wrapper(self._mesh, self.plugin, self._sharing, self.world.device)
 
     # --- prepare
@@ -183,6 +194,12 @@ class FSDP1(Strategy):
         return is_wrapped(model)
 
     def _wrap_all(self, bundle: Bundle) -> None:
+        if self.world.device.type == "meta":
+            raise PrepareError(
+                "version 1 of sharding cannot be rehearsed with empty tensors",
+                why="torch's class gives them memory",
+                fix="rehearse with fsdp_version=2: what a rank has is as large",
+            )
         bundle.replace("model", self._wrapped)
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
@@ -363,6 +380,8 @@ class FSDP1(Strategy):
         record = self._record(model)
         if record is None:
             return super().state(model)
+        # Torch's own collectives would wait for a rank that does something else.
+        collective.all_objects(type(record.module).__name__, "get_state_dict")
         return record.state(on_host if self.world.rank == 0 else nothing)
 
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.effects import Effect
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
 from accelerate.world import collective, together
 
@@ -117,6 +117,12 @@ class Sharding(Strategy):
     def check(self) -> None:
         """Copies of a model need equally many processes each."""
         super().check()
+        if self.plugin.fsdp_version != 2:
+            raise SettingError(
+                "parallelism_config goes with version 2 of sharding, and fsdp_version is 1",
+                why="only version 2 shards over a mesh of several dimensions",
+                fix="leave fsdp_version out, or make it 2",
+            )
         _ = self._grid
 
     # --- prepare
