@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from tests.clients.probe import main
 from tests.clients.trainer import Rows, evaluation, history, model, samples, trainer
@@ -103,13 +103,13 @@ def pretrained(folder: Path) -> dict[str, Any]:
     """In stage 3, ``from_pretrained`` partitions while it loads."""
     import deepspeed
 
-    source = model()
+    source: Any = model()
     if int(os.environ["RANK"]) == 0:
         source.save_pretrained(folder / "source")
     job = trainer(folder, Rows(samples()), deepspeed=config(3))
     partitions = is_deepspeed_zero3_enabled()
     job.accelerator.wait_for_everyone()
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "source")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "source")
     weight = loaded.get_input_embeddings().weight
     inside = hasattr(weight, "ds_id") and weight.numel() == 0
     with deepspeed.zero.GatheredParameters([weight]):

@@ -75,7 +75,9 @@ def test_variables_of_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         DeepSpeedPlugin()
 
 
-def test_a_configuration_comes_as_dict_file_text_and_object(tmp_path: Path) -> None:
+def test_a_configuration_comes_as_dict_file_text_and_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "ds.json"
     text = json.dumps(CONFIG)
     file.write_text(text)
@@ -85,6 +87,9 @@ def test_a_configuration_comes_as_dict_file_text_and_object(tmp_path: Path) -> N
         assert plugin.deepspeed_config == {**CONFIG, "steps_per_print": float("inf")}
         assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
         assert plugin.deepspeed_config is plugin.hf_ds_config.config
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    assert DeepSpeedPlugin().zero_stage == 3
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     assert "steps_per_print" not in CONFIG
     for wrong in ("nowhere.json", 5):
         with pytest.raises(ValueError, match="no path of a file"):
@@ -123,8 +128,9 @@ def test_what_clients_ask_of_it() -> None:
     assert plugin.get_value("train_micro_batch_size_per_gpu") == 2
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
         plugin.deepspeed_config_process()
+    values: dict[str, Any] = {"zero_optimization.stage": 2, "gradient_accumulation_steps": 1}
     with pytest.raises(ValueError, match="stage=3 vs arg"):
-        plugin.deepspeed_config_process(**{"zero_optimization.stage": 2, "gradient_accumulation_steps": 1})
+        plugin.deepspeed_config_process(**values)
     with pytest.raises(NotImplementedError, match="select_deepspeed_plugin"):
         plugin.selected = True
     with pytest.raises(ValueError, match="select_deepspeed_plugin"):
@@ -253,6 +259,8 @@ def test_the_accelerator_takes_and_refuses() -> None:
     assert "ZeRO stage 3" in plan
     assert '"bf16": {"enabled": true}' in plan
     assert taken.deepspeed_plugin.is_auto("train_micro_batch_size_per_gpu")
+    told = {effect.option: effect for effect in accelerator.effects()}
+    assert told["gradient_accumulation_steps"].applied is not False
 
 
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_DEEPSPEED", ""])

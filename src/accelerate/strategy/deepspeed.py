@@ -101,8 +101,9 @@ class DeepSpeed(Strategy):
         """The switch and the launcher's options, or the plugin."""
         yield from given(load(DeepSpeedSwitch))
         yield from given(load(DeepSpeedSettings))
-        if _given(request):
-            yield Option("deepspeed_plugin", "DeepSpeedPlugin", "the argument deepspeed_plugin")
+        for plugin in _given(request):
+            yield Option("deepspeed_plugin", type(plugin).__name__, "the argument deepspeed_plugin")
+            yield from plugin.asked()
 
     def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
         """What the engines were made with."""
@@ -352,7 +353,7 @@ class DeepSpeed(Strategy):
     # --- states
 
     def state(self, model: nn.Module) -> dict[str, Any]:
-        """As the model computes with it; on process 0. All processes must call it.
+        """As the model computes with it; on process 0 alone in stage 3. All processes must call it.
 
         Raises:
             PrepareError: it is partitioned, and gathering was forbidden.
@@ -360,9 +361,9 @@ class DeepSpeed(Strategy):
         from accelerate.strategy.zero.whole import model_state
 
         made = self.engines.of(model)
-        if made is None:
+        if made is None or made.stage < 3:
             return self.unwrap(model).state_dict()
-        if made.stage == 3 and not self.plugin.gathers:
+        if not self.plugin.gathers:
             raise PrepareError(
                 "the weights are partitioned, and zero3_save_16bit_model is False",
                 why="so they are not gathered on one process",

@@ -244,11 +244,29 @@ def make(model: nn.Module, config: Mapping[str, Any], optimizer: Any, scheduler:
     made = Made(engine, dict(config), getattr(engine, "basic_optimizer", None), kept, schedule)
     made.clip = float(engine.gradient_clipping() or 0.0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+    _undo_first_step(made)
     if dtype is not None:
         made.hooks += _convert(model, dtype)
     if made.stage == 3:
         made.hooks.append(_guard(engine))
     return made
+
+
+def _undo_first_step(made: Made) -> None:
+    """Stage 0 in 16 bits has stepped once, without gradients, to make the optimizer's state.
+
+    So weights have decayed, and Adam would count from 2.
+    """
+    inner = made.inner
+    if made.stage or made.optimizer is None or not hasattr(inner, "fp16_groups"):
+        return
+    flat = hasattr(inner, "fp32_groups_flat")
+    pairs = [(inner.fp32_groups_flat, inner.fp16_groups_flat)] if flat else []
+    pairs += [] if flat else list(zip(inner.fp32_groups, inner.fp16_groups, strict=True))
+    for highs, lows in pairs:
+        for high, low in zip(highs, lows, strict=True):
+            high.data.copy_(low.data)
+    made.optimizer.state.clear()
 
 
 def _convert(module: nn.Module, dtype: torch.dtype) -> list[Any]:

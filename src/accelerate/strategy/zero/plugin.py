@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from accelerate.core import environ
+from accelerate.core.effects import Option
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.packages import installed
 from accelerate.core.setting import Loaded, load
@@ -93,6 +94,10 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag and self.zero_stage != 3:
             self.zero3_init_flag = False
         self._settle_experts()
+
+    def asked(self) -> Iterator[Option]:
+        """What was given in code, by its name."""
+        return (Option(name, value, type(self).__name__) for name, value in self._in_code.items())
 
     # --- where the values come from
 
