@@ -27,7 +27,7 @@ from tests.support.ranks import RankServer
 # Pages of other kinds: the start page has a test of its own, the page on notebooks is run as one
 # (test_notebook.py), the rest shows no program of a user.
 OTHERS = {"index.md", "notebooks.md", "settings.md", "architecture.md", "contributing.md", "changelog.md"}
-NEEDS = {"deepspeed.md": "deepspeed", "megatron.md": "megatron.core"}
+NEEDS = {"deepspeed.md": "deepspeed", "megatron.md": "megatron.core", "sequences.md": "transformers"}
 PAGES = sorted(path.name for path in ROOT.glob("docs/*.md") if path.name not in OTHERS)
 
 

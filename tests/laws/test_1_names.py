@@ -56,6 +56,7 @@ FACTS = {
     ("strategy/zero", "deepspeed"): "the library of the engine, in the names of its modules and classes",
     ("strategy/megatron_core/layout", "cuda"): "whose torch module the engine calls, on any tensors",
     ("strategy/sharding", "fsdp"): "torch's own word for it, in the names of its classes and fields",
+    ("strategy/parallel/ulysses", "deepspeed"): "which library a client asks for the group, by its own name",
     ("strategy/parallel/config", "deepspeed"): "what the public interface calls that way to split attention",
     **{
         ("strategy/settings/deepspeed", name): "by which program its own launcher reaches other machines"

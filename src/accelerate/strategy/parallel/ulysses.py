@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from accelerate.core import tree
+from accelerate.core import packages, tree
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallel.attention import Exchange
 from accelerate.strategy.parallel.context_cut import Run
@@ -152,7 +153,24 @@ class Ulysses(Sequences):
         share = getattr(loader, "data_share", None)
         if isinstance(loader, Parts) or share is None or share.count == self.config.data_parallel_size:
             return loader
+        if packages.installed("deepspeed"):
+            groups: Any = import_module("deepspeed.utils.groups")
+            groups.mpu = groups.mpu or _Known(self.group)
         return Parts(loader, self)
+
+
+class _Known:
+    """The processes of a sequence, where transformers' Trainer looks for them to average its loss.
+
+    It asks that library, whichever way sequences are shared.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The group."""
+        return self.group
 
 
 class Parts:
