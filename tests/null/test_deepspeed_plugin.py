@@ -254,6 +254,9 @@ def test_the_accelerator_takes_and_refuses() -> None:
         cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**CONFIG, "bf16": {"enabled": True}})
     )
     assert taken.mixed_precision == "bf16"
+    drive = DeepSpeedPlugin(offload_optimizer_device="nvme", offload_optimizer_nvme_path="/drive")
+    with pytest.warns(UserWarning, match="SIGABRT"):
+        Accelerator(cpu=True, deepspeed_plugin=drive)
     model = nn.Linear(2, 2)
     plan = str(taken.plan(model, torch.optim.SGD(model.parameters(), 0.1)))
     assert "ZeRO stage 3" in plan

@@ -8,6 +8,7 @@ taken in ``optimizer.step()``, so the norm is known, and clipping chosen, betwee
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.packages import installed
 from accelerate.core.setting import load
 from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
-from accelerate.strategy.settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, DeepSpeedSwitch
+from accelerate.strategy.settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, DeepSpeedSwitch, same
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -118,7 +119,6 @@ class DeepSpeed(Strategy):
 
     def _seen(self, option: Option, made: Made) -> Effect:
         from accelerate.strategy.zero import tree
-        from accelerate.strategy.zero.plugin import same
 
         keys, absent = COUNTERPARTS[option.name]
         here = tree.get(made.config, ".".join(keys), absent)
@@ -145,12 +145,22 @@ class DeepSpeed(Strategy):
                     "the engine cannot compute in fp16 on the CPU",
                     fix="use mixed_precision='bf16', or 'no'",
                 )
+        self._warn_of_drive()
         if self.request.precision not in ("no", "fp16", "bf16"):
             raise SettingError(
                 f"mixed_precision={self.request.precision!r} does not go with this engine",
                 fix="use 'bf16', 'fp16' or 'no'",
             )
         next(iter(self.table.values())).select(_from_accelerator_state=True)
+
+    def _warn_of_drive(self) -> None:
+        devices = {(p.offload_optimizer_device, p.offload_param_device) for p in self.table.values()}
+        if any("nvme" in pair for pair in devices) and self.world.device.type == "cpu":
+            warnings.warn(
+                "offload to a drive on a machine without an accelerator: the engine compiles a reader that "
+                "needs libaio, and has been seen to abort when the program ends (SIGABRT)",
+                stacklevel=5,
+            )
 
     @property
     def plugin(self) -> DeepSpeedPlugin:

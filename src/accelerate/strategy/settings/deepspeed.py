@@ -243,7 +243,7 @@ def _check_same(given: Origin, place: Origin, content: Mapping[str, Any], name: 
     there = _found(content, keys, absent)
     # "auto" leaves it to us, and so does what is not there.
     silent = given.source == "default" or "auto" in (given.value, there) or there is None
-    if not silent and not _same(given.value, there):
+    if not silent and not same(given.value, there):
         raise SettingError(
             f"{given.where} is {given.value}, but {place.where} ({place.value}) says "
             f"{'.'.join(keys)}: {_as_json(there)}",
@@ -252,10 +252,12 @@ def _check_same(given: Origin, place: Origin, content: Mapping[str, Any], name: 
         )
 
 
-def _same(one: object, other: object) -> bool:
-    """Numbers by value, also where a file has them as text."""
+def same(one: object, other: object) -> bool:
+    """Whether two places say the same: numbers by value, also where a file has them as text."""
     if isinstance(one, bool) or isinstance(other, bool):
         return str(one).lower() == str(other).lower()
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return [*one] == [*other]
     try:
         return float(str(one)) == float(str(other))
     except ValueError:

@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from accelerate.core.errors import SettingError
+from accelerate.strategy.settings.deepspeed import same
 from accelerate.strategy.zero import tree
-from accelerate.strategy.zero.plugin import DeepSpeedPlugin, same
+from accelerate.strategy.zero.plugin import DeepSpeedPlugin
 from accelerate.strategy.zero.tree import AUTO, DummyOptim, DummyScheduler
 
 _OWN = "the engine's configuration"

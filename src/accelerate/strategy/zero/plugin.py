@@ -14,7 +14,7 @@ from accelerate.core.effects import Option
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.packages import installed
 from accelerate.core.setting import Loaded, load
-from accelerate.strategy.settings.deepspeed import COUNTERPARTS, DeepSpeedSettings
+from accelerate.strategy.settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, same
 from accelerate.strategy.zero import tree
 from accelerate.strategy.zero.tree import AUTO, HfDeepSpeedConfig
 
@@ -430,18 +430,6 @@ def _steps(given: int | str | None) -> int | str:
     if text is None or str(text).lower() == AUTO:
         return AUTO
     return int(text)
-
-
-def same(one: object, other: object) -> bool:
-    """Numbers by value, also where a file has them as text."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return str(one).lower() == str(other).lower()
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return list(one) == list(other)
-    try:
-        return float(str(one)) == float(str(other))
-    except ValueError:
-        return str(one).lower() == str(other).lower()
 
 
 def plugins_of(given: Any) -> dict[str, DeepSpeedPlugin]:

@@ -263,7 +263,7 @@ def optimizer_state(made: Made, keep: bool) -> dict[str, Any]:
     numbers = {id(p): number for number, p in enumerate(p for group in made.groups for p in group)}
     kept = made.optimizer.state
     states: dict[int, dict[str, Any]] = {}
-    for name in _vectors(made, found, kept):
+    for name in _vectors(kept):
         whole = gathered(
             made, parameters, found, lambda piece, name=name: piece.of(kept[piece.flat][name]), keep
         )
@@ -290,7 +290,7 @@ def _pieced(made: Made) -> list[torch.Tensor]:
     return known
 
 
-def _vectors(made: Made, found: Mapping[int, Piece], kept: Mapping[Any, Any]) -> list[str]:
+def _vectors(kept: Mapping[Any, Any]) -> list[str]:
     """The names of what is kept for each element, in an order that is the same on all processes."""
     names = {n for flat, state in kept.items() for n, v in state.items() if _beside(v, flat)}
     return sorted(names)
