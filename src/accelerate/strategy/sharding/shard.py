@@ -31,6 +31,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activations import keep_on_host
 from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
 from accelerate.strategy.sharding.load import Told, Values, marks, unlike
+from accelerate.strategy.sharding.load_packed import check_packed
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.whole import distributed, guard
 from accelerate.world import collective
@@ -75,6 +76,7 @@ def layout_of(
     upcast = policy.param_dtype is not None and policy.param_dtype.itemsize == 2
     layout = Layout(blocks, parameters_of(ignored), policy, upcast)
     check_parameters(model, blocks, layout.ignored, upcast)
+    check_packed(model, policy.param_dtype)
     return layout
 
 
