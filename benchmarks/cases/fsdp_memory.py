@@ -1,9 +1,9 @@
 """Peak memory of sharded training, as a ratio to the same model sharded by hand with ``fully_shard``.
 
-101 million parameters in float32, 8 blocks of width 1024, with AdamW on two gloo processes: three steps of 2 x
-16 tokens per process. Each way is a program of its own. The figure is the highest memory of rank 0 while it
-steps that is no page of a file (RssAnon), beyond what it had before it made the model; a note says the same
-of making and sharding it. What is freed goes back to the system at once (MALLOC_MMAP_THRESHOLD_).
+101 million parameters in float32, 8 blocks of width 1024, with AdamW on two gloo processes: three steps of
+2 x 16 tokens per process. Each way is a program of its own. The figure is the highest memory of rank 0 while
+it steps that is no page of a file (RssAnon), beyond what it had before it made the model; a note says the
+same of making and sharding it. What is freed goes back to the system at once (MALLOC_MMAP_THRESHOLD_).
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def main(way: str) -> None:
     loss = torch.zeros(())
     with Peak() as stepping:
         for _ in range(STEPS):
-            loss = torch.nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(
+                model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()
+            )
             if way == "hand":
                 loss.backward()
             else:

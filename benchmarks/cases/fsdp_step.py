@@ -1,9 +1,9 @@
-"""A sharded training step on two processes, as a ratio to the same model sharded by hand with ``fully_shard``.
+"""A sharded training step on two processes, as a ratio to the model sharded by hand with ``fully_shard``.
 
 Both loops live in the same two processes and are timed in turn: four blocks of a transformer (width 256, 8 x
-32 tokens per process) in float32 with gloo, forward, backward, AdamW, zero_grad. By hand: each block and then
-the whole through ``fully_shard``, over a DataLoader that reads this process's rows. Ours: model, optimizer and
-loader through ``prepare``. Every loss of the two is compared, bit for bit. Rank 0's clock, after a barrier.
+32 tokens per process) in float32 with gloo, forward, backward, AdamW, zero_grad. By hand: each block and
+then the whole through ``fully_shard``, over a DataLoader that reads this process's rows. Ours: model,
+optimizer and loader through ``prepare``. Every loss of the two is compared, bit for bit. Rank 0's clock.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ def measure(subject: Subject, quick: bool) -> Sample:
     return worker(subject, __name__, "4" if quick else "16", processes=PROCESSES)
 
 
-CASES = (
-    Case("FSDP2 step, 2 processes, against `fully_shard` by hand", "us", "ratio", 1.02, measure, 5, 2),
-)
+CASES = (Case("FSDP2 step, 2 processes, against `fully_shard` by hand", "us", "ratio", 1.02, measure, 5, 2),)
 
 
 # --- in the environment of every subject ------------------------------------------------------------------
