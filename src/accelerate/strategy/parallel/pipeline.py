@@ -119,12 +119,19 @@ class Pipeline(Dimension):
         for optimizer in optimizers:
             self._prune(optimizer)
         self.follow({key: pair for key, pair in changed.items() if pair[1] is not None}, list(optimizers))
+        for part in self._elsewhere(model, cut):
+            vars(part)["_on_another_stage"] = True
         for name in cut.stage_of:
             become(model.get_submodule(name), Block, _conductor=conductor, _block_name=name)
         conductor.model = model
         conductor.shared = _shared(model, names)
         model.register_forward_hook(conductor.expose)
         become(model, Pipelined, _conductor=conductor)
+
+    def _elsewhere(self, model: nn.Module, cut: Cut) -> list[nn.Module]:
+        """The modules inside of blocks that other processes have."""
+        names = [name for name in cut.stage_of if cut.place(name) != self.place]
+        return [part for name in names for part in model.get_submodule(name).modules()]
 
     def _prune_all(self, bundle: Bundle) -> None:
         for optimizer in bundle.of("optimizer"):
