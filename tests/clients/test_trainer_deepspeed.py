@@ -20,7 +20,7 @@ WITHIN = 1e-4  # the recorded numbers are rounded to few digits by the Trainer's
 
 pytestmark = [
     pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(300),
 ]
 
 

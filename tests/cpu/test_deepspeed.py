@@ -17,7 +17,7 @@ from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 
 pytestmark = [
     pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
 ]
 STEPS = 8
 Numbers = dict[str, Any]
@@ -125,7 +125,7 @@ def close(ours: Numbers, plain: Numbers, within: float = 1e-5) -> None:
 def test_every_stage_trains_like_one_process(ranks: RankServer, window: int) -> None:
     """Losses, norms, weights and the optimizer's state; the norm is known before the step, which clips."""
     plain = alone(window)
-    first, second = ranks(2, trained, list(ASKED), window, timeout=150)
+    first, second = ranks(2, trained, list(ASKED), window, timeout=200)
     for name in ASKED:
         close(first[name], plain)
         assert first[name]["losses"] == second[name]["losses"]
@@ -193,13 +193,13 @@ def ordinary(folder: str, kind: str) -> Numbers:
 
 def test_states_come_back_in_any_stage_and_under_other_strategies(ranks: RankServer, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    ranks(2, saves, folder, timeout=150)
+    ranks(2, saves, folder, timeout=200)
     own = tmp_path / "own3"
     assert (own / "pytorch_model").is_dir()
     assert (own / "latest").read_text() == "pytorch_model"
     assert not (own / "model.safetensors").exists()
     assert (tmp_path / "whole3" / "model.safetensors").exists()
-    ranks(2, resumes, folder, timeout=150)
+    ranks(2, resumes, folder, timeout=200)
     numbers, weights = torch.load(tmp_path / "end3.pt")
     for n, kind in ((1, "single"), (2, "fsdp")):
         ours = same_on_all(ranks(n, ordinary, folder, kind))
@@ -454,7 +454,7 @@ def uses() -> list[str]:
 
 
 def test_ways_of_use(ranks: RankServer) -> None:
-    assert same_on_all(ranks(2, uses, timeout=150)) == [use.__name__ for use in USES]
+    assert same_on_all(ranks(2, uses, timeout=200)) == [use.__name__ for use in USES]
 
 
 SCRIPT = """
@@ -488,7 +488,7 @@ def test_a_launch_trains(tmp_path: Path) -> None:
         "2",
         "--cpu",
         script_text=SCRIPT,
-        timeout=120,
+        timeout=180,
         env={"PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.output
