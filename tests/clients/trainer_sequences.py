@@ -20,7 +20,7 @@ from tests.support.sequences import LENGTH, ROWS, llama, texts
 
 def shared(folder: Path, size: str, window: int) -> dict[str, Any]:
     """Four steps and an evaluation; labels are unevenly shared, and some parts have none."""
-    rows = [{**row, "position_ids": torch.arange(LENGTH)} for row in texts(8)]
+    rows: Any = [{**row, "position_ids": torch.arange(LENGTH)} for row in texts(8)]
     sizes: dict[str, Any] = {size: 2}
     more: dict[str, Any] = {"parallelism_config": ParallelismConfig(**sizes)} if world() > 1 else {}
     options: dict[str, Any] = {

@@ -109,6 +109,17 @@ class Encoder(nn.Module):
         return self.out(self.layers(self.embed(input_ids) + self.places(position_ids)))
 
 
+class Forgetful(Own):
+    """Called without the positions that it could have."""
+
+    def __init__(self) -> None:
+        super().__init__(all_keys)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None, **more: Any) -> torch.Tensor:
+        own = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
+        return super().forward(input_ids, own if position_ids is None else position_ids)
+
+
 def recomputed() -> Any:
     model = llama(use_cache=False)
     model.gradient_checkpointing_enable()
@@ -158,6 +169,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Batch]]] = {
     "single": (lambda: Own(single), places),
     "torch's layers": (Encoder, places),
     "recomputed": (recomputed, words),
+    "not told where": (lambda: Forgetful(), words),
     "both ways": (bert, lambda: {**words(), "attention_mask": left(4, 16).flip(1)}),
     "padded before": (llama, lambda: {**words(), "attention_mask": left(4, 16)}),
     "filled up": (
@@ -191,7 +203,7 @@ def compared(size: str, name: str) -> dict[str, float]:
     model = accelerator.prepare(make())
     dimension = accelerator.strategy.dimensions[0]
     part = dimension.own_part(batch)
-    mine = output_of(model, part)
+    mine = output_of(model, {key: value for key, value in part.items() if key in batch})
     place = dimension.cutter.part(torch.arange(dimension.size * mine.shape[1]).expand(4, -1), 1)
     real = (place < order.shape[1]).nonzero()[:, 1].unique()
     loss = score(mine[:, real], place[:, real])
@@ -434,9 +446,20 @@ class Weights(nn.Module):
         self.embed = nn.Embedding(WORDS, 32)
         self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
         return self.attention(x, x, x)[0]
+
+
+class Counting(nn.Module):
+    """It counts its positions by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Own(all_keys)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.inner(words, torch.arange(words.shape[1]).expand(words.shape))
 
 
 def eager() -> Any:
@@ -466,7 +489,8 @@ def refused(size: str) -> dict[str, str]:
         "local mask": lambda: run(Own(local_mask)),
         "prefix": lambda: run(Own(prefix)),
         "by hand": lambda: run(Own(by_hand)),
-        "weights": lambda: run(Weights(), "input_ids"),
+        "weights": lambda: run(Weights()),
+        "positions": lambda: run(Counting(), change=lambda part: {"words": part["input_ids"]}),
         "heads": lambda: run(odd()),
         "slice": lambda: run(llama(), change=lambda part: {"input_ids": part["input_ids"][:, 1:]}),
         "copy": lambda: run(llama(), change=lambda part: {"input_ids": part["input_ids"] + 0}),
@@ -513,6 +537,7 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
         "prefix": f"attention of 8 queries over 11 keys, {local} tokens of a sequence",
         "by hand": "Own has computed a part of its sequences without any attention",
         "weights": "nn.MultiheadAttention with need_weights=True on shared sequences",
+        "positions": "Counting does not get the positions of its tokens",
         "heads": heads if size == "sp_size" else "nothing",
         "slice": none.format(7),
         "copy": none.format(8),

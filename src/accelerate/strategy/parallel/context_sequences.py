@@ -25,7 +25,7 @@ from accelerate.strategy.base import Bundle, Step
 from accelerate.strategy.parallel import attention_masks
 from accelerate.strategy.parallel.attention import Exchange, Switch, check
 from accelerate.strategy.parallel.base import Dimension
-from accelerate.strategy.parallel.context_cut import MASK, Cutter, join
+from accelerate.strategy.parallel.context_cut import MASK, TOKENS, Cutter, join
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +61,7 @@ class Sequences(Dimension):
         self._together: weakref.WeakSet[Any] = weakref.WeakSet()
         # The tensors that are parts, and the dimension of their tokens.
         self._parts: Any = WeakIdKeyDictionary()
+        self._places: Any = WeakIdKeyDictionary()
         # Tokens of the parts that loaders gave, and of those inside the block; None outside of one.
         self._given: set[int] = set()
         self._inside: frozenset[int] | None = None
@@ -125,6 +126,8 @@ class Sequences(Dimension):
             if isinstance(part, torch.Tensor) and part is not batch.get(name) and name != MASK:
                 dim = self.cutter.dims.get(name, 1) if self.cutter.dims else 1
                 self._parts[part] = dim
+                if name == "position_ids":
+                    self._places[part] = True
                 self._given.add(part.shape[dim])
         return parts
 
@@ -172,17 +175,47 @@ class Sequences(Dimension):
         tensors = [leaf for _, leaf in tree.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         exchange = self.exchange
         exchange.lengths, exchange.documents, exchange.calls = self._lengths(model, tensors), None, 0
-        if not exchange.lengths or not attention_masks.applies(model):
+        if not exchange.lengths:
             return None
         names = inspect.signature(model.forward).parameters
-        named = dict(zip(names, args, strict=False)) | kwargs
-        tokens = named.get("input_ids")
-        tokens = named.get("inputs_embeds") if tokens is None else tokens
-        if tokens is None:
+        known = attention_masks.applies(model)
+        open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
+        if not ("position_ids" in names or (known and open_ended)):
+            self._check_places(model, tensors)
             return None
-        cached = named.get("use_cache")
-        cached = getattr(model.config, "use_cache", False) if cached is None else cached
-        return (), attention_masks.told(exchange, tokens.shape[1], named, bool(cached))
+        fixed = [name for name, kind in names.items() if kind.kind is kind.POSITIONAL_OR_KEYWORD]
+        named = dict(zip(fixed, args, strict=False)) | kwargs
+        tokens = next(
+            (named[name] for name in TOKENS if named.get(name) is not None), args[0] if args else None
+        )
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+            return None
+        if named.get("position_ids") is None:
+            named["position_ids"] = self._places_of(tokens)
+        if known:
+            cached = named.get("use_cache")
+            cached = getattr(model.config, "use_cache", False) if cached is None else cached
+            named = attention_masks.told(exchange, tokens.shape[1], named, bool(cached))
+        return args[len(fixed) :], named
+
+    def _places_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Where the tokens of a part are in their sequences."""
+        whole = torch.arange(tokens.shape[1] * self.size, device=tokens.device)
+        return self.cutter.part(whole, 0).expand(tokens.shape[0], -1)
+
+    def _check_places(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        """A model that is not told where its tokens are counts from 0 in every part.
+
+        Raises:
+            PrepareError: a loader has cut, and the model got no positions.
+        """
+        if self._inside is None and not any(tensor in self._places for tensor in tensors):
+            raise PrepareError(
+                f"{self._models[model]} does not get the positions of its tokens",
+                why=f"it has a part of each sequence ({self.what}), and would count from 0 in every part",
+                fix="give it batch['position_ids'], and let it look its positions up there; a model without "
+                "positions may take the argument and leave it",
+            )
 
     def _lengths(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The tokens of the parts in this forward; none where sequences are whole."""
