@@ -300,6 +300,37 @@ def test_it_trains_as_the_users_own_model_does(runs: Any, kind: str, layout: str
     check(ours, runs[0]["plain"][kind])
 
 
+def in_four_processes() -> list[Run]:
+    from megatron.core import parallel_state
+
+    found = []
+    for options in FOUR:
+        found.append(trained("llama", 2, 1, **options))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+FOUR: list[dict[str, Any]] = [
+    {"tp_degree": 2},
+    {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2},
+]
+
+
+def test_it_trains_so_in_two_dimensions(runs: Any, ranks: RankServer) -> None:
+    """Each layer on two processes, and two copies of the model or two stages."""
+    for ours in ranks(4, in_four_processes, timeout=240)[0]:
+        check(ours, runs[0]["plain"]["unwindowed"])
+
+
+def test_activations_that_are_computed_again_are_the_same(single: Any) -> None:
+    """With dropout, which is drawn again, and a loss function of the user's own."""
+    kept, *others = single[2]
+    assert kept[1][0] > 0
+    for other in others:
+        assert other[0] == pytest.approx(kept[0], abs=1e-5)
+        assert other[1] == pytest.approx(kept[1], abs=1e-5)
+
+
 def test_a_run_in_two_parts_is_the_run_in_one(runs: Any) -> None:
     """D11"""
     whole, parts = runs[0]["resumed"]
@@ -367,6 +398,8 @@ def refused() -> dict[str, tuple[str, str]]:
     tried("after clipping", lambda: model(**batch))
     tried("second model", lambda: accelerator.prepare(gpt2()))
     optimizer.step()
+    accelerator.free_memory()
+    found["schedule"] = stand_in(accelerator)
 
     def again(change: Any) -> Any:
         other = llama()
@@ -380,14 +413,54 @@ def refused() -> dict[str, tuple[str, str]]:
     return found
 
 
-def in_one_process(folder: str) -> tuple[Run, dict[str, tuple[str, str]]]:
-    return alone(folder), refused()
+def in_one_process(folder: str) -> tuple[Run, dict[str, tuple[str, str]], list[Run]]:
+    return alone(folder), refused(), again_and_again()
+
+
+def again_and_again() -> list[Run]:
+    """The same run, keeping activations and computing them again; and with a loss of one's own."""
+    found = []
+    for options in AGAIN:
+        torch.manual_seed(5)
+        found.append(trained("gpt2", 2, 1, hidden_dropout=0.1, **options))
+    return found
+
+
+def mean_of_tokens(mask: torch.Tensor, losses: torch.Tensor) -> Any:
+    """As the public package calls it: a loss, and what is reported of it."""
+    loss = (losses * mask).sum() / mask.sum()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+AGAIN: list[dict[str, Any]] = [
+    {},
+    {"recompute_activations": True},
+    {"recompute_granularity": "full"},
+    {"custom_loss_function": mean_of_tokens},
+]
 
 
 @pytest.fixture(scope="module")
 def single(ranks: RankServer, runs: Any, folder: str) -> Any:
     """After the runs, whose state it loads."""
     return ranks(1, in_one_process, folder, timeout=240)[0]
+
+
+def stand_in(accelerator: Any) -> tuple[str, str]:
+    """An engine was let go: another is prepared, with a schedule that the engine describes."""
+    from accelerate.utils import MegatronLMDummyScheduler
+
+    model = gpt2()
+    optimizer = optimizer_of(model)
+    dummy: Any = MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, dummy)
+    rates: list[float] = []
+    for batch in some(accelerator, 0, 3):
+        rates.append(round(optimizer.param_groups[1]["lr"], 6))
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        scheduler.step()
+    return type(scheduler.scheduler).__name__, str(rates)
 
 
 def _key_apart(model: Any) -> torch.optim.Optimizer:
@@ -416,6 +489,7 @@ REFUSED = {
 def test_mistakes_are_told_in_words(single: Any) -> None:
     found = dict(single[1])
     assert found.pop("type") == ("MEGATRON_LM", "MegatronLMOptimizerWrapper")
+    assert found.pop("schedule") == ("LambdaLR", "[0.0, 0.01, 0.006667]")
     assert found.keys() == REFUSED.keys()
     for name, words in REFUSED.items():
         assert words in found[name][1], name

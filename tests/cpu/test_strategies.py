@@ -19,7 +19,9 @@ from accelerate.world.world import World
 from tests.support.engine import EnginePlugin, EngineStrategy
 from tests.support.ranks import RankServer, same_on_all
 
-BUILT = [name for name in STRATEGIES.names() if not STRATEGIES.get(name).planned]
+# An engine that trains one kind of model is held to its laws by that: tests/cpu/test_megatron.py.
+OWN = {"megatron"}
+BUILT = [name for name in STRATEGIES.names() if not STRATEGIES.get(name).planned and name not in OWN]
 SIZES = {"single": 1, "engine": 1}  # every other strategy is for several processes
 
 
@@ -125,7 +127,7 @@ def test_a_strategy_keeps_the_laws(ranks: RankServer, tmp_path: Path, name: str,
     assert found["restored"]
 
 
-@pytest.mark.parametrize("name", [n for n in STRATEGIES.names() if n not in BUILT])
+@pytest.mark.parametrize("name", [n for n in STRATEGIES.names() if STRATEGIES.get(n).planned])
 def test_a_planned_strategy_refuses_with_its_plan(name: str) -> None:
     strategy = STRATEGIES.get(name)
     with pytest.raises(NotBuiltError, match="not built yet") as error:

@@ -54,9 +54,11 @@ def on_cpu() -> None:
         plain(self, *a, **k) if a or k else _TYPES.get(plain(self), plain(self))
     )
     # 5. Random streams of its dropout: the program's own is used.
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
 
-    CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()  # type: ignore[method-assign]
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *_, **__: None  # it sets the program's own beside it
+    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()  # type: ignore[method-assign]
     # 6. The device type that our strategy asks for.
     from accelerate.strategy.megatron_core import layout
 

@@ -156,6 +156,10 @@ class Megatron(Strategy):
         bundle.replace("model", lambda _: engine)
         bundle.replace("scheduler", lambda scheduler: scheduled(scheduler, self.plugin, self.layout.dp))
 
+    def forget(self) -> None:
+        """Lets the engine go."""
+        self._engines, self._wholes, self._steppers = [], {}, {}
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module, without values: names, shapes, configuration."""
         return getattr(model, "base_model", model) if model in self._engines else model
