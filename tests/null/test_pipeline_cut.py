@@ -1,0 +1,102 @@
+"""Where a model is cut into stages for training, what travels between them, and options that do not go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
+from accelerate.strategy.parallel.pipeline_cut import Names, cut_of
+from accelerate.strategy.parallel.pipeline_plan import Value, fake_mode
+from accelerate.strategy.parallel.pipeline_twin import Twin
+from accelerate.utils import PipelineParallelConfig
+from tests.support import parity
+
+CPU = torch.device("cpu")
+
+
+def options(processes: int = 2, **given: Any) -> PipelineParallelConfig:
+    found = PipelineParallelConfig(**given)
+    found.settle(processes)
+    return found
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "1f1c"}, "1f1b"),
+    ({"schedule": "1f1b", "num_microbatches": 1}, "too few for 2 stages"),
+    ({"schedule": "interleaved", "num_microbatches": 5}, "num_microbatches=6"),
+    ({"stages_per_process": 2}, "schedule='interleaved'"),
+    ({"num_microbatches": 0}, "give 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((SettingError, UnknownNameError)) as error:
+        options(**given)
+    assert said in str(error.value)
+
+
+def test_defaults_make_twice_as_many_chunks_as_stages() -> None:
+    assert options(3).num_microbatches == 6
+    assert options(2, schedule="interleaved").stages_per_process == 2
+    assert options(2, schedule="1f1b").num_microbatches == 4
+
+
+def test_a_model_is_cut_evenly_or_where_it_is_said() -> None:
+    with torch.device("meta"):
+        model = parity.Decoder()
+    assert cut_of(model, options(), 2).points() == ["layers.2"]
+    assert cut_of(model, options(split_points="layers.1"), 2).points() == ["layers.1"]
+    assert cut_of(model, options(split_points=["layers.1.up"]), 2).points() == ["layers.1.up"]
+    several = cut_of(model, options(schedule="interleaved"), 2)
+    assert (several.count, several.place("layers.0"), several.place("layers.3")) == (4, 0, 1)
+    assert "norm" not in cut_of(model, options(on_all_stages=["norm"]), 2).stage_of
+    with pytest.raises(UnknownNameError, match="nrm"):
+        cut_of(model, options(on_all_stages=["nrm"]), 2)
+    with pytest.raises(PrepareError, match="leave a stage without parameters"):
+        cut_of(model, options(split_points=["embed"]), 2)
+
+
+def test_tied_weights_have_several_holders() -> None:
+    model = parity.decoder()
+    names = Names.of(model, cut_of(model, options(), 2))
+    assert names.holders["embed.weight"] == (0, 1)
+    assert (names.first["head.weight"], names.order[-1]) == ("embed.weight", "head.weight")
+    assert names.holders["layers.0.up.weight"] == (0,)
+
+
+class Skip(nn.Module):
+    """The first value is used by all layers, and after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(torch.relu(x) + x.shape[0])
+        return x + first.sin()
+
+
+def test_a_rehearsal_finds_what_travels() -> None:
+    """Through a stage that does not need it, too; the model itself is not touched, and nothing is drawn."""
+    model = Skip()
+    cut = cut_of(model, options(3, split_points=["layers.1", "layers.2"]), 3)
+    before, random = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
+    twin = Twin(model, list(cut.stage_of), CPU, fake_mode())
+    trail = twin.rehearse(cut.stage_of, 3, (torch.ones(5, 4),), {}, None)
+    assert [(call.block, call.stage) for call in trail.calls] == [
+        (f"layers.{n}", min(n, 2)) for n in range(4)
+    ]
+    assert trail.border(1) == (Value(0, 0),)
+    assert trail.border(2) == (Value(0, 0), Value(1, 0))
+    assert trail.tail == (Value(0, 0), Value(3, 0))
+    assert trail.meta(Value(3, 0)) == ((5, 4), torch.float32, True)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert torch.equal(random, torch.get_rng_state())
+    assert type(model.layers[0]) is nn.Linear
