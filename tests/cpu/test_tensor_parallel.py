@@ -355,3 +355,50 @@ def unclipped(count: int, half: bool = False) -> tuple[list[float], dict[str, to
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model.state_dict()
+
+
+def from_files(file: str, sizes: dict[str, int]) -> dict[str, list[float]]:
+    import torch.distributed as dist
+
+    from accelerate import init_empty_weights, load_checkpoint_in_model
+
+    found: dict[str, list[float]] = {}
+    for how in ("mapped", "rank 0", "after"):
+        accelerator = made(sizes)
+        with init_empty_weights():
+            model: Any = Decoder()
+        model.layers[1].requires_grad_(False)
+        if how == "mapped" or (how == "rank 0" and accelerator.is_main_process):
+            load_checkpoint_in_model(model, file)
+        sent: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "scatter", noting(dist.scatter, sent))
+            model, optimizer = accelerator.prepare(model, adamw(model))
+        assert bool(sent) == (how == "rank 0" and accelerator.strategy.share.index == 0), how
+        if how == "after":
+            load_checkpoint_in_model(model, file)
+        found[how] = steps(accelerator, model, optimizer, 0, 3)
+        assert model.head.weight is model.embed.weight
+    return found
+
+
+def noting(call: Any, sent: list[int]) -> Any:
+    def noted(tensor: torch.Tensor, *more: Any) -> None:
+        sent.append(tensor.numel())
+        call(tensor, *more)
+
+    return noted
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}], ids=["2", "2x2"])
+def test_weights_come_from_where_they_are(ranks: RankServer, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """D3: files that all have mapped are not sent; rank 0 alone may have read; or they come after prepare."""
+    from safetensors.torch import save_model
+
+    file = str(tmp_path / "model.safetensors")
+    save_model(decoder(), file)
+    count = 2 * sizes.get("dp_shard_size", 1)
+    expected = unclipped(3)[0]
+    for found in ranks(count, from_files, file, sizes):
+        for how, losses in found.items():
+            assert losses == pytest.approx(expected, abs=1e-5), how

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,9 @@ def test_a_config_is_good_for_another_world() -> None:
     config = ParallelismConfig(tp_size=2)
     with world(2, 1):
         config.build_device_mesh("cpu")
+        # Libraries write it into a file, with their own arguments.
+        copied = pickle.loads(pickle.dumps(config))
+        assert (copied, copied.device_mesh) == (config, None)
     with world(2, 0):
         mesh = config.get_device_mesh("cpu")
         assert mesh is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,6 +48,10 @@ class Parallelism(Sharding):
         super().__init__(request)
         self.config: ParallelismConfig = request.parallelism
         self.config.fits(self.world.size)
+        self._asked = any(plugin is self.plugin for plugin in request.plugins)
+        if not self._asked:
+            # Libraries that save by themselves ask the plugin what to save: a model is whole in its own file.
+            self.plugin.set_state_dict_type("FULL_STATE_DICT")
 
     @classmethod
     def claims(cls, request: Request) -> bool:
@@ -82,10 +87,9 @@ class Parallelism(Sharding):
             yield from dimension.effects()
 
     @property
-    def plugins(self) -> dict[str, Any]:
-        """How it shards, where that was asked for: libraries take it for a sharded training."""
-        asked = any(plugin is self.plugin for plugin in self.request.plugins)
-        return super().plugins if asked or self._grid[1] > 1 else {}
+    def saves_sharded(self) -> bool:
+        """Unless a plugin asks for whole states."""
+        return super().saves_sharded or not self._asked
 
     @property
     def _kind(self) -> str:
@@ -272,6 +276,16 @@ class Parallelism(Sharding):
         super().load_optimizer(optimizer, models, state)
 
     # --- prepare
+
+    def _shard_step(self, models: list[nn.Module]) -> Step:
+        """Where nobody shares a copy there are only its gradients to reduce."""
+        step, (copies, shards) = super()._shard_step(models), self._grid
+        if shards > 1:
+            return step
+        what = (
+            f"gradients are reduced over {copies} copies" if copies > 1 else "one process updates each part"
+        )
+        return replace(step, reason=f"{what}; {step.reason.partition('; ')[2]}")
 
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """Each dimension's, then sharding over the rest."""

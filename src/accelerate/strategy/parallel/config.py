@@ -182,6 +182,10 @@ class ParallelismConfig:
         if self.pp_enabled and self.pp_handler is None:
             self.pp_handler = PipelineParallelConfig()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the mesh, which is of these processes."""
+        return {**vars(self), "device_mesh": None, "_plane": None, "_made_in": None}
+
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}_size={size}" for name, size in self._sizes.items() if size > 1)
         return f"ParallelismConfig({sizes})"

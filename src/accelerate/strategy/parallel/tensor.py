@@ -78,6 +78,8 @@ class Tensor(Dimension):
         for model, plan in found.items():
             if plan is not None:
                 self._cut(model, plan, bundle)
+            else:  # optimizers may hold its parameters, though it is prepared as one that is only evaluated
+                self.strategy.models.add(model)
             self._done.add(model)
             _Once(self.mesh[self.name]).attach(model)
 
@@ -90,7 +92,8 @@ class Tensor(Dimension):
         _, values = agree(model, None, together)
         cutter = Cutter(plane[self.name], sharing, self.world.device, values)
         for part in plan.parts:
-            cutter.cut(part)
+            if not vars(part.module).get("_on_another_stage"):
+                cutter.cut(part)
         cutter.check(model)
         # What is going to be sharded gets its values then.
         cutter.complete(model, equal=not bundle.training)

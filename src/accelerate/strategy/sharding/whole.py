@@ -76,6 +76,10 @@ def gathered(value: Any, keep: bool) -> Any:
     if isinstance(value, DTensor):
         # Parts that rest on the host travel over the device.
         moved = value if value.to_local().device.type == value.device_mesh.device_type else _back(value)
+        # One dimension after another, the last cut first: torch warns when it has to find that out.
+        for axis in reversed(cuts(moved.placements)):
+            rest = [Replicate() if a == axis else p for a, p in enumerate(moved.placements)]
+            moved = moved.redistribute(placements=rest)
         whole = moved.full_tensor().detach()
         # Training goes on in the tensor itself, which is whole already where one process has all of it.
         same = whole.untyped_storage().data_ptr() == value.to_local().untyped_storage().data_ptr()
