@@ -113,12 +113,14 @@ def alone(kind: str, steps: int, window: int, padded: bool = False) -> Numbers:
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def shared(kind: str, sizes: dict[str, Any], steps: int, window: int, padded: bool = False) -> Numbers:
+def shared(
+    kind: str, sizes: dict[str, Any], steps: int, window: int, padded: bool = False, *, cpu: bool = True
+) -> Numbers:
     """The same on a mesh, through the prepared loader."""
     from accelerate import Accelerator, ParallelismConfig
 
     config = ParallelismConfig(**sizes)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window, parallelism_config=config)
+    accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=window, parallelism_config=config)
     model = MODELS[kind]()
     optimizer = adamw(model)
     rows = ROWS // config.data_parallel_size
