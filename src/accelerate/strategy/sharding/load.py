@@ -164,9 +164,8 @@ def _given_memory(place: Any) -> torch.Tensor:
         pin_memory=place.pin_memory,
     )
     mine = padded.narrow(place.fsdp_placement.dim, 0, length)
-    new = DTensor.from_local(
-        mine, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-    )
+    # Not DTensor.from_local, which brings what rests on the host to the device.
+    new = place.to_sharded_dtensor(mine)
     # The same object gets the memory: whoever holds the parameter has it.
     torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
     place._sharded_param_data = padded.view(-1)
