@@ -298,7 +298,7 @@ def test_small_functions() -> None:
         "a.b": 1,
         "c": 2,
     }
-    model = tiny()
+    model: Any = tiny()
     found = functions.get_parameters_from_modules(r"layers\.0\.up", model, "cpu")
     assert found == set(model.layers[0].up.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

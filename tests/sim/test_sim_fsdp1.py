@@ -1,0 +1,34 @@
+"""Version 1 of sharding on two simulated accelerators; torch cannot rest its parameters on their host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.cpu.test_fsdp1 import accelerator_of, parameters_of, whole
+from tests.cpu.test_fsdp2 import close, plain
+from tests.support.ranks import RankServer, same_on_all
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
+
+
+def trained() -> Any:
+    accelerator = accelerator_of({"auto_wrap_policy": "transformer_based_wrap"})
+    model = tiny(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    losses, norms = [], []
+    for words in batches(8):
+        mine = share(words, accelerator.process_index, 2).to(accelerator.device)
+        loss = loss_of(model, mine)
+        accelerator.backward(loss)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    rests = {unit.local().device.type for r in accelerator.strategy._records() for unit in r.units}
+    return (losses, norms, parameters_of(whole(accelerator, model))), rests
+
+
+def test_it_trains_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:
+    """B7: the optimizer was made for parameters on the host, which are others on the device."""
+    ours, rests = same_on_all(ranks(2, trained))
+    assert rests == {"sim"}
+    close(ours, plain(1), 1e-4)
