@@ -535,11 +535,8 @@ def overlap() -> list[tuple[str, int, int, float, float]]:
         model(torch.ones(8, 2))  # rehearses
     for block in given:
         block.armed = True
-    with model.pipeline_timeline() as work, torch.enable_grad():
-        block.requires_grad_(True)
-        with torch.no_grad():
-            model(torch.ones(8, 2))
-    accelerator.backward(model(torch.ones(8, 2)).sum())
+    with model.pipeline_timeline() as work, torch.no_grad():
+        model(torch.ones(8, 2))
     return [tuple(each) for each in work]
 
 
