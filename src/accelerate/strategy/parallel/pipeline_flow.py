@@ -9,6 +9,7 @@ Every call begins with a word between the stages: the same shapes, modes and val
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,8 +108,9 @@ class Conductor:
         self.clock: list[Work] | None = None
         self._enter: Callable[..., Any] | None = None
         self.zeroed = False
-        takes = getattr(type(model).forward, "__code__", None)
-        self.uncached = {"use_cache": False} if takes and "use_cache" in takes.co_varnames else {}
+        # A cache of keys and values would be spread over the stages.
+        takes = inspect.signature(model.forward).parameters
+        self.uncached = {"use_cache": False} if "use_cache" in takes else {}
 
     # --- hooks of modules
 
