@@ -26,9 +26,10 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def constants(**values: object) -> dict[str, Home]:
-    """Facts of the contract that no code here needs."""
-    return {name: Value(value) for name, value in values.items()}
+def constants(texts: str = "", **values: object) -> dict[str, Home]:
+    """Facts of the contract that no code here needs; ``NAME=text`` for those that are one word."""
+    pairs = dict(pair.split("=") for pair in texts.split())
+    return {name: Value(value) for name, value in {**pairs, **values}.items()}
 
 
 def packages(names: str) -> dict[str, Home]:
@@ -47,8 +48,7 @@ def every(modules: str) -> dict[str, str]:
     return dict.fromkeys((f"accelerate.{module}" for module in modules.split()), "*")
 
 
-# --- what will come, in the words that an error shows ------------------------------------------------------
-FSDP = "training sharded with torch's FSDP2"
+# What will come, in the words that an error shows.
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 
 HOMES: dict[str, dict[str, Home]] = {
@@ -191,21 +191,14 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("core.versions", "STR_OPERATION_TO_FUNC=OPERATIONS")
     | at("offload.casting", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=LAYERS")
     | constants(
-        BETA_CP_AVAILABLE_PYTORCH_VERSION="2.6.0",
-        BETA_SP_AVAILABLE_DEEPSPEED_VERSION="0.18.2",
-        BETA_TP_AVAILABLE_PYTORCH_VERSION="2.3.0",
-        BETA_TP_AVAILABLE_TRANSFORMERS_VERSION="4.52.0",
-        DTENSOR_PYTORCH_VERSION="2.5.0",
-        ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION="2.2.0",
-        FSDP_PYTORCH_VERSION="2.1.0.a0+32f93b1",
-        FSDP2_PYTORCH_VERSION="2.6.0",
-        MITA_PROFILING_AVAILABLE_PYTORCH_VERSION="2.1.0",
-        XPU_PROFILING_AVAILABLE_PYTORCH_VERSION="2.4.0",
-        SAGEMAKER_PYTHON_VERSION="py38",
-        SAGEMAKER_PYTORCH_VERSION="1.10.2",
-        SAGEMAKER_TRANSFORMERS_VERSION="4.17.0",
+        "BETA_CP_AVAILABLE_PYTORCH_VERSION=2.6.0 BETA_SP_AVAILABLE_DEEPSPEED_VERSION=0.18.2 "
+        "BETA_TP_AVAILABLE_PYTORCH_VERSION=2.3.0 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION=4.52.0 "
+        "DTENSOR_PYTORCH_VERSION=2.5.0 ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION=2.2.0 "
+        "FSDP_PYTORCH_VERSION=2.1.0.a0+32f93b1 FSDP2_PYTORCH_VERSION=2.6.0 "
+        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION=2.1.0 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION=2.4.0 "
+        "SAGEMAKER_PYTHON_VERSION=py38 SAGEMAKER_PYTORCH_VERSION=1.10.2 "
+        "SAGEMAKER_TRANSFORMERS_VERSION=4.17.0 FSDP_MODEL_NAME=pytorch_model_fsdp",
         SAGEMAKER_PARALLEL_EC2_INSTANCES=["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"],
-        FSDP_MODEL_NAME="pytorch_model_fsdp",
         CUDA_DISTRIBUTED_TYPES=["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"],
         TORCH_DISTRIBUTED_OPERATION_TYPES=["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
         + [f"MULTI_{kind}" for kind in words("NPU MLU SDAA MUSA XPU CPU HPU NEURON")],
@@ -214,8 +207,8 @@ HOMES: dict[str, dict[str, Home]] = {
         FSDP_SHARDING_STRATEGY=words("FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD HYBRID_SHARD_ZERO2"),
         FSDP_AUTO_WRAP_POLICY=["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
         FSDP_BACKWARD_PREFETCH=["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"],
-        FSDP_STATE_DICT_TYPE=["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"],
-        FSDP2_STATE_DICT_TYPE=["SHARDED_STATE_DICT", "FULL_STATE_DICT"],
+        FSDP_STATE_DICT_TYPE=words("FULL_STATE_DICT LOCAL_STATE_DICT SHARDED_STATE_DICT"),
+        FSDP2_STATE_DICT_TYPE=words("SHARDED_STATE_DICT FULL_STATE_DICT"),
         TORCH_LAUNCH_PARAMS=words(
             "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts "
             "monitor_interval start_method role module m no_python run_path log_dir r redirects t tee "
@@ -263,10 +256,7 @@ HOMES: dict[str, dict[str, Home]] = {
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper "
         "get_active_deepspeed_plugin",
     )
-    | at(
-        "strategy.zero.tree",
-        "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed",
-    ),
+    | at("strategy.zero.tree", "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed"),
     "accelerate.utils.environment": at(
         "facade.environment",
         "CPUInformation are_libraries_initialized clear_environment convert_dict_to_env_variables "
@@ -333,9 +323,9 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("launch.kinds.sagemaker", "prepare_sagemager_args_inputs"),
     "accelerate.utils.megatron_lm": at(
         "strategy.megatron_core.functions",
-        "MegatronLMDummyDataLoader avg_losses_across_data_parallel_group finish_mpu_init "
-        "gather_across_data_parallel_groups initialize model_provider_func prepare_data_loader "
-        "prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler",
+        "MegatronLMDummyDataLoader avg_losses_across_data_parallel_group finish_mpu_init initialize "
+        "gather_across_data_parallel_groups model_provider_func prepare_data_loader prepare_optimizer "
+        "prepare_model_optimizer_scheduler prepare_scheduler",
     )
     | at("strategy.megatron_core.step", "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
     | at("strategy.megatron_core.engine", "MegatronEngine")
@@ -420,8 +410,7 @@ HOMES: dict[str, dict[str, Home]] = {
 for _name in words("accelerator checkpointing data_loader tracking utils.fsdp_utils utils.other"):
     HOMES[f"accelerate.{_name}"]["logger"] = Made("watch.logging:get_logger", f"accelerate.{_name}")
 
-# What modules of 1.x had because they imported it. Which names those were was never promised one by one, so
-# all modules of a kind have the same.
+# What modules of 1.x had because they imported it: never promised one by one, so all of a kind have the same.
 UTILS = " ".join(name.partition(".")[2] for name in HOMES if name.startswith("accelerate.utils."))
 BASIC = {"accelerate.commands.config.default": "write_basic_config"}
 INNER = every(f"state logging optimizer scheduler big_modeling hooks {UTILS}") | BASIC
@@ -461,8 +450,8 @@ ALSO: dict[str, dict[str, str]] = {
     "accelerate.commands.config": every(
         f"{CONFIG} commands.config.config commands.config.default commands.config.update"
     ),
-    "accelerate.commands.config.config": every("commands.config.cluster commands.config.sagemaker")
-    | COMMANDS,
+    "accelerate.commands.config.config": COMMANDS
+    | every("commands.config.cluster commands.config.sagemaker"),
     "accelerate.commands.estimate": every("big_modeling") | COMMANDS,
     "accelerate.commands.test": every("test_utils.testing") | COMMANDS,
     "accelerate.test_utils": every("test_utils.testing"),

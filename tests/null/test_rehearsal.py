@@ -117,10 +117,10 @@ def test_what_prepare_would_refuse_is_refused() -> None:
 def test_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     transformers.LlamaConfig(**NUMBERS, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert main([str(tmp_path), "--processes", "4", "--json"]) == 0
+    assert main([str(tmp_path), "4", "1", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [part["rank"] for part in found["parts"]] == [0, 3]
-    assert main([str(tmp_path / "nowhere"), "--processes", "4"]) == 2
+    assert main([str(tmp_path / "nowhere"), "4", "1"]) == 2
     assert "rehearsal: " in capsys.readouterr().err
 
 

@@ -3,13 +3,12 @@
 All is done that ``prepare`` does to a model - the mesh is made, layers are divided, blocks are wrapped,
 parameters are cut - over a process group that moves nothing. What a rank then has is counted, not estimated.
 
-Run as a program (``python -m accelerate.facade.rehearsal MODEL``) it takes its settings from the variables of
-a launch, as a script does.
+As a program (``python -m accelerate.facade.rehearsal MODEL 512 64``: a model, processes, machines) it takes
+its settings from the variables of a launch, as a script does.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -215,20 +214,16 @@ def show(found: Rehearsal) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m accelerate.facade.rehearsal MODEL --processes 512 --nodes 64``."""
-    parser = argparse.ArgumentParser(prog="rehearsal")
-    parser.add_argument("model")
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
+    """``python -m accelerate.facade.rehearsal MODEL PROCESSES MACHINES [json]``."""
+    model, count, machines, *form = sys.argv[1:] if arguments is None else arguments
+    size, nodes = int(count), int(machines)
     precision = load(PrecisionSettings).value.mixed_precision or "no"
-    last = given.processes - 1
+    last = size - 1
     try:
         found = rehearse(
-            lambda: skeleton(given.model),
-            given.processes,
-            nodes=given.nodes,
+            lambda: skeleton(model),
+            size,
+            nodes=nodes,
             ranks=(0, last) if last else (0,),
             parallelism=options.of_layout(None, None),
             precision=precision,
@@ -236,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AccelerateError as error:
         print(f"rehearsal: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(asdict(found)) if given.json else show(found))
+    print(json.dumps(asdict(found)) if form == ["json"] else show(found))
     return 0
 
 

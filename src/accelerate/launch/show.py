@@ -58,7 +58,7 @@ def rehearse(request: Request, plan: Plan) -> None:
         **{name: str(value) for name, value in told.items() if value is not None},
     }
     command = [sys.executable, "-m", "accelerate.facade.rehearsal", str(settings.dry_run_model)]
-    command += ["--processes", str(_processes(request, plan)), "--nodes", str(request.machines[1])]
+    command += [str(_processes(request, plan)), str(request.machines[1])]
     print(flush=True)
     kept = {name: value for name, value in environment.items() if name not in of_ranks}
     code = subprocess.run(command, env=kept, check=False).returncode
