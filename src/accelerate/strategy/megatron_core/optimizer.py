@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.megatron_core.rules import Rule
-
-if TYPE_CHECKING:
-    from accelerate.strategy.megatron_core.engine import MegatronEngine
 
 # What an optimizer keeps for a parameter, by its own names: "exp_avg", "step", ...
 Kept = dict[str, Any]
@@ -88,7 +85,7 @@ class Stepper:
         last_norm: of all gradients in the last step, before clipping; None where nothing was clipped.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: MegatronEngine, groups: Groups) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Any, groups: Groups) -> None:
         self.optimizer, self.model, self.groups = optimizer, engine, groups
         # The optimizer may get other tensors in their places: 32-bit copies, or parts.
         self._held = {id(p): p for group in optimizer.param_groups for p in group["params"]}

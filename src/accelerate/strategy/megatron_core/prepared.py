@@ -26,14 +26,13 @@ from accelerate.strategy.megatron_core.schedule import MegatronLMDummyScheduler,
 from accelerate.strategy.megatron_core.states import Whole
 
 if TYPE_CHECKING:
-    from accelerate.strategy.megatron import Megatron
     from accelerate.strategy.megatron_core.plugin import MegatronLMPlugin
 
 _FORMATS = {"no": torch.float32, "bf16": torch.bfloat16}
 
 
 def engine_of(
-    strategy: Megatron, model: Any, optimizers: list[torch.optim.Optimizer]
+    strategy: Any, model: Any, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[MegatronEngine, Whole, Groups | None]:
     """The engine's model with the weights of ``model``, which is left without values.
 
