@@ -54,8 +54,8 @@ def loaded(folder: Path) -> dict[str, Any]:
     if state.is_main_process:
         llama(use_cache=False).save_pretrained(folder / "model")
     state.wait_for_everyone()
-    parts = {"distributed_config": DistributedConfig(tp_size=2)} if world() > 1 else {}
-    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **parts)
+    parts: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=2)} if world() > 1 else {}
+    model: Any = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **parts)
     return trained(folder, model, save_only_model=True)
 
 
