@@ -1,0 +1,120 @@
+"""What ``accelerate plan`` says each rank holds, against the memory of two processes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import RankServer
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+BATCH, LENGTH = 2, 32
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2752,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+RESTING, ALL = 1.10, 1.20
+MMAP_THRESHOLD = -3  # of mallopt: what is larger is given back to the system when it is freed
+
+
+def model_of() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
+
+
+def said(**options: Any) -> Any:
+    """The bill of that way."""
+    from accelerate.offload.estimate.bill import Training, facts_of, training
+    from accelerate.offload.estimate.trace import kept
+
+    how = Training(batch=BATCH, length=LENGTH, attention="eager", num_processes=2, **options)
+    with torch.device("meta"):
+        model = model_of()
+    return training(facts_of(model, "llama"), how, kept(model, BATCH, LENGTH, attention="eager"))
+
+
+def held() -> int:
+    """Bytes of this process that are no page of a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+class Peak(threading.Thread):
+    """The greatest memory until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.done, self.most = threading.Event(), 0
+
+    def run(self) -> None:
+        while not self.done.wait(0.002):
+            self.most = max(self.most, held())
+
+
+def measured(options: dict[str, Any] | None) -> tuple[int, int]:
+    """(bytes between backward and step of the second window, greatest of all that)."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16) == 1
+    layers: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+    plugin = None if options is None else FullyShardedDataParallelPlugin(**layers, **options)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    words = torch.randint(2, 500, (BATCH, LENGTH))
+    # Libraries, threads and workspaces are there before.
+    torch.nn.Linear(64, 64)(torch.ones(64, 64)).sum().backward()
+    with torch.device("meta"):
+        model_of()
+    gc.collect()
+    before = held()
+    model: Any = model_of()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    peak, resting = Peak(), 0
+    for step in range(2):
+        if step:
+            peak.start()
+        for _ in range(2):
+            accelerator.backward(model(input_ids=words, labels=words, use_cache=False).loss)
+        gc.collect()
+        accelerator.wait_for_everyone()
+        resting = held()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak.done.set()
+    peak.join()
+    return resting - before, peak.most - before
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"strategy": "ddp"}, None),
+        ({"strategy": "fsdp"}, {}),
+        ({"strategy": "fsdp", "recompute": "full"}, {"activation_checkpointing": True}),
+    ],
+    ids=["copies", "sharded", "recomputed"],
+)
+def test_it_is_near_what_is_measured(
+    ranks: RankServer, asked: dict[str, Any], options: dict[str, Any] | None
+) -> None:
+    bill = said(**asked)
+    buckets = bill.gradients if asked["strategy"] == "ddp" else 0
+    kept = bill.weights + bill.gradients + bill.optimizer + buckets
+    for resting, peak in ranks(2, measured, options, timeout=120):
+        assert kept / RESTING <= resting <= kept * RESTING
+        assert bill.total / ALL <= peak <= bill.total * ALL
