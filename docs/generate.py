@@ -101,8 +101,8 @@ def plugins(registry: Registry[Any], column: Callable[[Any], Column], leave_out:
 
 
 def by_plan(plugin: Any) -> Column:
-    """A strategy or precision says itself when it is only planned."""
-    return "planned" if plugin.planned else "built"
+    """A strategy or precision says itself when it is only planned, or has not run on what it is made for."""
+    return "planned" if plugin.planned else "built" if getattr(plugin, "proved", True) else "unrun"
 
 
 def by_run(device: Any) -> Column:
@@ -168,9 +168,12 @@ def _devices() -> Iterator[Claim]:
 def _more_strategies() -> Iterator[Claim]:
     law = "laws/test_7_parity.py::numbers_of_one_process"
     yield tested("a mesh of named dimensions: copies of shards, tensor, context, sequence, pipeline", law)
-    yield tested("from one strategy to another in the middle of a training", "laws/test_7_parity.py::another_strategy")
-    yield tested("the recommended way to spread a model (`plan`)", "null/test_cli_plan.py", "sim/test_sim_plan.py")
-    yield tested("a layout of 512 processes on one CPU (`--dry_run_model`)", "null/test_rehearsal.py::dry_run")
+    other = "laws/test_7_parity.py::another_strategy"
+    yield tested("from one strategy to another in the middle of a training", other)
+    plan = ("null/test_cli_plan.py", "sim/test_sim_plan.py", "cpu/test_plan_memory.py")
+    yield tested("the recommended way to spread a model (`plan`)", *plan)
+    rehearsal = "null/test_rehearsal.py::dry_run"
+    yield tested("a layout of 512 processes on one CPU (`--dry_run_model`)", rehearsal)
     yield tested("LocalSGD and DiLoCo", "cpu/test_local_sgd.py::what_the_paper_says")
 
 

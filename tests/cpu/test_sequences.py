@@ -560,3 +560,31 @@ def ring(strategy: str) -> str:
 
 def test_keys_around_a_ring_are_refused(ranks: RankServer) -> None:
     assert ranks(2, ring, "alltoall") == ["cp_comm_strategy='alltoall' is not built"] * 2
+
+
+# --- number formats
+
+
+def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Queries and keys in float32, as rotary positions leave them under autocast; values in 16 bits."""
+    return F.scaled_dot_product_attention(q.float(), k.float(), v, is_causal=True)
+
+
+def under_autocast(size: str) -> torch.Tensor:
+    accelerator = opened(size, mixed_precision="bf16")
+    loader = DataLoader([dict(row) for row in texts(1)], batch_size=ROWS)  # type: ignore[arg-type]
+    model, loader = accelerator.prepare(Own(mixed), loader)
+    (batch,) = loader
+    return model(batch["input_ids"], batch["position_ids"]).float().pow(2).mean().detach()
+
+
+@BOTH
+def test_attention_takes_what_autocast_casts(ranks: RankServer, size: str) -> None:
+    """Torch's own function casts all three; formats that differ are no mistake of the model."""
+    whole = Own(mixed)
+    batch = {name: torch.stack([row[name] for row in texts(1)]) for name in ("input_ids",)}
+    places = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = whole(batch["input_ids"], places).float().pow(2).mean().detach()
+    found = torch.stack(ranks(2, under_autocast, size)).mean()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)

@@ -123,7 +123,17 @@ def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, way: str) ->
 
 
 @pytest.mark.parametrize(
-    "way", ["copies", "shards", "shards, version 1", "layers", "sequences, keys", "stages", "ZeRO 2"]
+    "way",
+    [
+        "copies",
+        "shards",
+        "shards, version 1",
+        "layers",
+        "sequences, keys",
+        "sequences, heads",
+        "stages",
+        "ZeRO 2",
+    ],
 )
 def test_in_16_bits_too(ranks: RankServer, way: str) -> None:
     """B8: where each way rounds is its own."""

@@ -524,7 +524,7 @@ def test_bad_values_are_refused_before_anything_starts(asks: Any, flags: Any, wo
 
 def test_every_declared_variable_is_a_promised_one() -> None:
     """The names are those that scripts and libraries look for."""
-    own = {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "PARALLELISM_CONFIG_PP_SIZE"}
+    own = {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "FSDP_REPLICATE_SIZE", "PARALLELISM_CONFIG_PP_SIZE"}
     classes = [cls for classes in SETTINGS for cls in classes] + list(RECIPES)
     variables = {row.variable for cls in classes for row in declared(cls) if row.variable}
     promised = set(contract()["variables"]) | set(contract()["identifiers"])

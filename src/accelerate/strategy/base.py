@@ -150,6 +150,7 @@ class Strategy(ABC):
         handler_class: the kwargs handler that configures it, if any.
         planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
         instead: what to do until then.
+        proved: it has run on what it is made for, not only with something that stands in for it.
         replicates: every process holds a whole copy of each model, and could train it by itself for a while.
         trains_apart: that is so now: gradients stay on their process.
         shards: every process holds a part of each parameter, and of what optimizers keep for it.
@@ -167,6 +168,7 @@ class Strategy(ABC):
     handler_class: ClassVar[type[KwargsHandler] | None] = None
     planned: ClassVar[str] = ""
     instead: ClassVar[str] = ""
+    proved: ClassVar[bool] = True
     replicates: ClassVar[bool] = False
     shards: ClassVar[bool] = False
     spreads: ClassVar[bool] = True

@@ -77,6 +77,7 @@ class Exchange(ABC):
         if attn_mask is not None and is_causal:
             raise PrepareError("attention with attn_mask and is_causal", fix="give one of them")
         mask = None if attn_mask is None else self.mask(attn_mask, own, keys)
+        query, key, value = _autocast(query, key, value)
         return self.exchanged(query, key, value, mask, dropout_p, is_causal, more)
 
     @abstractmethod
@@ -124,6 +125,16 @@ class Exchange(ABC):
     def queries(self, own: int) -> tuple[Run, ...]:
         """The tokens of a sequence whose attention this process computes, where it has ``own``."""
         return runs(own * self.size, self.size, self.place, self.balanced)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As torch's function casts them under autocast: before they are exchanged and compared."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    wide = torch.float64
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != wide else t for t in tensors)
 
 
 def gather(tensor: torch.Tensor, size: int, group: Any) -> Sequence[torch.Tensor]:
