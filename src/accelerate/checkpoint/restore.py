@@ -137,7 +137,9 @@ class Reader:
         what, one = f"{label(sort, index)} ({kind(item)})", spread(item)
         if one is None:
             raise CheckpointError(
-                f"{what} cannot be loaded from {folder}", why="it was saved in parts, by parameter names"
+                f"{what} cannot be loaded from {folder}",
+                why="it was saved in parts, by parameter names",
+                fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
             )
         trusted = not self.load_kwargs.get("weights_only", True)
         reading = Reading(self.strict, trusted, self.model_kwargs, self.missing, self.notes)

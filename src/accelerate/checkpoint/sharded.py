@@ -105,6 +105,23 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
     return found
 
 
+def _read_at(number: int, view: memoryview, offset: int) -> int:
+    """Reads bytes of an open file from ``offset`` on, until ``view`` is full or the file ends."""
+    done = 0
+    while done < len(view):
+        if hasattr(os, "preadv"):
+            got = os.preadv(number, [view[done:]], offset + done)
+        else:
+            os.lseek(number, offset + done, os.SEEK_SET)
+            piece = os.read(number, len(view) - done)
+            got = len(piece)
+            view[done : done + got] = piece
+        if got == 0:
+            break
+        done += got
+    return done
+
+
 class _Slice(io.RawIOBase):
     """A part of an open file as a file."""
 
@@ -127,9 +144,8 @@ class _Slice(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._offset + self._at)
-        got = cast(io.BufferedReader, self._file).readinto(view)
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        got = _read_at(self._file.fileno(), view, self._offset + self._at)
         self._at += got
         return got
 
@@ -226,7 +242,7 @@ class Shards:
 
     def _read(self, info: Any, **kwargs: Any) -> Any:
         path = self.folder / info.relative_path
-        with file_errors("read", path), path.open("rb") as file:
+        with file_errors("read", path), path.open("rb", buffering=0) as file:
             return pickles.read(cast(BinaryIO, _Slice(file, info.offset, info.length)), "cpu", **kwargs)
 
     def _infos(self, name: str) -> list[Any]:

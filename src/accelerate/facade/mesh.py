@@ -79,7 +79,7 @@ class Meshed(Processes):
     def _place(self, dimension: str) -> int:
         mesh = self.strategy.mesh
         if mesh is None:
-            raise WorldError(
+            raise (_NotThereError if dimension in ("pp", "cp") else WorldError)(
                 f"there is no dimension {dimension}: the processes are no mesh",
                 fix="Accelerator(parallelism_config=ParallelismConfig(...)) makes one",
             )
@@ -109,6 +109,10 @@ class Meshed(Processes):
     def data_parallel_shard_rank(self) -> int:
         """Place among the processes that share parameters; 0 where none do."""
         return self._place("dp_shard")
+
+
+class _NotThereError(WorldError, NotImplementedError):
+    """Programs catch a NotImplementedError for these two, which 1.x does not have."""
 
 
 def _numbers(values: Any) -> torch.Tensor:
