@@ -145,7 +145,7 @@ class Wrapper:
         order, formats = list(model.state_dict()), {n: b.dtype for n, b in model.named_buffers()}
         names = {p: name for name, p in model.named_parameters()}
         if plugin.activation_checkpointing:
-            recompute([part for part, _ in layout.parts[:-1]])
+            recompute(model, [part for part, _ in layout.parts[:-1]])
         parents = _parents(model)
         brought: dict[torch.Tensor, torch.Tensor] = {}
         done: set[nn.Module] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,6 +15,18 @@ from accelerate.core import tree
 
 # Where a block that is in its forward keeps the context it has entered.
 _CONTEXT = "_accelerate_inputs_on_host"
+
+
+def leave_cache_out(model: nn.Module) -> None:
+    """A block that is computed again would put its keys and values into a cache a second time."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    if model.training and torch.is_grad_enabled():
+        kwargs["use_cache"] = False
+    return args, kwargs
 
 
 def keep_on_host(block: nn.Module) -> None:

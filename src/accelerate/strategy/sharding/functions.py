@@ -63,7 +63,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Recomputes the activations of each wrapped part of ``model`` in the backward; before sharding."""
     plugin: FullyShardedDataParallelPlugin = accelerator.strategy.plugin
-    recompute(blocks_of(model, plugin.policy_for(model), set()))
+    recompute(model, blocks_of(model, plugin.policy_for(model), set()))
     return model
 
 

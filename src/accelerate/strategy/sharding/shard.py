@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.sharding.activations import keep_on_host
+from accelerate.strategy.sharding.activations import keep_on_host, leave_cache_out
 from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
 from accelerate.strategy.sharding.load import Told, Values, marks, unlike
 from accelerate.strategy.sharding.load_packed import check_packed
@@ -138,7 +138,7 @@ class Sharder:
         """
         initialize, values = agree(model, self.plugin.param_init_fn, self.mesh)
         if self.plugin.activation_checkpointing:
-            recompute(layout.blocks, bool(self.plugin.activation_checkpointing_offload))
+            recompute(model, layout.blocks, bool(self.plugin.activation_checkpointing_offload))
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
         held = list(optimizers)
@@ -324,10 +324,11 @@ def agree(
     return needed, Values(model, every, collective.rank(), initialized=needed is not None)
 
 
-def recompute(blocks: list[nn.Module], offload: bool = False) -> None:
+def recompute(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:
     """Computes the activations of each block again in the backward; names stay as they are.
 
     Args:
+        model: around the blocks; it fills no cache of keys and values while it trains.
         blocks: which; one inside another is left out.
         offload: what is kept of each, its inputs, waits for the backward on the host.
 
@@ -348,6 +349,7 @@ def recompute(blocks: list[nn.Module], offload: bool = False) -> None:
             if offload:
                 keep_on_host(block)
             checkpoint(block)
+    leave_cache_out(model)
 
 
 def gather_ahead(model: nn.Module, forward: bool, backward: bool) -> None:
