@@ -38,7 +38,7 @@ def averaged_loop(folder: str, window: int) -> tuple[Numbers, str, str]:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(accelerator.gather(loss.detach()).mean().item())
-        return numbers(losses, model), accelerator.strategy.name, plan
+        return numbers(losses, model.state_dict()), accelerator.strategy.name, plan
 
 
 @pytest.mark.parametrize("window", [1, 3])
