@@ -7,6 +7,7 @@ itself: it holds NaN on these devices.
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ pytestmark = pytest.mark.timeout(120)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 KINDS = ("llama", "gpt2")
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quantizers() -> None:
+    """A library that peft loads keeps the frames around its own loading, and what is in them, for good."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        importlib.import_module("bitsandbytes")
 
 
 @pytest.fixture(autouse=True)
