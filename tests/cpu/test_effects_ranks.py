@@ -118,7 +118,7 @@ def shards(options: dict[str, Any], impossible: str) -> Said:
         if impossible == "offload":
             patch.setattr(shard.Sharder, "offload", property(lambda self: OffloadPolicy()))
         elif impossible == "recompute":
-            patch.setattr(shard, "recompute", lambda blocks, offload: None)
+            patch.setattr(shard, "recompute", lambda model, blocks, offload: None)
         elif impossible == "keep":
             patch.setattr(
                 shard, "fully_shard", lambda m, **kw: plain(m, **{**kw, "reshard_after_forward": True})

@@ -48,7 +48,7 @@ def test_inputs_of_recomputed_blocks_wait_on_the_host(device: Device) -> None:
         torch.manual_seed(0)
         blocks: list[nn.Module] = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)]
         model = nn.Sequential(*blocks).to(where)
-        recompute(blocks, offload)
+        recompute(model, blocks, offload)
         rows = torch.randn(8192, 512, generator=torch.Generator().manual_seed(1)).to(where)
         loss = model(rows).square().mean()
         between = torch.get_device_module(device.type).memory_allocated()

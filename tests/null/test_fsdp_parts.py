@@ -73,7 +73,7 @@ class Fails(nn.Module):
 def test_a_block_that_fails_leaves_no_hook_behind() -> None:
     """E12: what is saved afterwards is saved as ever, and the block works again."""
     block = Fails()
-    recompute([block], offload=True)
+    recompute(block, [block], offload=True)
     assert keeps_on_host(block)
     rows = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(ValueError, match="in the block"):
