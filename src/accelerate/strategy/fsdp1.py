@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from accelerate.strategy.fsdp1_parts.record import Record
     from accelerate.strategy.fsdp1_parts.states import Book, Order
-    from accelerate.strategy.fsdp1_parts.wrap import Layout, Wrapper
+    from accelerate.strategy.fsdp1_parts.wrap import FlatLayout, Wrapper
     from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -162,7 +162,8 @@ class FSDP1(Strategy):
         copies = self.plugin.copies(self.world.size, self.world.nodes)
         whole = self.plugin.sharding_strategy.name == "NO_SHARD"
         shares = 1 if whole else self.world.size // copies
-        after = sum(_share(m, found, shares, away) for m, found in zip(models, layouts, strict=True))
+        pairs = zip(models, layouts, strict=True)
+        after = sum(found.share(model, shares, offloaded=away) for model, found in pairs)
         held = f"each of {self.world.size} processes holds "
         if whole:
             held += "all parameters, and gradients are averaged"
@@ -171,7 +172,7 @@ class FSDP1(Strategy):
         said = "; ".join(dict.fromkeys(found.says() for found in layouts))
         return Step("shard", f"{held}; {said}", self._wrap_all, before, after)
 
-    def _layout(self, model: nn.Module) -> Layout:
+    def _layout(self, model: nn.Module) -> FlatLayout:
         from accelerate.strategy.fsdp1_parts.wrap import layout_of
         from accelerate.strategy.sharding.plugin import policy_of
 
@@ -410,16 +411,6 @@ class FSDP1(Strategy):
         """The user's own module; its forward gathers nothing of what lies outside of its wrapped parts."""
         inner = model._modules.get(_WRAPPED)
         return model if inner is None else inner
-
-
-def _share(model: nn.Module, layout: Layout, size: int, offloaded: bool) -> int:
-    """Bytes of ``model`` on this process's device once it is wrapped, between two steps."""
-    total = sum(b.numel() * b.element_size() for b in model.buffers())
-    total += sum(p.numel() * p.element_size() for p in layout.ignored)
-    for parameter in (p for _, own in layout.parts for p in own):
-        width = 4 if parameter in layout.widened else parameter.element_size()
-        total += 0 if offloaded else -(-parameter.numel() // size) * width
-    return total
 
 
 def _greatest(found: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1_parts.flat import walk
 from accelerate.strategy.fsdp1_parts.record import Record
-from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
+from accelerate.strategy.sharding.layout import Layout, digest, divide, unequal
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.shard import recompute
 from accelerate.world import collective
@@ -32,60 +31,51 @@ Initialize = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout(Layout):
     """How one model will be wrapped.
 
     Attributes:
         parts: the modules that are gathered by themselves, inner ones first, the model last; with the
             parameters of each.
-        ignored: parameters that stay whole and by themselves.
-        precision: number formats, None to compute in that of the weights.
-        widened: parameters in half precision that become float32.
-        numel: elements of all parameters in the parts.
+        widened: parameters in half precision that become float32: all of a part that trains.
+        numel: elements of all parameters in the parts; wrapping empties them.
     """
 
     parts: list[tuple[nn.Module, list[nn.Parameter]]]
-    ignored: set[nn.Parameter]
-    precision: MixedPrecision | None
     widened: set[nn.Parameter]
     numel: int
 
-    def says(self) -> str:
-        """It, as a clause."""
-        inner = [type(part).__name__ for part, _ in self.parts[:-1]]
-        parts = f"{len(inner)} x {'/'.join(sorted(set(inner)))} and the rest" if inner else "the whole model"
-        compute = self.precision.param_dtype if self.precision else None
-        reduce = self.precision.reduce_dtype if self.precision else None
-        formats = f", computed in {compute}, gradients reduced in {reduce or compute}" if compute else ""
-        return f"gathered as {parts}{formats}"
+    def widens(self, parameter: Any) -> bool:
+        """Frozen ones too: the parameters of a part are joined into one."""
+        return parameter in self.widened
+
+    def piece(self, parameter: nn.Parameter, size: int) -> int:
+        """Cut anywhere."""
+        return -(-parameter.numel() // size)
 
 
 def layout_of(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecision | None
-) -> Layout:
+) -> FlatLayout:
     """How ``model`` will be wrapped; changes nothing.
 
     Raises:
         SettingError, PrepareError: the model cannot be wrapped so.
     """
-    ignored = ignored_of(model, plugin.ignored_modules)
-    blocks = blocks_of(model, plugin.policy_for(model), ignored)
-    policy = plugin.mixed_precision_policy or precision
-    half = policy is not None and policy.param_dtype is not None and policy.param_dtype.itemsize == 2
-    kept = parameters_of(ignored)
-    check_parameters(model, blocks, kept, half)
-    done: set[nn.Parameter] = set(kept)
+    base = divide(model, plugin, precision)
+    done: set[nn.Parameter] = set(base.ignored)
     parts: list[tuple[nn.Module, list[nn.Parameter]]] = []
     widened: set[nn.Parameter] = set()
     names = {p: name for name, p in model.named_parameters()}
-    for part in (*blocks, model):
+    for part in (*base.blocks, model):
         own = [p for p in part.parameters() if p not in done]
         done.update(own)
         parts.append((part, own))
-        if half and any(p.requires_grad for p in own):
+        if base.upcast and any(p.requires_grad for p in own):
             widened |= {p for p in own if p.is_floating_point() and p.dtype.itemsize == 2}
         _check(own, widened, names, bool(plugin.use_orig_params))
-    return Layout(parts, kept, policy, widened, sum(p.numel() for _, own in parts for p in own))
+    numel = sum(p.numel() for _, own in parts for p in own)
+    return FlatLayout(**vars(base), parts=parts, widened=widened, numel=numel)
 
 
 def _check(
@@ -134,7 +124,7 @@ class Wrapper:
     ) -> None:
         self.mesh, self.plugin, self.strategy, self.device = mesh, plugin, strategy, device
 
-    def wrap(self, model: nn.Module, layout: Layout) -> tuple[Record, list[Any]]:
+    def wrap(self, model: nn.Module, layout: FlatLayout) -> tuple[Record, list[Any]]:
         """Wraps ``model``; afterwards it has the weights of rank 0 on all ranks.
 
         Returns:
@@ -145,7 +135,7 @@ class Wrapper:
         order, formats = list(model.state_dict()), {n: b.dtype for n, b in model.named_buffers()}
         names = {p: name for name, p in model.named_parameters()}
         if plugin.activation_checkpointing:
-            recompute(model, [part for part, _ in layout.parts[:-1]])
+            recompute(model, layout.blocks)
         parents = _parents(model)
         brought: dict[torch.Tensor, torch.Tensor] = {}
         done: set[nn.Module] = set()
@@ -177,7 +167,7 @@ class Wrapper:
         _verify(record, layout)
         return record, renewed
 
-    def _wrapped(self, part: nn.Module, layout: Layout) -> nn.Module:
+    def _wrapped(self, part: nn.Module, layout: FlatLayout) -> nn.Module:
         plugin = self.plugin
         with warnings.catch_warnings():
             # It was asked for by name, and is what replicas do.
@@ -201,7 +191,7 @@ class Wrapper:
     def _bring(
         self,
         modules: list[nn.Module],
-        layout: Layout,
+        layout: FlatLayout,
         brought: dict[torch.Tensor, torch.Tensor],
         initialize: Initialize | None,
     ) -> None:
@@ -227,8 +217,8 @@ class Wrapper:
         else:
             _same(fresh.values())
 
-    def _brought(self, old: torch.Tensor, layout: Layout) -> torch.Tensor:
-        dtype = torch.float32 if old in layout.widened else old.dtype
+    def _brought(self, old: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
+        dtype = torch.float32 if layout.widens(old) else old.dtype
         if old.is_meta:
             data = torch.empty_like(old.data, dtype=dtype, device=self.device)
         else:
@@ -253,18 +243,11 @@ def _agree(model: nn.Module, initialize: Initialize | None) -> Initialize | None
     Raises:
         PrepareError: on all ranks.
     """
-    rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
-    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
-    every = collective.all_objects((digest, empty), "prepare(model)")
+    every = collective.all_objects((digest(model), empty), "prepare(model)")
     other = [rank for rank, found in enumerate(every) if found[0] != every[0][0]]
     if other:
-        raise PrepareError(
-            f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank 0",
-            why="names, shapes, types and which of them train must be equal: every process holds a part",
-            fix="build the model in the same way on all processes",
-        )
+        raise unequal(model, other[0], 0)
     if every[0][1] and initialize is None:
         raise PrepareError(
             f"the parameter {every[0][1]} is on the meta device, on rank 0 too",
@@ -320,7 +303,7 @@ def _meet(root: nn.Module) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def _verify(record: Record, layout: Layout) -> None:
+def _verify(record: Record, layout: FlatLayout) -> None:
     """Looks at what has come out: everything is wrapped, and rests in the type that was said.
 
     Raises:

@@ -6,9 +6,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -29,37 +27,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activations import keep_on_host, leave_cache_out
-from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
+from accelerate.strategy.sharding.layout import Layout, digest, divide, unequal
 from accelerate.strategy.sharding.load import Told, Values, marks, unlike
 from accelerate.strategy.sharding.load_packed import check_packed
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.whole import distributed, guard
 from accelerate.world import collective
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one model will be sharded.
-
-    Attributes:
-        blocks: the modules that are gathered by themselves, inner ones first.
-        ignored: parameters that stay whole.
-        precision: number formats of compute, reduction and outputs.
-        upcast: whether weights in half precision that train become float32.
-    """
-
-    blocks: list[nn.Module]
-    ignored: set[nn.Parameter]
-    precision: MixedPrecisionPolicy
-    upcast: bool
-
-    def says(self) -> str:
-        """It, as a clause."""
-        kinds = sorted({type(block).__name__.removeprefix("FSDP") for block in self.blocks})
-        parts = f"{len(self.blocks)} x {'/'.join(kinds)} and the rest" if self.blocks else "the whole model"
-        compute, reduce = self.precision.param_dtype, self.precision.reduce_dtype or "their own type"
-        formats = f", computed in {compute}, gradients reduced in {reduce}" if compute else ""
-        return f"gathered as {parts}{formats}"
 
 
 def layout_of(
@@ -70,27 +43,9 @@ def layout_of(
     Raises:
         SettingError, PrepareError: the model cannot be sharded so.
     """
-    ignored = ignored_of(model, plugin.ignored_modules)
-    blocks = blocks_of(model, plugin.policy_for(model), ignored)
-    policy = plugin.mixed_precision_policy or precision or MixedPrecisionPolicy()
-    upcast = policy.param_dtype is not None and policy.param_dtype.itemsize == 2
-    layout = Layout(blocks, parameters_of(ignored), policy, upcast)
-    check_parameters(model, blocks, layout.ignored, upcast)
-    check_packed(model, policy.param_dtype)
+    layout = divide(model, plugin, precision or MixedPrecisionPolicy())
+    check_packed(model, layout.precision.param_dtype)
     return layout
-
-
-def share(model: nn.Module, layout: Layout, size: int, offloaded: bool) -> int:
-    """Bytes of ``model`` on this process's device once it is sharded, between two steps."""
-    total = sum(b.numel() * b.element_size() for b in model.buffers())
-    for parameter in model.parameters():
-        width = 4 if layout.upcast and parameter.requires_grad else parameter.element_size()
-        if parameter in layout.ignored:
-            total += parameter.numel() * parameter.element_size()
-        elif not offloaded and parameter.dim():
-            rows = -(-parameter.shape[0] // size)
-            total += rows * (parameter.numel() // max(1, parameter.shape[0])) * width
-    return total
 
 
 class Sharder:
@@ -202,8 +157,7 @@ class Sharder:
 
     @torch.no_grad()
     def _brought(self, old: torch.Tensor, layout: Layout, values: Values) -> torch.Tensor:
-        upcast = layout.upcast and old.requires_grad and old.dtype.itemsize == 2
-        dtype = torch.float32 if upcast else old.dtype
+        dtype = torch.float32 if layout.widens(old) else old.dtype
         whole = old in layout.ignored or not isinstance(old, nn.Parameter)
         stand_in = values.stand_in(old, dtype, self.device, whole=whole)
         if stand_in is not None:
@@ -296,23 +250,15 @@ def agree(
     Raises:
         PrepareError: on all ranks, whichever mesh it is about.
     """
-    rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
-    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     bare = any(p.is_meta for p in model.parameters())
     first = int(mesh.mesh.flatten()[0])
-    found = collective.all_objects((Told(digest, first, marks(model)), bare), "prepare(model)")
+    found = collective.all_objects((Told(digest(model), first, marks(model)), bare), "prepare(model)")
     if len(found) == 1:  # a rehearsal: the others are not there, and no values are needed
         return None, Values(model)
     every: list[Told] = [told for told, _ in found]
     other = [rank for rank, told in enumerate(every) if told.digest != every[told.leader].digest]
     if other:
-        raise PrepareError(
-            f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank "
-            f"{every[other[0]].leader}",
-            why="names, shapes, types and which of them train must be equal: every process holds a part",
-            fix="build the model in the same way on all processes",
-        )
+        raise unequal(model, other[0], every[other[0]].leader)
     empty = unlike(every)
     if empty is not None and initialize is None:
         raise PrepareError(
@@ -402,8 +348,7 @@ def verify(model: nn.Module, layout: Layout) -> None:
     for name, parameter in model.named_parameters():
         if parameter in layout.ignored:
             continue
-        halved = layout.upcast and parameter.requires_grad and parameter.dtype.itemsize == 2
-        if not isinstance(parameter, DTensor) or halved:
+        if not isinstance(parameter, DTensor) or layout.widens(parameter):
             raise PrepareError(
                 f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
                 f"{parameter.dtype}"

@@ -142,15 +142,14 @@ class Sharding(Strategy):
             yield Step("parameters", "optimizers hold the sharded parameters", self._catch_up)
 
     def _shard_step(self, models: list[nn.Module]) -> Step:
-        from accelerate.strategy.sharding.shard import share
-
         layouts = [self._layout(model) for model in models]
         here = self.world.device.type
         tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
         before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (here, "meta"))
         pairs = zip(models, layouts, strict=True)
         copies, shards = self._grid
-        after = sum(share(m, found, shards, here != "cpu" and self._offloads) for m, found in pairs)
+        away = here != "cpu" and self._offloads
+        after = sum(found.share(model, shards, offloaded=away) for model, found in pairs)
         said = "; ".join(dict.fromkeys(found.says() for found in layouts))
         several = f", in {copies} copies" if copies > 1 else ""
         reason = f"each of {shards} processes holds a part of every parameter{several}; {said}"
