@@ -66,14 +66,19 @@ class Peak(threading.Thread):
             self.most = max(self.most, held())
 
 
-def measured(options: dict[str, Any] | None) -> tuple[int, int]:
-    """(bytes between backward and step of the second window, greatest of all that)."""
+def measured(options: dict[str, Any] | None, window: int = 1) -> tuple[int, int]:
+    """(bytes after a backward of the second step, greatest of all that).
+
+    Args:
+        options: of the plugin; None for none.
+        window: micro-batches of a step, 1 or 2. With 2 the backward is the first, which only accumulates.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16) == 1
     layers: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
     plugin = None if options is None else FullyShardedDataParallelPlugin(**layers, **options)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=window)
     words = torch.randint(2, 500, (BATCH, LENGTH))
     # Libraries, threads and workspaces are there before.
     torch.nn.Linear(64, 64)(torch.ones(64, 64)).sum().backward()
@@ -84,20 +89,21 @@ def measured(options: dict[str, Any] | None) -> tuple[int, int]:
     model: Any = model_of()
     optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
     model, optimizer = accelerator.prepare(model, optimizer)
-    peak, resting = Peak(), 0
+    peak, after = Peak(), list[int]()
     for step in range(2):
         if step:
             peak.start()
         for _ in range(2):
-            accelerator.backward(model(input_ids=words, labels=words, use_cache=False).loss)
-        gc.collect()
-        accelerator.wait_for_everyone()
-        resting = held()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(input_ids=words, labels=words, use_cache=False).loss)
+            gc.collect()
+            accelerator.wait_for_everyone()
+            after.append(held())
         optimizer.step()
         optimizer.zero_grad()
     peak.done.set()
     peak.join()
-    return resting - before, peak.most - before
+    return after[-window] - before, peak.most - before
 
 
 @pytest.mark.parametrize(
@@ -106,8 +112,9 @@ def measured(options: dict[str, Any] | None) -> tuple[int, int]:
         ({"strategy": "ddp"}, None),
         ({"strategy": "fsdp"}, {}),
         ({"strategy": "fsdp", "recompute": "full"}, {"activation_checkpointing": True}),
+        ({"strategy": "fsdp", "accumulation": 2}, {}),
     ],
-    ids=["copies", "sharded", "recomputed"],
+    ids=["copies", "sharded", "recomputed", "accumulated"],
 )
 def test_it_is_near_what_is_measured(
     ranks: RankServer, asked: dict[str, Any], options: dict[str, Any] | None
@@ -115,6 +122,6 @@ def test_it_is_near_what_is_measured(
     bill = said(**asked)
     buckets = bill.gradients if asked["strategy"] == "ddp" else 0
     kept = bill.weights + bill.gradients + bill.optimizer + buckets
-    for resting, peak in ranks(2, measured, options, timeout=120):
+    for resting, peak in ranks(2, measured, options, bill.training.accumulation, timeout=120):
         assert kept / RESTING <= resting <= kept * RESTING
         assert bill.total / ALL <= peak <= bill.total * ALL

@@ -97,6 +97,27 @@ def test_every_part_is_the_sum_that_it_says(facts: Facts) -> None:
     assert host.host == sharded.weights - buffers + sharded.gradients + sharded.optimizer
 
 
+def test_whole_gradients_wait_for_the_last_micro_batch(facts: Facts) -> None:
+    """Sharding reduces once in a window, an engine in every micro-batch; copies have whole ones anyway."""
+    on = Devices(2, 4, 10**9)
+    how = Training(mixed_precision="bf16")
+    before, after = (named(ways(facts, replace(how, accumulation=n), on)) for n in (1, 4))
+    for name, way in after.items():
+        more = way.bill.total - before[name].bill.total
+        assert more == way.bill.waiting == way.bill.gradients - before[name].bill.gradients
+        assert bool(more) == ("FSDP" in name or "HSDP" in name), name
+    # In float32, in which they are reduced; layers over 2 have a part of them.
+    n = 4 * facts.parameters
+    assert after["sharded (FSDP)"].bill.gradients == n
+    assert after["sharded in each machine (HSDP)"].bill.waiting == n - n // 4
+    tensor = after["sharded, layers over 2, recomputed (FSDP x TP)"].bill
+    assert tensor.gradients == pytest.approx(n - 2 * facts.matrices, abs=1)
+    host = after["sharded, recomputed, on the host (FSDP)"].bill
+    assert (host.gradients, host.host) == (n, before["sharded, recomputed, on the host (FSDP)"].bill.host)
+    with pytest.raises(SettingError, match="accumulation is 0"):
+        Training(accumulation=0)
+
+
 def test_layers_are_divided_only_where_heads_allow(facts: Facts) -> None:
     found = named(ways(facts, Training(), Devices(1, 8, 10**9)))
     assert [name for name in found if "TP" in name] == ["sharded, layers over 2, recomputed (FSDP x TP)"]
@@ -175,6 +196,16 @@ def test_json_has_every_number(cli: Run, folder: Path) -> None:
     for way in found["ways"]:
         parts = ("weights", "gradients", "optimizer", "copies", "activations")
         assert way["peak"] == sum(way[name] for name in parts)
+
+
+def test_accumulation_is_said_and_written(cli: Run, folder: Path, tmp_path: Path) -> None:
+    asked = (folder, "--gpus", "4x1GB", "--accumulation", "8")
+    result = cli(*asked, "--take", "5", "--write", tmp_path / "a.yaml")
+    assert "keep whole ones until the last micro-batch: up to " in result.out
+    assert yaml.safe_load((tmp_path / "a.yaml").read_text())["gradient_accumulation_steps"] == 8
+    waiting = {way["name"]: way["waiting"] for way in cli(*asked, "--json").found["ways"]}
+    assert waiting["sharded (FSDP)"] > 0 == waiting["ZeRO 3"] == waiting["copies (DDP)"]
+    assert "until the last micro-batch" not in cli(folder, "--gpus", "4x1GB").out
 
 
 def written(cli: Run, folder: Path, path: Path, *more: str) -> dict[str, Any]:

@@ -45,6 +45,9 @@ def _flag(name: str) -> tuple[str, ...]:
 @click.option("--batch", type=int, default=1, show_default=True, help="samples of one device in one forward")
 @click.option("--length", type=int, help="tokens of a sample; without it, activations are left out")
 @click.option(
+    "--accumulation", type=int, default=1, show_default=True, help="micro-batches of an optimizer step"
+)
+@click.option(
     *_flag("mixed-precision"), default="bf16", show_default=True, metavar="NAME", help="no, fp16, bf16"
 )
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="its kind")
@@ -59,7 +62,7 @@ def _plan(model: str, gpus: str, **given: Any) -> None:
     from accelerate.offload.estimate.bill import Training, facts_of
 
     on = layouts.devices(gpus)
-    names = ("batch", "length", "mixed_precision", "optimizer")
+    names = ("batch", "length", "accumulation", "mixed_precision", "optimizer")
     how = Training(**{name: given[name] for name in names})
     options = {"library": given["library"], "trust_remote_code": given["trust"]}
     facts = facts_of(skeleton.skeleton(model, **options), model)
@@ -80,7 +83,7 @@ def _plan(model: str, gpus: str, **given: Any) -> None:
         if chosen is None:
             raise SettingError("nothing fits, so there is nothing to write", fix="--take NUMBER of a row")
         path = Path(given["write"])
-        write(path, chosen, on, given["mixed_precision"])
+        write(path, chosen, on, given["mixed_precision"], given["accumulation"])
         click.echo(f"written to {path}: accelerate launch --config_file {path} your_script.py", err=True)
 
 
@@ -124,6 +127,12 @@ def show(found: Sequence[Way], on: Devices, best: Way | None) -> None:
     click.echo(bars({way.name: way.bill.parts for way in found}, colour=sys.stdout.isatty()))
     for note in dict.fromkeys(note for way in found for note in way.bill.notes):
         click.echo(f"note: {note}.")
+    waiting = max(way.bill.waiting for way in found)
+    if waiting:
+        click.echo(
+            "note: of gradients, rows named FSDP keep whole ones until the last micro-batch: up to "
+            f"{size_text(waiting)} more; GradientAccumulationPlugin(sync_each_batch=True) reduces each."
+        )
     click.echo(f"note: a tenth of each device is kept free, so {size_text(on.usable)} count as fitting.")
 
 
@@ -145,6 +154,7 @@ def as_object(found: Sequence[Way], on: Devices, best: Way | None, why: str) -> 
             **way.bill.parts,
             "peak": way.bill.total,
             "host": way.bill.host,
+            "waiting": way.bill.waiting,
             "notes": list(way.bill.notes),
         }
         for way in found
@@ -156,7 +166,7 @@ def as_object(found: Sequence[Way], on: Devices, best: Way | None, why: str) -> 
 # ---------------------------------------------------------------- the file
 
 
-def write(path: Path, way: Way, on: Devices, precision: str) -> None:
+def write(path: Path, way: Way, on: Devices, precision: str, accumulation: int = 1) -> None:
     """Writes a configuration of that way for ``accelerate launch``. A file that is there stays as it is.
 
     Raises:
@@ -168,6 +178,7 @@ def write(path: Path, way: Way, on: Devices, precision: str) -> None:
         raise SettingError(f"{path} is there already", fix="name another file, or remove it first")
     pairs = {**way.job, "mixed_precision": precision, "num_processes": on.count}
     pairs |= {"num_machines": on.nodes} if on.nodes > 1 else {}
+    pairs |= {"gradient_accumulation_steps": accumulation} if accumulation > 1 else {}
     keys.set_in(path, [f"{name}={value}" for name, value in pairs.items()])
 
 

@@ -237,6 +237,7 @@ class Training:
         tensor: ranks that share each layer.
         keeps: whole weights stay between forward and backward, where they are divided.
         offload: what is divided rests in the memory of the host.
+        accumulation: micro-batches of a step, of which only the last reduces gradients.
     """
 
     dtype: str = "float32"
@@ -252,6 +253,7 @@ class Training:
     tensor: int = 1
     keeps: bool = False
     offload: bool = False
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         known: tuple[tuple[str, str, Iterable[str]], ...] = (
@@ -272,6 +274,7 @@ class Training:
             ("batch", self.batch),
             ("length", self.length),
             ("num_processes", self.num_processes),
+            ("accumulation", self.accumulation),
         ):
             if value is not None and value < 1:
                 raise SettingError(f"{name} is {value}", why="it is at least 1")
@@ -285,6 +288,11 @@ class Training:
         return self.strategy.startswith("zero")
 
     @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether gradients that are divided are whole until the last micro-batch: engines divide each."""
+        return self.accumulation > 1 and self.strategy == "fsdp"
+
+    @property
     def title(self) -> str:
         """The format in words: ``float32``, ``float32 + bf16``."""
         return self.dtype if self.mixed_precision == "no" else f"float32 + {self.mixed_precision}"
@@ -292,7 +300,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Bill:
-    """Bytes of one rank, part by part; see ``training``. ``host`` is in the memory of its machine."""
+    """Bytes of one rank, part by part; see ``training``. ``host`` is in the memory of its machine.
+
+    ``waiting`` is what of ``gradients`` there is only because they wait for the last micro-batch.
+    """
 
     training: Training
     weights: int
@@ -302,6 +313,7 @@ class Bill:
     activations: int
     notes: tuple[str, ...] = field(default=(), compare=False)
     host: int = 0
+    waiting: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -349,9 +361,10 @@ def training(facts: Facts, how: Training, kept: Kept | str | None = None) -> Bil
     casts = None if kept is None or isinstance(kept, str) else kept.casts
     copies = _copies(facts, how, math.ceil(gradients), casts)
     notes = (note,) if how.tensor == 1 else (note, _OF_LAYERS)
-    if how.offload:
-        return Bill(how, facts.buffers, 0, 0, copies, saved, notes, sum(share))
-    return Bill(how, share[0] + facts.buffers, share[1], share[2], copies, saved, notes)
+    rests, here = (sum(share), [0, 0, 0]) if how.offload else (0, share)
+    # They are there until the last micro-batch, and what they are reduced to is there from then on.
+    waits = max(math.ceil(gradients) - here[1], 0) if how.keeps_whole_gradients else 0
+    return Bill(how, here[0] + facts.buffers, here[1] + waits, here[2], copies, saved, notes, rests, waits)
 
 
 _OF_LAYERS = "of activations, those inside of attention and MLP are divided by tensor parallelism"
