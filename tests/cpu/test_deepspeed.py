@@ -162,8 +162,6 @@ def saves(folder: str) -> None:
 
 def resumes(folder: str) -> None:
     """Fresh engines over other weights: each form, and the whole form in another stage."""
-    from accelerate.core.errors import CheckpointError
-
     for stage, source in (("2", "own2"), ("3", "own3"), ("3", "whole2"), ("2", "whole3"), ("0", "whole3")):
         numbers, weights = torch.load(f"{folder}/end{source[-1]}.pt")
         accelerator, model, optimizer = engine(ASKED[stage], seed=5)
@@ -175,8 +173,6 @@ def resumes(folder: str) -> None:
         state = accelerator.get_state_dict(model)
         for name in weights if accelerator.is_main_process else ():
             torch.testing.assert_close(state[name], weights[name], rtol=0, atol=1e-5)
-    with pytest.raises(CheckpointError, match=r"written with stage=3(.*\n)*.*sharded=False"):
-        engine(ASKED["2"])[0].load_state(f"{folder}/own3")
 
 
 def ordinary(folder: str, kind: str) -> Numbers:

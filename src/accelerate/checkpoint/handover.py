@@ -9,8 +9,9 @@ from pathlib import Path
 from accelerate.checkpoint import names, overview
 from accelerate.checkpoint.export import write_weights
 from accelerate.checkpoint.find import Candidate
+from accelerate.checkpoint.sharded import LazyTensor
 from accelerate.checkpoint.tensors import as_dtype
-from accelerate.checkpoint.weights import Weights, cast_to, files_of, found_in, weights_of
+from accelerate.checkpoint.weights import Weights, cast_to, files_of, found_in, untied, weights_of
 from accelerate.core.errors import CheckpointError
 
 
@@ -41,6 +42,7 @@ def hand_over(
     max_shard_size: int | str = "5GB",
     dtype: str | None = None,
     tell: Callable[[str], object] | None = None,
+    own: Callable[[Path, int], tuple[Path, dict[str, LazyTensor]] | None] | None = None,
 ) -> HandedOver:
     """Writes the weights of a model of a checkpoint into a folder.
 
@@ -53,6 +55,7 @@ def hand_over(
         max_shard_size: of one file, ``"5GB"`` or bytes.
         dtype: what floating point weights become: ``"bf16"``, ``"float16"`` ...
         tell: called with a line of text for each step.
+        own: finds the weights of a model in a checkpoint that an engine has written by itself.
 
     Raises:
         CheckpointError: a file is missing or damaged, or ``out`` is a checkpoint.
@@ -70,13 +73,15 @@ def hand_over(
             why="its weights would be replaced",
             fix="export into a folder of its own",
         )
-    source = found_in(folder, model)
+    written = own(folder, model) if own is not None else None
+    source = found_in(folder, model) if written is None else written[0]
     if found.manifest is not None:
         count = _verify(found, {p.relative_to(folder).as_posix() for p in files_of(source)})
         if tell is not None:
             tell(f"{count} file(s) of model {model} in {found.name} are as they were saved")
     spread = found.manifest is None or found.manifest.world_size > 1
-    weights = without_wrappers(weights_of(source), spread=spread)
+    read = weights_of(source) if written is None else untied(written[1])
+    weights = without_wrappers(read, spread=spread)
     files = write_weights(weights, out, max_shard_size=max_shard_size, dtype=wanted, tell=tell)
     size = sum(t.shape.numel() * cast_to(t.dtype, wanted).itemsize for t in weights.tensors.values())
     return HandedOver(source, files, len(weights.tensors), size, weights.others)

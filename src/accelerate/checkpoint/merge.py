@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -43,20 +43,31 @@ def merge_fsdp_weights(
         CheckpointError: there is no such model, parts of it are missing, or a file cannot be written.
         SettingError: the output would be removed with the checkpoint.
     """
+    merge(tensors_of, checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+
+
+def merge(
+    find: Callable[[Path], Mapping[str, LazyTensor]],
+    checkpoint_dir: str,
+    output_path: str,
+    safe: bool = True,
+    remove: bool = False,
+) -> None:
+    """The same with another way to find the tensors of a folder; see ``merge_fsdp_weights``."""
     given, target = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
-    if remove_checkpoint_dir and given.resolve() in (target.resolve(), *target.resolve().parents):
+    if remove and given.resolve() in (target.resolve(), *target.resolve().parents):
         raise SettingError(
             f"{target} is inside of {given}, which is to be removed",
             fix="choose another output_path, or leave out remove_checkpoint_dir",
         )
 
-    def merge() -> None:
-        write_merged(tensors_of(given), target, safe=safe_serialization)
-        if remove_checkpoint_dir:
+    def join() -> None:
+        write_merged(find(given), target, safe=safe)
+        if remove:
             with file_errors("remove", given):
                 shutil.rmtree(given)
 
-    Ranks.current().lead(f"merge the weights of {given}", merge)
+    Ranks.current().lead(f"merge the weights of {given}", join)
 
 
 def write_merged(

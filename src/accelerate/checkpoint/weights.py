@@ -162,7 +162,11 @@ def _joined(shards: Mapping[Path, Iterable[str]]) -> Weights:
 
 
 def _sharded(folder: Path) -> Weights:
-    found = dict(tensors_of(folder))
+    return untied(tensors_of(folder))
+
+
+def untied(found: Mapping[str, LazyTensor]) -> Weights:
+    """Tensors by name; those that lie in one place are told by one name, and the others lead to it."""
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in found.items():

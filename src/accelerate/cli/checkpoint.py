@@ -249,8 +249,10 @@ def _export(folder: str, out: Path, max_shard_size: str, model: int, dtype: str 
     if found.problem:
         raise CheckpointError(f"{found.path} is not complete", why=found.problem)
     from accelerate.checkpoint.handover import hand_over
+    from accelerate.facade.written import weights_in
 
-    done = hand_over(found, out, model=model, max_shard_size=max_shard_size, dtype=dtype, tell=click.echo)
+    more = {"tell": click.echo, "own": weights_in}
+    done = hand_over(found, out, model=model, max_shard_size=max_shard_size, dtype=dtype, **more)
     if done.left_out:
         click.echo(f"left out, since they are no tensors: {', '.join(done.left_out)}", file=sys.stderr)
     click.echo(f"{done.tensors} tensors, {show_bytes(done.size)}, from {done.source} in {out}")

@@ -8,10 +8,14 @@ import click
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from accelerate.checkpoint.sharded import LazyTensor
 
 description = "Joins the parts of a model that was saved sharded: model.safetensors, or shards with an index."
 _HELP = {
-    "checkpoint_directory": "a checkpoint in parts, or the folder of its model",
+    "checkpoint_directory": "a checkpoint in parts (ZeRO's too), or the folder of its model",
     "output_path": "the folder to write to",
     "unsafe_serialization": "write torch files (pytorch_model.bin) instead of safetensors",
     "remove_checkpoint_dir": "remove CHECKPOINT_DIRECTORY afterwards, with all that is in it",
@@ -21,9 +25,15 @@ _HELP = {
 def _merge(
     checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
-    from accelerate.checkpoint.merge import merge_fsdp_weights
+    from accelerate.checkpoint.merge import merge
+    from accelerate.checkpoint.sharded import tensors_of
+    from accelerate.facade.written import weights_in
 
-    merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
+    def find(folder: Path) -> Mapping[str, LazyTensor]:
+        own = weights_in(folder)
+        return tensors_of(folder) if own is None else own[1]
+
+    merge(find, checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
 
 
 def _flag(name: str) -> click.Option:

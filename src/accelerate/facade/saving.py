@@ -26,6 +26,7 @@ from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.modules import extract_model_from_parallel
 from accelerate.facade.parts import model_part, optimizer_part, with_values
 from accelerate.facade.processes import Processes
+from accelerate.facade.written import taken
 from accelerate.world import rng
 
 if TYPE_CHECKING:
@@ -213,6 +214,8 @@ class Saving(Processes):
                 hook(left, str(folder))
             parts.models = [model_part(self.strategy, model) for model in left]
             present = [each for each in own if each.present(folder)]
+            held = {id(each) for files in present for each in files.objects}
+            present += taken(self.strategy, folder, left, self._optimizers, held, strict)
             if present:
                 self._leave_to(present, parts, left)
 
@@ -224,7 +227,7 @@ class Saving(Processes):
             map_location=location,
             load_kwargs=load_kwargs,
             model_kwargs=options,
-            before=before if self._load_model_state_pre_hook or own else None,
+            before=before,
         )
         self.gradient_state.step = loaded.step
         return loaded

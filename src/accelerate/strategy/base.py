@@ -8,10 +8,11 @@ steps and sets ``owns_step``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -116,6 +117,37 @@ class Share:
     count: int
     index: int
     speaks: bool = True
+
+
+class Written(Protocol):
+    """What an engine has written of one model by itself, as one process would have it.
+
+    Attributes:
+        index: the number of the model in the checkpoint.
+        folder: where it lies.
+        shared: names of parameters that are tied, by the name under which they are kept.
+        weights: by the names of the user's module; one is read whenever it is asked for.
+        shapes: type and shape of each.
+        trained: whether there is an optimizer's state.
+    """
+
+    index: int
+    folder: Path
+    shared: Mapping[str, str]
+    weights: Mapping[str, torch.Tensor]
+    shapes: Mapping[str, tuple[torch.dtype, torch.Size]]
+    trained: bool
+
+    def optimizer_state(
+        self, names: Sequence[Sequence[Collection[str]]], options: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """The optimizer's state; ``state`` in it is read late.
+
+        Args:
+            names: of an optimizer of the same model, the names of each parameter of each group.
+            options: those of its groups, for groups that nothing was saved of.
+        """
+        ...
 
 
 # Entered in every step: made once.
@@ -411,6 +443,11 @@ class Strategy(ABC):
             options: more arguments of the save or the load.
         """
         return []
+
+    @classmethod
+    def written(cls, folder: Path) -> Sequence[Written]:
+        """What its engine has written into a checkpoint by itself, for other strategies and tools to read."""
+        return ()
 
     def agreement(self) -> Callable[[torch.Tensor], None] | None:
         """Makes a flag of each process the greatest of all, in place; None where all find the same.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from accelerate.core.effects import Effect, Option, given
 from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.packages import installed
 from accelerate.core.setting import load
-from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
+from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, Written, leaves
 from accelerate.strategy.settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, DeepSpeedSwitch, same
 from accelerate.world.world import World
 
@@ -434,6 +435,13 @@ class DeepSpeed(Strategy):
         found = [(index, self.engines.of(model)) for index, model in enumerate(models)]
         trained = [(index, made) for index, made in found if made is not None and made.optimizer is not None]
         return [EngineFiles(made, index, self.world, dict(options)) for index, made in trained]
+
+    @classmethod
+    def written(cls, folder: Path) -> Sequence[Written]:
+        """The whole states out of an engine's parts; the engine is not needed."""
+        from accelerate.strategy.zero.files import written
+
+        return written(folder)
 
     @staticmethod
     def inner(model: Any) -> Any:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.strategy.zero import whole
 from accelerate.strategy.zero.engine import Made
+from accelerate.strategy.zero.read import ZeroFiles
 from accelerate.world.world import World
 
 _SAVES = ("client_state", "exclude_frozen_parameters")
@@ -69,30 +71,81 @@ class EngineFiles:
         return found
 
     def load(self, folder: Path, /) -> None:
-        """Lets the engine read; collective.
+        """Reads what an engine has written; collective.
+
+        The same number of processes in the same stage let the engine read. Others read the pieces that they
+        need out of all files.
 
         Raises:
-            CheckpointError: another number of processes or another stage has written it.
+            CheckpointError: there is nothing, or in a form that only the engine knows.
         """
         _known(self.options, _LOADS, "load_state")
-        mark = folder / self.name / _MARK
-        if mark.is_file():
-            self._check(json.loads(mark.read_text(encoding="utf-8")), folder)
-        path, _ = self.made.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
-        if path is None:
-            raise CheckpointError(f"the engine found nothing to load in {folder / self.name}")
+        own = folder / self.name
+        mark = own / _MARK
+        here = {"stage": self.made.stage, "processes": self.world.size}
+        facts = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else _facts(own)
+        if facts == here:
+            path, _ = self.made.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
+            if path is None:
+                raise CheckpointError(f"the engine found nothing to load in {own}")
+        else:
+            self._read(ZeroFiles(own))
         self.made.drop()
 
-    def _check(self, facts: dict[str, int], folder: Path) -> None:
-        here = {"stage": self.made.stage, "processes": self.world.size}
-        for what, number in here.items():
-            if facts.get(what) != number:
-                raise CheckpointError(
-                    f"{folder / self.name} was written with {what}={facts.get(what)}, here it is {number}",
-                    why="the engine's own checkpoints are read as they were written",
-                    fix="save with accelerator.save_state(folder, sharded=False): whole weights and "
-                    "optimizer, which any stage, number of processes and strategy reads",
-                )
+    def _read(self, written: ZeroFiles) -> None:
+        """Takes this process's pieces out of the files of all others."""
+        made, options = self.made, self.options
+        only = bool(options.get("load_module_only"))
+        if options.get("custom_load_fn") is not None:
+            raise CheckpointError(
+                f"load_state was given custom_load_fn, and {written.folder} was written by another number of "
+                "processes, or in another stage",
+                why="the engine calls it for files that were written as they are read",
+            )
+        whole.load_model(made, written.weights, strict=bool(options.get("load_module_strict", True)))
+        if written.trained and not only and options.get("load_optimizer_states", True):
+            whole.load_optimizer(made, written.optimizer_state(*self._groups()))
+            _scale(made.inner, written.scaler)
+        schedule, wanted = written.whole.get("lr_scheduler"), options.get("load_lr_scheduler_states", True)
+        if made.scheduler is not None and schedule is not None and wanted and not only:
+            made.scheduler.load_state_dict(schedule)
+        for name in ("global_steps", "global_samples", "skipped_steps") if not only else ():
+            setattr(made.engine, name, written.whole.get(name, getattr(made.engine, name)))
+
+    def _groups(self) -> tuple[list[list[list[str]]], list[dict[str, Any]]]:
+        """The names of each parameter of each group of the optimizer, and the groups' options."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.made.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        groups = [[names.get(id(p), []) for p in group] for group in self.made.groups]
+        return groups, [{} for _ in groups]
+
+
+def _facts(folder: Path) -> dict[str, int]:
+    """How a folder was written that does not say it: by the engine alone."""
+    found = ZeroFiles(folder)
+    return {"stage": found.stage, "processes": found.processes}
+
+
+def _scale(inner: Any, saved: dict[str, Any]) -> None:
+    """The scale of losses goes on where it was."""
+    scaler = getattr(inner, "loss_scaler", None)
+    if scaler is not None:
+        vars(scaler).update({name: value for name, value in saved.items() if name in vars(scaler)})
+
+
+def written(folder: Path) -> list[ZeroFiles]:
+    """What engines have written into a checkpoint, or into a folder of theirs."""
+    if _by_engine(folder):
+        return [ZeroFiles(folder)]
+    found: list[ZeroFiles] = []
+    while _by_engine(folder / folder_of(len(found))):
+        found.append(ZeroFiles(folder / folder_of(len(found)), len(found)))
+    return found
+
+
+def _by_engine(folder: Path) -> bool:
+    return folder.is_dir() and any(path.name.endswith("_model_states.pt") for path in folder.iterdir())
 
 
 def _files(folder: Path) -> set[str]:

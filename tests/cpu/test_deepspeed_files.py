@@ -1,0 +1,128 @@
+"""The engine's own files, read by other numbers of processes, in other stages and under other strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from accelerate.cli.merge_weights import PLUGIN as MERGE
+from accelerate.core.packages import installed
+from tests.cpu.test_deepspeed import ASKED, engine, loop
+from tests.support.ranks import RankServer
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
+
+pytestmark = [
+    pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.timeout(300),
+]
+HALF, STEPS = 3, 6
+SAVED = {"1": "no", "2": "no", "3": "no", "3 bf16": "bf16"}
+
+
+def states(accelerator: Any, model: Any, optimizer: Any) -> dict[str, Any]:
+    """Whole and exact; what process 0 has."""
+    strategy = accelerator.strategy
+    plain = {name: value.clone() for name, value in strategy.exact_state(model).items()}
+    return {"weights": plain, "optimizer": strategy.optimizer_state(optimizer.optimizer, [model])}
+
+
+def saves(folder: str) -> None:
+    for kind, precision in SAVED.items():
+        accelerator, model, optimizer = engine(ASKED[kind[0]], mixed_precision=precision)
+        optimizer.param_groups[0]["lr"] = 0.02
+        loop(accelerator, model, optimizer, steps=HALF)
+        accelerator.save_state(f"{folder}/{kind}", metadata={"half": True})
+        kept = states(accelerator, model, optimizer)
+        if accelerator.is_main_process:
+            torch.save(kept, f"{folder}/{kind}.pt")
+
+
+def same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """To the bit."""
+    assert mine["weights"].keys() == theirs["weights"].keys()
+    for name, value in theirs["weights"].items():
+        assert torch.equal(mine["weights"][name], value), name
+    assert mine["optimizer"]["state"].keys() == theirs["optimizer"]["state"].keys()
+    for number, kept in theirs["optimizer"]["state"].items():
+        for key, value in kept.items():
+            assert torch.equal(mine["optimizer"]["state"][number][key], value), (number, key)
+    groups = [each["optimizer"]["param_groups"] for each in (mine, theirs)]
+    for mine_group, their_group in zip(*groups, strict=True):
+        assert [mine_group[key] for key in ("params", "lr", "weight_decay")] == [
+            their_group[key] for key in ("params", "lr", "weight_decay")
+        ]
+
+
+def goes_on(accelerator: Any, model: Any, optimizer: Any, theirs: dict[str, Any]) -> None:
+    """The next losses are those of one process with the saved states."""
+    reference = tiny()
+    reference.load_state_dict(theirs["weights"])
+    other = adamw(reference)
+    other.load_state_dict(theirs["optimizer"])
+    for words in list(batches(STEPS))[HALF:]:
+        mine = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
+        plain = loss_of(reference, words)
+        torch.testing.assert_close(
+            accelerator.reduce(mine.detach(), "mean"), plain.detach(), rtol=0, atol=1e-5
+        )
+        accelerator.backward(mine)
+        plain.backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+
+
+def loads(folder: str, ways: list[tuple[str, str]]) -> None:
+    """Fresh engines over other weights, in that stage."""
+    for source, stage in ways:
+        accelerator, model, optimizer = engine(ASKED[stage], seed=5, mixed_precision=SAVED[source])
+        assert accelerator.load_state(f"{folder}/{source}").metadata == {"half": True}
+        theirs = torch.load(f"{folder}/{source}.pt")
+        mine = states(accelerator, model, optimizer)
+        if accelerator.is_main_process:
+            same(mine, theirs)
+        assert model.global_steps == HALF
+        if SAVED[source] == "no":
+            goes_on(accelerator, model, optimizer, theirs)
+
+
+def elsewhere(folder: str, source: str, kind: str) -> None:
+    """Under a strategy that is not the engine's."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    more: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if kind == "fsdp" else {}
+    accelerator = Accelerator(cpu=True, **more)
+    assert accelerator.strategy.name == kind
+    model = tiny(5)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.load_state(f"{folder}/{source}")
+    theirs = torch.load(f"{folder}/{source}.pt")
+    strategy = accelerator.strategy
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    kept = strategy.optimizer_state(optimizer.optimizer, [model])
+    if accelerator.is_main_process:
+        same({"weights": weights, "optimizer": kept}, theirs)
+    goes_on(accelerator, model, optimizer, theirs)
+
+
+def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_path: Path) -> None:
+    """B7: masters and moments to the bit, rates of groups too; then the losses of one process."""
+    folder = str(tmp_path)
+    ranks(4, saves, folder, timeout=200)
+    ways = [("3", "3"), ("2", "2"), ("1", "3"), ("3", "2"), ("2", "2 offload"), ("3 bf16", "1"), ("2", "0")]
+    ranks(2, loads, folder, ways, timeout=200)
+    ranks(2, elsewhere, folder, "3", "fsdp")
+    ranks(2, elsewhere, folder, "2", "ddp")
+    ranks(1, elsewhere, folder, "1", "single")
+    merged = CliRunner().invoke(MERGE, [f"{folder}/3 bf16", f"{folder}/merged"])
+    assert merged.exit_code == 0, merged.output
+    joined = load_file(tmp_path / "merged" / "model.safetensors")
+    theirs = torch.load(f"{folder}/3 bf16.pt")["weights"]
+    # Frozen ones have no masters: they are as the model computes with them.
+    assert joined.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in joined.items())
