@@ -226,6 +226,30 @@ def test_damage_is_named_on_all_ranks_and_changes_nothing(ranks: RankServer, tmp
     assert same_on_all(ranks(2, try_load, str(tmp_path / "c"))) == ("fine", True)
 
 
+def loads_in_place(folder: str) -> bool:
+    """Whether parameters and their moments stay where they are in memory, and have the saved values."""
+    run = prepared("fsdp", 0)
+    step(run, 0)
+    run[0].save_state(folder)
+
+    def parts() -> list[torch.Tensor]:
+        state = run[2].optimizer.state
+        held = [state[p][key] for p in state for key in ("exp_avg", "exp_avg_sq")]
+        return [tensor.to_local() for tensor in (*run[1].parameters(), *held)]
+
+    saved = [tensor.detach().clone() for tensor in parts()]
+    places = [tensor.data_ptr() for tensor in parts()]
+    step(run, 1)
+    assert any(not torch.equal(new, old) for new, old in zip(parts(), saved, strict=True))
+    run[0].load_state(folder)
+    assert all(torch.equal(new, old) for new, old in zip(parts(), saved, strict=True))
+    return places == [tensor.data_ptr() for tensor in parts()]
+
+
+def test_what_is_there_is_read_into(ranks: RankServer, tmp_path: Path) -> None:
+    assert ranks(2, loads_in_place, str(tmp_path / "state")) == [True, True]
+
+
 def save_on_one(folder: str) -> str:
     from accelerate.core.errors import CheckpointError
 

@@ -162,14 +162,14 @@ class Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _reads(self, target: Any, source: Any) -> bool:
-        if not (_plain(target) and _plain(source)):
+        if not (plain(target) and plain(source)):
             return False
         path, at, size = self._found.get(source.data_ptr(), (Path(), 0, 0))
         if target.dtype != source.dtype or target.shape != source.shape or not 0 < target.nbytes <= size:
             return False
         try:
             with file_errors("read", path):
-                read_into(path, at, _memory(target), self._pool)
+                read_into(path, at, memory(target), self._pool)
         except CheckpointError as error:
             self.failure = self.failure or error
             raise
@@ -177,7 +177,7 @@ class Copies(TorchFunctionMode):
         return True
 
 
-def _plain(tensor: Any) -> bool:
+def plain(tensor: Any) -> bool:
     """Whether it is a stretch of memory that Python can reach, and nothing more."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -188,6 +188,7 @@ def _plain(tensor: Any) -> bool:
     )
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, as bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # A dimension of length one may have any stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

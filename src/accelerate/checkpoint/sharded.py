@@ -11,12 +11,12 @@ here it is read with the few classes that such an index is made of, and can run 
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.mapped import Place
+from accelerate.checkpoint.moves import Files, Moves, Slice, Source
 from accelerate.core.errors import CheckpointError
 
 PathKey = tuple[Any, ...]
@@ -105,51 +106,6 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
     return found
 
 
-def _read_at(number: int, view: memoryview, offset: int) -> int:
-    """Reads bytes of an open file from ``offset`` on, until ``view`` is full or the file ends."""
-    done = 0
-    while done < len(view):
-        if hasattr(os, "preadv"):
-            got = os.preadv(number, [view[done:]], offset + done)
-        else:
-            os.lseek(number, offset + done, os.SEEK_SET)
-            piece = os.read(number, len(view) - done)
-            got = len(piece)
-            view[done : done + got] = piece
-        if got == 0:
-            break
-        done += got
-    return done
-
-
-class _Slice(io.RawIOBase):
-    """A part of an open file as a file."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self.name = file.name
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        got = _read_at(self._file.fileno(), view, self._offset + self._at)
-        self._at += got
-        return got
-
-
 class Shards:
     """A folder of parts, open for reading.
 
@@ -168,7 +124,7 @@ class Shards:
     """
 
     def __init__(self, folder: Path, *, trusted: bool = False) -> None:
-        self.folder, self.trusted = folder, trusted
+        self.folder, self.trusted, self._files = folder, trusted, Files()
         self.index = read_index(folder, trusted=trusted)
         nested = self.index.planner_data if isinstance(self.index.planner_data, dict) else {}
         self.paths: dict[str, PathKey] = {
@@ -213,8 +169,17 @@ class Shards:
                     )
 
     @torch.no_grad()
-    def fill(self, name: str, target: torch.Tensor) -> None:
-        """Copies a tensor into ``target``, of its shape; of a distributed one, this process's part."""
+    def route(self, name: str, target: torch.Tensor, moves: Moves) -> None:
+        """Adds to ``moves`` what fills ``target`` with a tensor.
+
+        Args:
+            name: of the entry.
+            target: of its shape. Of a distributed tensor, this process's part is filled.
+            moves: nothing is changed before they run.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
         entry = self.tensor(name)
         assert entry is not None
         assert entry.size == target.shape
@@ -225,25 +190,39 @@ class Shards:
         if local.numel() == 0:
             return
         for item in create_read_items_for_chunk_list(name, entry, boxes):
-            part = self._read(self.index.storage_data[item.storage_index])
-            if not isinstance(part, torch.Tensor):
-                raise self._damaged(f"a part of {name} is no tensor")
-            part = _box(part, item.storage_offsets, item.lengths)
-            _box(local, item.dest_offsets, item.lengths).copy_(part)
+            part = _box(local, item.dest_offsets, item.lengths)
+            source = self._source(self.index.storage_data[item.storage_index])
+            found = self._files.find(source)
+            box = partial(_box, offsets=item.storage_offsets, lengths=item.lengths)
+            if found is None or not moves.add(found, box(found.like), part):
+                moves.other.append(partial(self._copy, name, source, box, part))
+
+    @torch.no_grad()
+    def _copy(
+        self, name: str, source: Source, box: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor
+    ) -> None:
+        whole = self._read(source)
+        if not isinstance(whole, torch.Tensor):
+            raise self._damaged(f"a part of {name} is no tensor")
+        target.copy_(box(whole))
 
     def read(self, name: str) -> Any:
         """A whole tensor on the CPU, or an object."""
         entry = self.tensor(name)
         if entry is None:
-            return self._read(*self._infos(name), weights_only=not self.trusted)
+            return self._read(*map(self._source, self._infos(name)), weights_only=not self.trusted)
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        self.fill(name, whole)
+        moves = Moves()
+        self.route(name, whole, moves)
+        moves.run()
         return whole
 
-    def _read(self, info: Any, **kwargs: Any) -> Any:
-        path = self.folder / info.relative_path
-        with file_errors("read", path), path.open("rb", buffering=0) as file:
-            return pickles.read(cast(BinaryIO, _Slice(file, info.offset, info.length)), "cpu", **kwargs)
+    def _read(self, source: Source, **kwargs: Any) -> Any:
+        with file_errors("read", source.path), source.path.open("rb", buffering=0) as file:
+            return pickles.read(cast(BinaryIO, Slice(file, source.offset, source.length)), "cpu", **kwargs)
+
+    def _source(self, info: Any) -> Source:
+        return Source(self.folder / info.relative_path, info.offset, info.length)
 
     def _infos(self, name: str) -> list[Any]:
         entry, stored = self.tensor(name), self.index.storage_data

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate.checkpoint import names, tensors
 from accelerate.checkpoint.divide import Division, Parts, only_distributed
 from accelerate.checkpoint.manifest import PartEntry
+from accelerate.checkpoint.moves import Moves
 from accelerate.checkpoint.parts import Reading
 from accelerate.checkpoint.sharded import Shards
 from accelerate.core.errors import CheckpointError
@@ -95,7 +96,7 @@ class SpreadModel:
         self._compare(shards, found, state, reading)
         shards.check(name for group in found.values() for name in group)
         _tell_untied(shards, found, self.module, reading)
-        return partial(self._load, shards, found, state, reading)
+        return self._routed(shards, found, state, reading)
 
     def _compare(
         self, shards: Shards, found: Mapping[str, list[str]], state: Mapping[str, Any], reading: Reading
@@ -128,19 +129,22 @@ class SpreadModel:
                     fix="model.to_empty(device=...) gives it some",
                 )
 
-    @torch.no_grad()
-    def _load(
+    def _routed(
         self, shards: Shards, found: Mapping[str, list[str]], state: dict[str, Any], reading: Reading
-    ) -> Any:
-        ties, done = _ties(self.module), set[str]()
+    ) -> Callable[[], Any]:
+        ties, done, moves = _ties(self.module), set[str](), Moves()
         for name, group in found.items():
             own, owner = state.get(name), ties.get(_clean(name), _clean(name))
             if isinstance(own, torch.Tensor) and shards.tensor(group[0]) is not None:
                 if owner not in done:
-                    shards.fill(group[0], own)
+                    shards.route(group[0], own, moves)
                 done.add(owner)
             elif name in state:
                 state[name] = _nested(shards, group, 2)
+        return partial(self._load, moves, state, reading)
+
+    def _load(self, moves: Moves, state: dict[str, Any], reading: Reading) -> Any:
+        moves.run()
         if self.only is not None:
             return _IncompatibleKeys([], [])
         # What is not the model's own memory (extra states, tensors that hooks have made) is put back here.
@@ -193,10 +197,15 @@ class SpreadOptimizer:
         """See ``Spread``."""
         shards = Shards(folder, trusted=reading.trusted)
         shards.check(shards.paths)
-        return partial(self.optimizer.load_state_dict, self._read(shards, reading))
+        moves = Moves()
+        return partial(self._load, moves, self._read(shards, reading, moves))
 
-    def _read(self, shards: Shards, reading: Reading) -> dict[str, Any]:
-        """The state as the optimizer's own ``state_dict`` would be now."""
+    def _load(self, moves: Moves, state: dict[str, Any]) -> None:
+        moves.run()
+        self.optimizer.load_state_dict(state)
+
+    def _read(self, shards: Shards, reading: Reading, moves: Moves) -> dict[str, Any]:
+        """The state as the optimizer's own ``state_dict`` would be now, when ``moves`` have run."""
         entries: dict[Any, list[str]] = {}
         other: dict[Any, list[str]] = {}
         for name, path in shards.paths.items():
@@ -221,7 +230,7 @@ class SpreadOptimizer:
             if name is None:
                 state.update({index: own["state"][index]} if index in own["state"] else {})
             elif name in entries:
-                make = partial(_beside, parameter, self.optimizer.state.get(parameter, {}))
+                make = partial(_beside, parameter, self.optimizer.state.get(parameter, {}), moves)
                 state[index] = _nested(shards, entries[name], 3, make)
         for key in entries.keys() - known:
             state[key] = _nested(shards, entries[key], 3)
@@ -404,9 +413,14 @@ def _listed(value: Any) -> Any:
 
 @torch.no_grad()
 def _beside(
-    parameter: torch.Tensor, held: Mapping[str, Any], shards: Shards, name: str, path: Sequence[Any]
+    parameter: torch.Tensor,
+    held: Mapping[str, Any],
+    moves: Moves,
+    shards: Shards,
+    name: str,
+    path: Sequence[Any],
 ) -> torch.Tensor:
-    """A tensor of a parameter's state, spread as the parameter is."""
+    """A tensor of a parameter's state, spread as the parameter is; ``moves`` fill it."""
     entry = shards.tensor(name)
     assert entry is not None
     dtype = entry.properties.dtype
@@ -418,9 +432,18 @@ def _beside(
         whole = shards.read(name).to(parameter.to_local().device)
         mesh = parameter.device_mesh
         return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    made = torch.empty_like(like, dtype=dtype)
-    shards.fill(name, made)
-    return made
+    target = present if _same_kind(present, like, dtype) else torch.empty_like(like, dtype=dtype)
+    shards.route(name, target, moves)
+    return target
+
+
+def _same_kind(present: Any, like: DTensor, dtype: torch.dtype) -> TypeGuard[DTensor]:
+    """Whether what an optimizer has now can take new values, as a new tensor would."""
+    return (
+        isinstance(present, DTensor)
+        and (present.dtype, present.shape, present._spec) == (dtype, like.shape, like._spec)
+        and present.device == like.device
+    )
 
 
 def _matched(
