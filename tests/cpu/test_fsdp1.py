@@ -403,7 +403,10 @@ def kept() -> dict[str, Any]:
     mine = sum(p.numel() for p in own)
     state = model.state_dict()
     gathered = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    # Another Accelerator finds it wrapped.
+    other = accelerator_of(LAYERS)
     return {
+        "taken over": other.prepare(model) is model and list(other.strategy.models) == [model],
         "unwraps": accelerator.unwrap_model(model) is user,
         "class": type(model).__name__,
         "attribute": model._no_split_modules,
@@ -421,7 +424,7 @@ def test_the_model_is_torchs_wrapper(ranks: RankServer) -> None:
     """F13 as far as it goes: what torch's class does not have is the user's; every process holds half."""
     first, second = ranks(2, kept)
     for found in (first, second):
-        assert all(found[fact] for fact in ("unwraps", "held", "again"))
+        assert all(found[fact] for fact in ("unwraps", "held", "again", "taken over"))
         assert (found["class"], found["attribute"]) == ("FullyShardedDataParallel", ("Block",))
         assert 0.4 < found["share"] < 0.6
         assert found["state"] == {name: value.shape for name, value in tiny().state_dict().items()}

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from accelerate.core.effects import Option, given
+from accelerate.core.effects import Option
 from accelerate.core.setting import load
 from accelerate.strategy.base import Request
 from accelerate.strategy.settings.fsdp import FSDPSwitch
+from accelerate.strategy.sharding.base import asked, plugin_of
 from accelerate.strategy.sharding.strategy import Sharding
 from accelerate.world.world import World
 
 
-def _asked(request: Request) -> bool:
-    named = any(type(plugin).__name__ == "FullyShardedDataParallelPlugin" for plugin in request.plugins)
-    return named or load(FSDPSwitch).value.use_fsdp
+def _wanted(request: Request) -> bool:
+    return plugin_of(request) is not None or load(FSDPSwitch).value.use_fsdp
 
 
 class FSDP(Sharding):
@@ -27,22 +27,19 @@ class FSDP(Sharding):
     @classmethod
     def claims(cls, request: Request) -> bool:
         """Several processes, and the plugin or the launcher's variable; one process has nothing to shard."""
-        return request.world.size > 1 and _asked(request)
+        return request.world.size > 1 and _wanted(request)
 
     @classmethod
     def idle(cls, request: Request) -> str:
         """In a world of one."""
-        if request.world.size > 1 or not _asked(request):
+        if request.world.size > 1 or not _wanted(request):
             return ""
         return "one process has nothing to shard, so it trains as a single process does"
 
     @classmethod
     def asked(cls, request: Request) -> Iterator[Option]:
         """The switch or the plugin, for one process; else the options are looked at one by one."""
-        yield from given(load(FSDPSwitch))
-        for plugin in request.plugins:
-            if type(plugin).__name__ == "FullyShardedDataParallelPlugin":
-                yield Option("fsdp_plugin", type(plugin).__name__, "the argument fsdp_plugin")
+        return asked(request)
 
     @classmethod
     def distributed_type(cls, world: World) -> str:

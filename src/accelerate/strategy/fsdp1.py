@@ -10,64 +10,48 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.core.effects import Effect, Option, given
+from accelerate.core.effects import Effect, Option
 from accelerate.core.errors import PrepareError
 from accelerate.core.setting import load
-from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
+from accelerate.strategy.base import Bundle, Request, leaves
 from accelerate.strategy.settings.fsdp import FSDPSettings, FSDPSwitch
-from accelerate.world import collective, together
+from accelerate.strategy.sharding.base import ShardedStrategy, asked, plugin_of
+from accelerate.world import collective
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import ShardingStrategy
 
     from accelerate.strategy.fsdp1_parts.record import Record
     from accelerate.strategy.fsdp1_parts.states import Book, Order
     from accelerate.strategy.fsdp1_parts.wrap import FlatLayout, Wrapper
-    from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 _WRAPPED = "_fsdp_wrapped_module"
 
 
-def _plugin(request: Request) -> Any:
-    names = (p for p in request.plugins if type(p).__name__ == "FullyShardedDataParallelPlugin")
-    return next(names, None)
-
-
-class FSDP1(Strategy):
+class FSDP1(ShardedStrategy):
     """Cut over processes by torch's class around each part of a model."""
 
     name: ClassVar[str] = "fsdp1"
     priority: ClassVar[int] = 11
-    shards: ClassVar[bool] = True
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-
-        self.plugin: FullyShardedDataParallelPlugin = _plugin(request) or FullyShardedDataParallelPlugin()
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-        # The parameters that are no more, and what took their place: optimizers may still hold them.
-        self._renewed: Any = WeakIdKeyDictionary()
         # The user's parameters of each group of an optimizer, where flat ones took their places.
         self._orders: weakref.WeakKeyDictionary[Any, Order] = weakref.WeakKeyDictionary()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._keeps_back = False
 
     @classmethod
     def claims(cls, request: Request) -> bool:
         """Several processes, and version 1 by the plugin or the launcher's variables."""
-        plugin = _plugin(request)
+        plugin = plugin_of(request)
         if request.world.size == 1:
             return False
         if plugin is not None:
@@ -78,19 +62,12 @@ class FSDP1(Strategy):
     def asked(cls, request: Request) -> Iterator[Option]:
         """The switch or the plugin, where they ask for this version."""
         if cls.claims(request):
-            yield from given(load(FSDPSwitch))
-            if _plugin(request) is not None:
-                yield Option("fsdp_plugin", type(_plugin(request)).__name__, "the argument fsdp_plugin")
+            yield from asked(request)
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
         """The contract's name, on any device."""
         return "FSDP"
-
-    def check(self) -> None:
-        """Copies of the shards divide the processes."""
-        super().check()
-        self.plugin.copies(self.world.size, self.world.nodes)
 
     def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
         """See ``effects.py``."""
@@ -99,78 +76,42 @@ class FSDP1(Strategy):
         return effects(self.asked(self.request), self.plugin, [m for m in models if m in self.models])
 
     @property
-    def plugins(self) -> dict[str, Any]:
-        """How it shards."""
-        return {"fsdp_plugin": self.plugin}
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """Where there are copies of the shards."""
-        return self._mesh if self._mesh.ndim > 1 else None
-
-    @cached_property
-    def _mesh(self) -> DeviceMesh:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        copies = self.plugin.copies(self.world.size, self.world.nodes)
-        sizes = (self.world.size,) if copies == 1 else (copies, self.world.size // copies)
-        names = ("dp_replicate", "dp_shard")[-len(sizes) :]
-        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
-
-    @property
     def _sharing(self) -> ShardingStrategy:
         """How parameters are shared; one copy of the shards is what the simple strategies make."""
         from torch.distributed.fsdp import ShardingStrategy
 
-        asked: ShardingStrategy = self.plugin.sharding_strategy
+        wanted: ShardingStrategy = self.plugin.sharding_strategy
         simple = {
             ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
             ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
         }
-        return simple.get(asked, asked) if self._mesh.ndim == 1 else asked
+        return simple.get(wanted, wanted) if self._grid[0] == 1 else wanted
 
     @cached_property
     def _wrapper(self) -> Wrapper:
         from accelerate.strategy.fsdp1_parts.wrap import Wrapper
 
-        watch = together.current()
-        if watch is not None:
-            # A rank that waits in one of these for a rank that waits elsewhere is noticed.
-            for group in self._mesh.get_all_groups():
-                watch.count(group)
-        return Wrapper(self._mesh, self.plugin, self._sharing, self.world.device)
+        self._watch_waits()
+        return Wrapper(self._shard_mesh, self.plugin, self._sharing, self.world.device)
 
     # --- prepare
 
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """Wrap every model, part by part, and keep the optimizers on the parameters."""
-        models = [model for model in dict.fromkeys(bundle.of("model")) if not self._known(model)]
-        if bundle.training and models:
-            yield self._wrap_step(models)
-        elif models:
-            yield Step("place", f"the weights go to {self.world.device}", self._place)
-        if bundle.of("optimizer"):
-            self._check_optimizers(bundle)
-            yield Step("parameters", "optimizers hold the wrapped parameters", self._catch_up)
+    @property
+    def _copied(self) -> bool:
+        """Whether every process keeps whole parameters."""
+        return self.plugin.sharding_strategy.name == "NO_SHARD"
 
-    def _wrap_step(self, models: list[nn.Module]) -> Step:
-        layouts = [self._layout(model) for model in models]
-        here = self.world.device.type
-        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (here, "meta"))
-        away = self.plugin.offloads and here != "cpu"
-        copies = self.plugin.copies(self.world.size, self.world.nodes)
-        whole = self.plugin.sharding_strategy.name == "NO_SHARD"
-        shares = 1 if whole else self.world.size // copies
-        pairs = zip(models, layouts, strict=True)
-        after = sum(found.share(model, shares, offloaded=away) for model, found in pairs)
-        held = f"each of {self.world.size} processes holds "
-        if whole:
-            held += "all parameters, and gradients are averaged"
-        else:
-            held += "a part of every parameter" + (f", in {copies} copies" if copies > 1 else "")
-        said = "; ".join(dict.fromkeys(found.says() for found in layouts))
-        return Step("shard", f"{held}; {said}", self._wrap_all, before, after)
+    @property
+    def _shares(self) -> int:
+        """One where each has whole ones."""
+        return 1 if self._copied else super()._shares
+
+    @property
+    def _held(self) -> str:
+        """Parts, or all."""
+        if self._copied:
+            return f"each of {self.world.size} processes holds all parameters, and gradients are averaged"
+        return super()._held
 
     def _layout(self, model: nn.Module) -> FlatLayout:
         from accelerate.strategy.fsdp1_parts.wrap import layout_of
@@ -194,7 +135,7 @@ class FSDP1(Strategy):
             )
         return is_wrapped(model)
 
-    def _wrap_all(self, bundle: Bundle) -> None:
+    def _shard(self, bundle: Bundle) -> None:
         if self.world.device.type == "meta":
             raise PrepareError(
                 "version 1 of sharding cannot be rehearsed with empty tensors",
@@ -204,21 +145,17 @@ class FSDP1(Strategy):
         bundle.replace("model", self._wrapped)
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
-        if not self._known(model):
-            record, renewed = self._wrapper.wrap(model, self._layout(model))
-            self._renewed.update(renewed)
-            model = record.root
-        self._know(model)
-        return model
+        if self._known(model):
+            return model
+        record, renewed = self._wrapper.wrap(model, self._layout(model))
+        self._renewed.update(renewed)
+        self._know(record.root)
+        return record.root
 
-    def _know(self, root: nn.Module) -> None:
-        self.models.add(root)
-        self._roots[self.unwrap(root)] = weakref.ref(root)
-
-    def _place(self, bundle: Bundle) -> None:
-        for index in bundle.positions("model"):
-            if bundle.place[index] and not hasattr(bundle.objects[index], "hf_device_map"):
-                bundle.objects[index].to(self.world.device)
+    def _know(self, model: nn.Module) -> None:
+        """By the user's own as well."""
+        super()._know(model)
+        self._roots[self.unwrap(model)] = weakref.ref(model)
 
     def _catch_up(self, bundle: Bundle) -> None:
         """Also optimizers whose model was prepared in a call of its own."""
@@ -239,28 +176,20 @@ class FSDP1(Strategy):
                 unit.settle()
 
     def _check_optimizers(self, bundle: Bundle) -> None:
-        """Before anything is changed: optimizers that would train what nobody reduces, or cannot follow.
+        """Also those that cannot follow.
 
         Raises:
-            PrepareError: all parameters of one belong to no model that is prepared; or a flat parameter would
-                lie in several groups.
+            PrepareError: a flat parameter would lie in several groups, or the base class says why.
         """
+        super()._check_optimizers(bundle)
+        if not bundle.training or self.plugin.use_orig_params:
+            return
         from accelerate.strategy.fsdp1_parts.follow import check_groups
 
-        fresh = [m for m in bundle.of("model") if m not in self.models]
-        known = {p for model in fresh for p in model.parameters()}
-        known |= {p for model in self.models for p in self.parameters(model)}
+        fresh = [model for model in bundle.of("model") if not self._known(model)]
         for optimizer in bundle.of("optimizer"):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            if held and not any(p in known or p in self._renewed for p in held):
-                raise PrepareError(
-                    f"the {type(optimizer).__name__} holds parameters of no prepared model",
-                    why="sharding gives a model new parameters, and its optimizer has to follow them",
-                    fix="prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)",
-                )
-            if not self.plugin.use_orig_params:
-                for model in fresh if bundle.training else ():
-                    check_groups(optimizer, [own for _, own in self._layout(model).parts])
+            for model in fresh:
+                check_groups(optimizer, [own for _, own in self._layout(model).parts])
 
     # --- the loop
 
@@ -280,23 +209,17 @@ class FSDP1(Strategy):
         """Unless ``no_sync`` is around it."""
         return bool(getattr(model, "_sync_gradients", True))
 
-    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
-        """Without ``sync`` every process keeps whole gradients: as much memory as unsharded ones take."""
-        if sync:
-            return NOTHING
-        self._keeps_back = True
-        return _quiet([model for model in models if model in self.models])
+    @staticmethod
+    def _reduce(model: nn.Module, sync: bool) -> None:
+        """As torch's ``no_sync``, but a backward inside may be told to reduce after all."""
+        if _WRAPPED in getattr(model, "_modules", {}):
+            for part in (part for part in model.modules() if _WRAPPED in part._modules):
+                part._sync_gradients = sync  # type: ignore[assignment]
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
         """The next backward reduces, with what was kept back."""
-        if _WRAPPED in getattr(model, "_modules", {}):
-            _synchronise([model], True)
-
-    @property
-    def holds_back(self) -> bool:
-        """Since a micro-batch ran without reducing."""
-        return self._keeps_back
+        FSDP1._reduce(model, True)
 
     def parameters(self, model: nn.Module) -> list[torch.Tensor]:
         """The user's or the flat ones: between a forward and its backward other tensors may stand there."""
@@ -383,7 +306,7 @@ class FSDP1(Strategy):
             return super().state(model)
         # Torch's own collectives would wait for a rank that does something else.
         collective.all_objects(type(record.module).__name__, "get_state_dict")
-        return record.state(on_host if self.world.rank == 0 else nothing)
+        return record.state(on_host if self._leads else nothing)
 
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """A full state on every process; each takes its part."""
@@ -398,8 +321,8 @@ class FSDP1(Strategy):
         """Gathered, on the host of rank 0."""
         from accelerate.strategy.fsdp1_parts.record import nothing, on_host
 
-        state = self._book(optimizer).state(on_host if self.world.rank == 0 else nothing)
-        return state if self.world.rank == 0 else {}
+        state = self._book(optimizer).state(on_host if self._leads else nothing)
+        return state if self._leads else {}
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
@@ -415,21 +338,6 @@ class FSDP1(Strategy):
 
 def _greatest(found: torch.Tensor) -> None:
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-
-
-@contextmanager
-def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
-    """As torch's ``no_sync``, but a backward inside may be told to reduce after all."""
-    _synchronise(models, False)
-    try:
-        yield
-    finally:
-        _synchronise(models, True)
-
-
-def _synchronise(models: Iterable[nn.Module], sync: bool) -> None:
-    for part in (part for model in models for part in model.modules() if _WRAPPED in part._modules):
-        part._sync_gradients = sync  # type: ignore[assignment]
 
 
 PLUGIN = FSDP1

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate.core.effects import Effect, Option, given
+from accelerate.core.errors import SettingError
 from accelerate.core.setting import load
 from accelerate.strategy.base import Bundle, Request, Share, Step
 from accelerate.strategy.settings.parallelism import ParallelismSettings, ParallelismSwitch
@@ -113,8 +113,14 @@ class Parallelism(Sharding):
         return found
 
     def check(self) -> None:
-        """What each dimension refuses."""
+        """What each dimension refuses, and sharding around the model."""
         super().check()
+        if self.plugin.fsdp_version != 2:
+            raise SettingError(
+                "parallelism_config goes with version 2 of sharding, and fsdp_version is 1",
+                why="only version 2 shards over a mesh of several dimensions",
+                fix="leave fsdp_version out, or make it 2",
+            )
         for dimension in self.dimensions:
             dimension.check()
 
@@ -277,15 +283,15 @@ class Parallelism(Sharding):
 
     # --- prepare
 
-    def _shard_step(self, models: list[nn.Module]) -> Step:
+    @property
+    def _held(self) -> str:
         """Where nobody shares a copy there are only its gradients to reduce."""
-        step, (copies, shards) = super()._shard_step(models), self._grid
+        copies, shards = self._grid
         if shards > 1:
-            return step
-        what = (
+            return super()._held
+        return (
             f"gradients are reduced over {copies} copies" if copies > 1 else "one process updates each part"
         )
-        return replace(step, reason=f"{what}; {step.reason.partition('; ')[2]}")
 
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """Each dimension's, then sharding over the rest."""

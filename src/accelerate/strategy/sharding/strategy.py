@@ -8,44 +8,28 @@ other files of this folder, which are loaded only when such a strategy is chosen
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.effects import Effect
-from accelerate.core.errors import PrepareError, SettingError
-from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy, leaves
-from accelerate.world import collective, together
+from accelerate.strategy.base import Bundle, leaves
+from accelerate.strategy.sharding.base import ShardedStrategy
+from accelerate.world import collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-    from accelerate.strategy.sharding.shard import Layout, Sharder
+    from accelerate.strategy.sharding.layout import Layout
+    from accelerate.strategy.sharding.shard import Sharder
 
 
-class Sharding(Strategy):
-    """Parameters, gradients and optimizer state cut over processes."""
-
-    shards: ClassVar[bool] = True
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-
-        given = next((p for p in request.plugins if isinstance(p, FullyShardedDataParallelPlugin)), None)
-        self.plugin: FullyShardedDataParallelPlugin = given or FullyShardedDataParallelPlugin()
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # The parameters that are no more, and what took their place: optimizers may still hold them.
-        self._renewed: Any = WeakIdKeyDictionary()
-        self._keeps_back = False
+class Sharding(ShardedStrategy):
+    """Parameters, gradients and optimizer state cut over processes, in place."""
 
     def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
         """See ``effects.py``."""
@@ -55,39 +39,7 @@ class Sharding(Strategy):
         mine = [model for model in models if model in self.models]
         return effects(self.asked(self.request), self.plugin, mine, policy_of(self.request.precision))
 
-    @property
-    def plugins(self) -> dict[str, Any]:
-        """How it shards."""
-        return {"fsdp_plugin": self.plugin}
-
     # --- over which processes
-
-    @property
-    def _grid(self) -> tuple[int, int]:
-        """(copies of the model, processes that share each copy's parameters); known before any mesh is made.
-
-        Raises:
-            SettingError: the processes cannot be shared out so.
-        """
-        copies = self.plugin.copies(self.world.size, self.world.nodes)
-        return copies, self.world.size // copies
-
-    @cached_property
-    def _shard_mesh(self) -> DeviceMesh:
-        """The processes that share parameters: in one dimension, or copies of shards in two."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        copies, shards = self._grid
-        # A rehearsal has no device.
-        kind = "cpu" if self.world.device.type == "meta" else self.world.device.type
-        if copies == 1:
-            return init_device_mesh(kind, (shards,), mesh_dim_names=("dp_shard",))
-        return init_device_mesh(kind, (copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """Copies of shards are a mesh of two dimensions."""
-        return self._shard_mesh if self._grid[0] > 1 else None
 
     @property
     def _alike(self) -> Sequence[DeviceMesh]:
@@ -107,66 +59,17 @@ class Sharding(Strategy):
     def _sharder(self) -> Sharder:
         from accelerate.strategy.sharding.shard import Sharder
 
-        watch = together.current()
-        if watch is not None and not self._stages:
-            # A rank that waits in one of these for a rank that waits elsewhere is noticed.
-            for group in self._shard_mesh.get_all_groups():
-                watch.count(group)
+        if not self._stages:
+            self._watch_waits()
         return Sharder(self._shard_mesh, self.plugin, self.world.device, self._alike)
 
-    def check(self) -> None:
-        """Copies of a model need equally many processes each."""
-        super().check()
-        if self.plugin.fsdp_version != 2:
-            raise SettingError(
-                "parallelism_config goes with version 2 of sharding, and fsdp_version is 1",
-                why="only version 2 shards over a mesh of several dimensions",
-                fix="leave fsdp_version out, or make it 2",
-            )
-        _ = self._grid
-
     # --- prepare
-
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """Shard every model, part by part, and keep the optimizers on the parameters."""
-        given = dict.fromkeys(bundle.of("model"))
-        models = [model for model in given if not self._known(model)]
-        if any(self._known(model) and model not in self.models for model in given):
-            yield Step("take over", "the model is sharded already, as another Accelerator said", self._adopt)
-        if bundle.training and models:
-            yield self._shard_step(models)
-        elif models:
-            yield Step("place", f"the weights go to {self.world.device}", self._place)
-        if bundle.of("optimizer"):
-            self._check_optimizers(bundle)
-            yield Step("parameters", "optimizers hold the sharded parameters", self._catch_up)
-
-    def _shard_step(self, models: list[nn.Module]) -> Step:
-        layouts = [self._layout(model) for model in models]
-        here = self.world.device.type
-        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (here, "meta"))
-        pairs = zip(models, layouts, strict=True)
-        copies, shards = self._grid
-        away = here != "cpu" and self._offloads
-        after = sum(found.share(model, shards, offloaded=away) for model, found in pairs)
-        said = "; ".join(dict.fromkeys(found.says() for found in layouts))
-        several = f", in {copies} copies" if copies > 1 else ""
-        reason = f"each of {shards} processes holds a part of every parameter{several}; {said}"
-        return Step("shard", reason, self._shard, before, after)
-
-    @property
-    def _offloads(self) -> bool:
-        return type(self.plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
 
     def _layout(self, model: nn.Module) -> Layout:
         from accelerate.strategy.sharding.plugin import policy_of
         from accelerate.strategy.sharding.shard import layout_of
 
         return layout_of(model, self.plugin, policy_of(self.request.precision))
-
-    def _adopt(self, bundle: Bundle) -> None:
-        self.models.update(model for model in bundle.of("model") if self._known(model))
 
     def _shard(self, bundle: Bundle) -> None:
         for model in dict.fromkeys(bundle.of("model")):
@@ -176,17 +79,12 @@ class Sharding(Strategy):
     def shard(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
         """Shards one model in place, and makes ``optimizers`` hold its new parameters."""
         self._sharder.shard(model, self._layout(model), optimizers, self._follow)
-        self.models.add(model)
+        self._know(model)
 
     def _known(self, model: nn.Module) -> bool:
         from accelerate.strategy.sharding.shard import is_sharded
 
         return is_sharded(model)
-
-    def _place(self, bundle: Bundle) -> None:
-        for index in bundle.positions("model"):
-            if bundle.place[index] and not hasattr(bundle.objects[index], "hf_device_map"):
-                bundle.objects[index].to(self.world.device)
 
     def _follow(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
         from accelerate.strategy.sharding.shard import follow
@@ -213,22 +111,6 @@ class Sharding(Strategy):
             parameter = self._renewed[parameter]
         return parameter
 
-    def _check_optimizers(self, bundle: Bundle) -> None:
-        """Before anything is changed: an optimizer that would train what nobody reduces.
-
-        Raises:
-            PrepareError: all of its parameters belong to no model that is prepared.
-        """
-        known = {p for model in (*bundle.of("model"), *self.models) for p in model.parameters()}
-        for optimizer in bundle.of("optimizer"):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            if held and not any(p in known or p in self._renewed for p in held):
-                raise PrepareError(
-                    f"the {type(optimizer).__name__} holds parameters of no prepared model",
-                    why="sharding gives a model new parameters, and its optimizer has to follow them",
-                    fix="prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)",
-                )
-
     # --- the loop
 
     def synchronises(self, model: nn.Module) -> bool:
@@ -237,13 +119,6 @@ class Sharding(Strategy):
 
         return reduces(model)
 
-    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
-        """Without ``sync`` every process keeps whole gradients: as much memory as unsharded ones take."""
-        if sync:
-            return NOTHING
-        self._keeps_back = True
-        return _quiet(models)
-
     def waiting(self, models: Iterable[nn.Module]) -> int:
         """Whole gradients take as many bytes as unsharded training's."""
         from accelerate.strategy.sharding.grads import unreduced
@@ -251,15 +126,14 @@ class Sharding(Strategy):
         return unreduced(model for model in models if model in self.models)
 
     @staticmethod
+    def _reduce(model: nn.Module, sync: bool) -> None:
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(sync)  # type: ignore[operator]
+
+    @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
         """The next backward reduces, with what was kept back."""
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(True)  # type: ignore[operator]
-
-    @property
-    def holds_back(self) -> bool:
-        """Since a micro-batch ran without reducing."""
-        return self._keeps_back
+        Sharding._reduce(model, True)
 
     def parameters(self, model: nn.Module) -> list[torch.Tensor]:
         """The sharded ones: after a forward the root still has its whole ones in their places."""
@@ -338,11 +212,6 @@ class Sharding(Strategy):
         """As the plugin's ``state_dict_type`` says."""
         return "SHARDED_STATE_DICT" in str(self.plugin.state_dict_type)
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this process gets what is gathered."""
-        return self.world.rank == 0
-
     def state(self, model: nn.Module) -> dict[str, Any]:
         """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
         from accelerate.strategy.sharding.whole import model_state
@@ -380,15 +249,3 @@ class Sharding(Strategy):
         from accelerate.strategy.sharding.whole import load_optimizer
 
         load_optimizer(optimizer, state)
-
-
-@contextmanager
-def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
-    found: list[Any] = [model for model in models if hasattr(model, "set_requires_gradient_sync")]
-    for model in found:
-        model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        for model in found:
-            model.set_requires_gradient_sync(True)
