@@ -201,7 +201,7 @@ def test_json_has_every_number(cli: Run, folder: Path) -> None:
 def test_accumulation_is_said_and_written(cli: Run, folder: Path, tmp_path: Path) -> None:
     asked = (folder, "--gpus", "4x1GB", "--accumulation", "8")
     result = cli(*asked, "--take", "5", "--write", tmp_path / "a.yaml")
-    assert "keep whole ones until the last micro-batch: up to " in result.out
+    assert "keep whole gradients until the last micro-batch: up to " in result.out
     assert yaml.safe_load((tmp_path / "a.yaml").read_text())["gradient_accumulation_steps"] == 8
     waiting = {way["name"]: way["waiting"] for way in cli(*asked, "--json").found["ways"]}
     assert waiting["sharded (FSDP)"] > 0 == waiting["ZeRO 3"] == waiting["copies (DDP)"]

@@ -130,7 +130,7 @@ def show(found: Sequence[Way], on: Devices, best: Way | None) -> None:
     waiting = max(way.bill.waiting for way in found)
     if waiting:
         click.echo(
-            "note: of gradients, rows named FSDP keep whole ones until the last micro-batch: up to "
+            "note: ways that divide weights keep whole gradients until the last micro-batch: up to "
             f"{size_text(waiting)} more; GradientAccumulationPlugin(sync_each_batch=True) reduces each."
         )
     click.echo(f"note: a tenth of each device is kept free, so {size_text(on.usable)} count as fitting.")
