@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import RankServer
-from tests.support.sequences import Jobs, Numbers, same, shared
-
-
-def trained_all(jobs: Jobs) -> list[Numbers]:
-    """Several trainings in one start of processes."""
-    return [shared(*job) for job in jobs]
-
+from tests.support.sequences import RING, Jobs, same, shared_all
 
 JOBS: Jobs = [
     ("llama", {"cp_size": 2}, 4, 1, False),
@@ -22,6 +16,8 @@ JOBS: Jobs = [
     ("gpt2", {"cp_size": 2}, 4, 2, False),
     ("mistral", {"cp_size": 2}, 4, 2, True),
     ("plain", {"cp_size": 2}, 6, 1, False),
+    ("llama", RING, 8, 4, False),
+    ("plain", RING, 4, 1, False),
 ]
 
 
@@ -30,7 +26,7 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
 
     Labels are unevenly shared, and in every second batch one process has none.
     """
-    same(JOBS, ranks(2, trained_all, JOBS, timeout=100))
+    same(JOBS, ranks(2, shared_all, JOBS, timeout=100))
 
 
 @pytest.mark.parametrize(
@@ -38,4 +34,13 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
 )
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer, sizes: dict[str, Any]) -> None:
     jobs: Jobs = [("llama", sizes, 8, 4, True), ("plain", sizes, 4, 1, False)]
-    same(jobs, ranks(4, trained_all, jobs, timeout=100))
+    same(jobs, ranks(4, shared_all, jobs, timeout=100))
+
+
+def test_keys_go_around_four_processes(ranks: RankServer) -> None:
+    """Blocks come from before and from after, by whole parts and by halves; or each has half of the heads."""
+    jobs: Jobs = [
+        ("gpt2", {**RING, "cp_size": 4}, 4, 2, False),
+        ("llama", {**RING, "tp_size": 2}, 4, 1, False),
+    ]
+    same(jobs, ranks(4, shared_all, jobs, timeout=100))

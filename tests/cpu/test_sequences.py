@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from accelerate.strategy.parallel.context_ring import WHERE
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sequences import (
     IGNORED,
+    RING,
     ROWS,
     SDPA,
     WORDS,
@@ -32,9 +35,10 @@ Batch = dict[str, torch.Tensor]
 
 
 def opened(size: str, **more: Any) -> Any:
+    """Two processes share sequences; under ``"ring"`` their keys go around."""
     from accelerate import Accelerator, ParallelismConfig
 
-    sizes: dict[str, Any] = {size: 2}
+    sizes: dict[str, Any] = RING if size == "ring" else {size: 2}
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes), **more)
 
 
@@ -549,17 +553,82 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
     }
 
 
-def ring(strategy: str) -> str:
+# --- keys around a ring
+
+
+def before(q: Any, k: Any, v: Any, positions: Any) -> torch.Tensor:
+    """Causal, and scaled otherwise."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+
+
+def dropped(q: Any, k: Any, v: Any, positions: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+
+def rounds(length: int) -> Batch:
+    """A length of which no process has a part from the head and one from the tail."""
+    return {name: value[:, :length] for name, value in places().items()}
+
+
+AROUND: dict[str, tuple[Callable[[], Any], Callable[[], Batch]]] = {
+    **{name: MODELS[name] for name in ("all keys", "grouped", "torch's layers", "recomputed")},
+    "a mask of ones": (llama, lambda: {**words(), "attention_mask": torch.ones(4, 16)}),
+    "scaled": (lambda: Own(before), places),
+    "narrow heads": (lambda: Own(before, heads=8), places),
+    "unbalanced": (lambda: Own(before), lambda: rounds(10)),
+}
+NEITHER = {
+    **{name: MODELS[name] for name in ("single", "padded before", "documents")},
+    "windows": (mistral, words),
+    "dropout": (lambda: Own(dropped), places),
+}
+
+
+def around() -> tuple[dict[str, dict[str, float]], dict[str, str], dict[str, Any]]:
+    MODELS.update(AROUND | NEITHER)
+    right = {name: compared("ring", name) for name in AROUND}
+    wrong = {name: said(lambda n=name: compared("ring", n)) for name in NEITHER}
+    options = vars(import_module(WHERE)._cp_options)
+    return right, wrong, {name: str(value) for name, value in options.items()}
+
+
+def test_keys_go_around_torchs_ring(ranks: RankServer) -> None:
+    """B1: with its own kernel of the host, which its table for rings has not. Its options stay the user's."""
+    found = ranks(2, around, timeout=110)
+    for right, _, _ in found:
+        assert {name: far for name, far in right.items() if not max(far.values()) < 1e-5} == {}
+    wrong, options = same_on_all([told for _, *told in found])
+    what = ", with cp_comm_strategy='alltoall'"
+    assert wrong == {
+        "single": f"queries, keys and values of (4, 4, 8, 8), (4, 1, 8, 8), (4, 1, 8, 4){what}",
+        "padded before": f"an attention mask, (4, 1, 8, 16){what}",
+        "documents": f"an attention mask, (4, 1, 8, 16){what}",
+        "windows": f"an attention mask, (4, 1, 8, 16){what}",
+        "dropout": f"dropout_p=0.1{what}",
+    }
+    assert options == {
+        "convert_to_f32": "True",
+        "enable_load_balance": "True",
+        "rotate_method": "_RotateMethod.ALL_GATHER",
+    }
+
+
+# --- beside stages
+
+
+def staged() -> list[str]:
     from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import TorchContextParallelConfig
 
-    handler = TorchContextParallelConfig(cp_comm_strategy=strategy)
-    config = ParallelismConfig(cp_size=2, cp_handler=handler)
-    return said(lambda: Accelerator(cpu=True, parallelism_config=config))
+    found: list[str] = []
+    for size in ("cp_size", "sp_size"):
+        config = ParallelismConfig(pp_size=2, **{size: 2})  # type: ignore[arg-type]
+        found.append(said(lambda c=config: Accelerator(cpu=True, parallelism_config=c)))
+    return found
 
 
-def test_keys_around_a_ring_are_refused(ranks: RankServer) -> None:
-    assert ranks(2, ring, "alltoall") == ["cp_comm_strategy='alltoall' is not built"] * 2
+def test_sequences_are_not_shared_beside_stages(ranks: RankServer) -> None:
+    found = same_on_all(ranks(4, staged))
+    assert found == [f"{size}_size=2 and pp_size=2 do not go together" for size in ("cp", "sp")]
 
 
 # --- number formats
@@ -578,7 +647,7 @@ def under_autocast(size: str) -> torch.Tensor:
     return model(batch["input_ids"], batch["position_ids"]).float().pow(2).mean().detach()
 
 
-@BOTH
+@pytest.mark.parametrize("size", ["cp_size", "sp_size", "ring"])
 def test_attention_takes_what_autocast_casts(ranks: RankServer, size: str) -> None:
     """Torch's own function casts all three; formats that differ are no mistake of the model."""
     whole = Own(mixed)

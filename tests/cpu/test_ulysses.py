@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from tests.support.ranks import RankServer
-from tests.support.sequences import Jobs, Numbers, same, shared
-
-
-def trained_all(jobs: Jobs) -> list[Numbers]:
-    """Several trainings in one start of processes."""
-    return [shared(*job) for job in jobs]
-
+from tests.support.sequences import Jobs, same, shared_all
 
 JOBS: Jobs = [
     ("llama", {"sp_size": 2}, 8, 4, False),
@@ -22,9 +16,9 @@ JOBS: Jobs = [
 
 def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
     """B1, B9: heads of keys that processes divide, and one head of keys for all, windows, padding."""
-    same(JOBS, ranks(2, trained_all, JOBS, timeout=100))
+    same(JOBS, ranks(2, shared_all, JOBS, timeout=100))
 
 
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer) -> None:
     jobs: Jobs = [("llama", {"sp_size": 2, "dp_shard_size": 2}, 8, 4, True)]
-    same(jobs, ranks(4, trained_all, jobs, timeout=100))
+    same(jobs, ranks(4, shared_all, jobs, timeout=100))

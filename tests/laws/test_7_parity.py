@@ -16,6 +16,7 @@ from accelerate.core import packages
 from accelerate.strategy import STRATEGIES
 from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
+from tests.support.sequences import RING
 
 MIDDLE = STEPS // 2
 # Way -> (processes, strategy, what says so: sizes of a mesh, options of the plugin, stage of the engine).
@@ -31,6 +32,9 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "sequences, keys x shards": (4, "parallelism", {"cp_size": 2, "dp_shard_size": 2}),
     "sequences, heads": (2, "parallelism", {"sp_size": 2}),
     "sequences, heads x shards": (4, "parallelism", {"sp_size": 2, "dp_shard_size": 2}),
+    "sequences, keys x layers": (4, "parallelism", {"cp_size": 2, "tp_size": 2}),
+    "sequences, heads x layers": (4, "parallelism", {"sp_size": 2, "tp_size": 2}),
+    "sequences, ring": (2, "parallelism", RING),
     "stages": (2, "parallelism", {"pp_size": 2}),
     "stages x shards": (4, "parallelism", {"pp_size": 2, "dp_shard_size": 2}),
     "ZeRO 1": (2, "deepspeed", {"zero": 1}),
@@ -55,7 +59,9 @@ def accelerator_of(way: str, **more: Any) -> Any:
     elif "fsdp" in said:
         more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**layers, **said["fsdp"])
     elif said:
-        tensor = {"tp_handler": TorchTensorParallelConfig(plan=PLAN)} if "tp_size" in said else {}
+        tensor: dict[str, Any] = {}
+        if "tp_size" in said:
+            tensor["tp_handler"] = TorchTensorParallelConfig(plan=PLAN)
         more["parallelism_config"] = ParallelismConfig(**said, **tensor)
         more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**layers)
     accelerator = Accelerator(cpu=True, **more)

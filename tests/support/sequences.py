@@ -8,12 +8,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accelerate.utils import TorchContextParallelConfig
 from tests.support.parity import Decoder, decoder
 
 WORDS, LENGTH, ROWS = 32, 16, 4
 IGNORED = -100
+RING: dict[str, Any] = {
+    "cp_size": 2,
+    "cp_handler": TorchContextParallelConfig(cp_comm_strategy="alltoall"),
+}
 SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 Numbers = tuple[list[float], list[float], dict[str, torch.Tensor]]
+Jobs = list[tuple[str, dict[str, Any], int, int, bool]]
 
 
 def llama(**more: Any) -> Any:
@@ -141,6 +147,11 @@ def shared(
     return losses, norms, {name: value.detach().clone() for name, value in (state or {}).items()}
 
 
+def shared_all(jobs: Jobs, cpu: bool = True) -> list[Numbers]:
+    """Several trainings in one start of processes."""
+    return [shared(*job, cpu=cpu) for job in jobs]
+
+
 def close(ours: Numbers, theirs: Numbers, within: float = 1e-5) -> None:
     """Losses, norms and weights are equal within an absolute distance."""
     for one, other in zip(ours[:2], theirs[:2], strict=True):
@@ -148,9 +159,6 @@ def close(ours: Numbers, theirs: Numbers, within: float = 1e-5) -> None:
     assert ours[2].keys() == theirs[2].keys()
     for name, value in theirs[2].items():
         torch.testing.assert_close(ours[2][name], value, rtol=0, atol=within)
-
-
-Jobs = list[tuple[str, dict[str, Any], int, int, bool]]
 
 
 def same(jobs: Jobs, found: list[list[Numbers]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,39 @@ from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallel.context_cut import Run, join, runs
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of attention, with the arguments of torch's function.
+
+    Attributes:
+        query: (..., heads, own tokens, width).
+        key, value: the same of own keys.
+        mask: over all keys, with the rows that this process computes (see ``Exchange.rows``).
+        dropout: its probability.
+        causal: whether a query sees only what is before it.
+        more: the others, by name.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    more: dict[str, Any]
+
+    def on(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """The same attention of other tensors, by this device's kernel."""
+        return F.scaled_dot_product_attention(query, key, value, mask, self.dropout, causal, **self.more)
 
 
 class Exchange(ABC):
@@ -78,19 +112,10 @@ class Exchange(ABC):
             raise PrepareError("attention with attn_mask and is_causal", fix="give one of them")
         mask = None if attn_mask is None else self.mask(attn_mask, own, keys)
         query, key, value = _autocast(query, key, value)
-        return self.exchanged(query, key, value, mask, dropout_p, is_causal, more)
+        return self.exchanged(Call(query, key, value, mask, dropout_p, is_causal, more))
 
     @abstractmethod
-    def exchanged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        causal: bool,
-        more: dict[str, Any],
-    ) -> torch.Tensor:
+    def exchanged(self, call: Call) -> torch.Tensor:
         """The same with a mask that fits (see ``rows``)."""
 
     @abstractmethod

@@ -1,20 +1,20 @@
 """Context parallelism: each process has the queries of its tokens, and sees the keys of all.
 
-Keys and values are gathered before each attention, and their gradients go back to where they came from. A
-causal query sees only keys before it, so a process computes attention of each run of its tokens over the keys
-up to its end: no mask is made, and all processes have the same work.
+How they meet is asked for by name. Gathered before each attention, which is here: gradients go back to where
+they came from. A causal query sees only keys before it, so a process computes attention of each run of its
+tokens over the keys up to its end: no mask is made, and all processes have the same work. Or they go around a
+ring, which is a file of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from accelerate.core.errors import NotBuiltError
-from accelerate.strategy.parallel.attention import Exchange, gather
+from accelerate.strategy.parallel import context_ring
+from accelerate.strategy.parallel.attention import Call, Exchange, gather
 from accelerate.strategy.parallel.context_cut import join
 from accelerate.strategy.parallel.context_sequences import Sequences
 
@@ -22,30 +22,17 @@ from accelerate.strategy.parallel.context_sequences import Sequences
 class Keys(Exchange):
     """Gathers keys and values."""
 
-    def exchanged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        causal: bool,
-        more: dict[str, Any],
-    ) -> torch.Tensor:
+    def exchanged(self, call: Call) -> torch.Tensor:
         """Attention of own queries over all keys, run by run where it is causal."""
-        keys, values = self._all(key, value)
-        if not causal:
-            return F.scaled_dot_product_attention(query, keys, values, mask, dropout, **more)
-        found, done = self.queries(query.shape[-2]), 0
+        keys, values = self._all(call.key, call.value)
+        if not call.causal:
+            return call.on(call.query, keys, values, call.mask)
+        done = 0
         results: list[torch.Tensor] = []
-        for start, stop in found:
-            part = query.narrow(-2, done, stop - start)
-            bias: Any = causal_lower_right(stop - start, stop)
-            results.append(
-                F.scaled_dot_product_attention(
-                    part, keys[..., :stop, :], values[..., :stop, :], bias, dropout, **more
-                )
-            )
+        for start, stop in self.queries(call.query.shape[-2]):
+            part = call.query.narrow(-2, done, stop - start)
+            bias = causal_lower_right(stop - start, stop)
+            results.append(call.on(part, keys[..., :stop, :], values[..., :stop, :], bias))
             done += stop - start
         return torch.cat(results, -2) if len(results) > 1 else results[0]
 
@@ -65,6 +52,10 @@ class Keys(Exchange):
         return keys, values
 
 
+# How keys and values meet, by the name that ``TorchContextParallelConfig`` takes.
+EXCHANGES: dict[str, type[Exchange]] = {"allgather": Keys, "alltoall": context_ring.Ring}
+
+
 class Context(Sequences):
     """The dimension ``cp``."""
 
@@ -72,20 +63,17 @@ class Context(Sequences):
     what: ClassVar[str] = "context parallelism"
     balanced: ClassVar[bool] = True
 
-    def made(self) -> Exchange:
-        """One that gathers keys."""
-        return Keys(self.size, self.place, self.group, self.balanced)
+    @property
+    def kind(self) -> type[Exchange]:
+        """The one that is asked for."""
+        return EXCHANGES[self.handler.cp_comm_strategy]
 
     def check(self) -> None:
-        """Refuses keys that go around a ring.
+        """Refuses a ring where there can be none.
 
         Raises:
-            NotBuiltError: they are asked for.
+            SettingError: it is asked for, and torch or the device has none.
         """
-        if self.handler.cp_comm_strategy == "alltoall":
-            raise NotBuiltError(
-                "cp_comm_strategy='alltoall' is not built",
-                why="keys that go around a ring need torch's own ring attention, which does not run on a CPU "
-                "and was never run on several accelerators here",
-                fix='cp_comm_strategy="allgather", which gives the same numbers',
-            )
+        super().check()
+        if self.kind is context_ring.Ring:
+            context_ring.check(self.world.device.type)

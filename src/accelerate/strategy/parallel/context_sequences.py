@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import tree
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.base import Bundle, Step
 from accelerate.strategy.parallel import attention_masks
 from accelerate.strategy.parallel.attention import Exchange, Switch, check
@@ -51,7 +51,7 @@ class Sequences(Dimension):
         super().__init__(config, mesh, world)
         self.size, self.place = mesh[self.name].size(), mesh.get_local_rank(self.name)
         self.group = mesh.get_group(self.name)
-        self.exchange = self.made()
+        self.exchange = self.kind(self.size, self.place, self.group, self.balanced)
         self._switch = Switch(self.exchange)
         self._option: bool | Mapping[str, int] | None = getattr(self.handler, "cut", None)
         dims = self._option if isinstance(self._option, Mapping) else None
@@ -72,9 +72,24 @@ class Sequences(Dimension):
         """The options of this dimension."""
         return getattr(self.config, f"{self.name}_handler")
 
-    def made(self) -> Exchange:
-        """The exchange of this dimension."""
+    @property
+    def kind(self) -> type[Exchange]:
+        """How this dimension exchanges tokens."""
         raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuses sequences that are shared beside stages.
+
+        Raises:
+            SettingError: both are asked for.
+        """
+        if self.config.pp_enabled:
+            asked = f"{self.name}_size={self.size} and pp_size={self.config.pp_size}"
+            raise SettingError(
+                f"{asked} do not go together",
+                why="stages get chunks of a batch, in which parts of sequences are not known as parts",
+                fix=f"set pp_size=1, and share the layers by tp_size, which goes with {self.name}_size",
+            )
 
     # --- prepare
 

@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from accelerate.core import packages, tree
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallel.attention import Exchange
+from accelerate.strategy.parallel.attention import Call, Exchange
 from accelerate.strategy.parallel.context_cut import Run
 from accelerate.strategy.parallel.context_sequences import Sequences
 
@@ -56,21 +55,13 @@ def _exchange(parts: torch.Tensor, group: Any) -> torch.Tensor:
 class Heads(Exchange):
     """Exchanges tokens for heads."""
 
-    def exchanged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        causal: bool,
-        more: dict[str, Any],
-    ) -> torch.Tensor:
+    def exchanged(self, call: Call) -> torch.Tensor:
         """Attention of all tokens, of some heads.
 
         Raises:
             PrepareError: the processes do not divide the heads.
         """
+        query, key, value, mask = call.query, call.key, call.value, call.mask
         if query.dim() != 4 or query.shape[1] % self.size:
             heads = query.shape[1] if query.dim() == 4 else 1
             raise PrepareError(
@@ -86,9 +77,7 @@ class Heads(Exchange):
             (q, k), (v,) = (spread(p, self.size, self.group) for p in ((query, key), (value,)))
         if mask is not None and mask.dim() > 2 and mask.shape[-3] == query.shape[1] > 1:
             mask = mask.chunk(self.size, -3)[self.place]
-        return collect(
-            F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, **more), self.size, self.group
-        )
+        return collect(call.on(q, k, v, mask, call.causal), self.size, self.group)
 
     def _repeated(self, part: torch.Tensor, heads: int) -> torch.Tensor:
         """Heads of keys that several heads of queries share, as often as processes need them."""
@@ -111,9 +100,10 @@ class Ulysses(Sequences):
     what: ClassVar[str] = "sequence parallelism"
     balanced: ClassVar[bool] = False
 
-    def made(self) -> Exchange:
+    @property
+    def kind(self) -> type[Exchange]:
         """One that gives tokens for heads."""
-        return Heads(self.size, self.place, self.group, self.balanced)
+        return Heads
 
     def check(self) -> None:
         """Refuses attention by other names than torch's.
@@ -121,6 +111,7 @@ class Ulysses(Sequences):
         Raises:
             PrepareError: it is asked for.
         """
+        super().check()
         asked = self.handler.sp_attn_implementation
         if asked not in (None, "sdpa"):
             raise PrepareError(

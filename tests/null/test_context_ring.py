@@ -1,0 +1,125 @@
+"""Keys around a ring, in one process: its kernels, what they are given, and where there is none."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.strategy.parallel import context_ring
+from accelerate.strategy.parallel.attention import Call
+from accelerate.strategy.parallel.context_ring import KERNELS, WHERE, Kernel, Ring
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A ring of one: torch's template without its exchanges; what it was asked for, and torch's options."""
+    asked: list[dict[str, Any]] = []
+    module = import_module(WHERE)
+
+    def forward(group: Any, seq_dim: int, op: Any, q: Any, k: Any, v: Any, causal: bool, **more: Any) -> Any:
+        asked.append({"group": group, "dim": seq_dim, **vars(module._cp_options)})
+        return tuple(op(q, k, v, is_causal=causal, **more))
+
+    def backward(
+        group: Any, dim: int, op: Any, given: Any, name: str, q: Any, k: Any, v: Any, *more: Any, **rest: Any
+    ) -> Any:
+        asked.append({"group": group, "dim": dim, **vars(module._cp_options)})
+        out, sums, causal = more
+        rest |= {name: given, "query": q, "key": k, "value": v, "out": out, "logsumexp": sums}
+        return op(**rest, is_causal=causal)
+
+    monkeypatch.setattr(module, "_templated_ring_attention", forward)
+    monkeypatch.setattr(module, "_templated_ring_attention_backward", backward)
+    return asked
+
+
+def parts(device: str, width: int = 16) -> list[torch.Tensor]:
+    """Queries of four heads, and keys and values of two."""
+    torch.manual_seed(0)
+    shapes = ((2, 4, 8, width), (2, 2, 8, width), (2, 2, 8, width))
+    return [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+
+
+def call(*tensors: torch.Tensor, causal: bool = True, **more: Any) -> Call:
+    query, key, value = tensors
+    return Call(query, key, value, None, 0.0, causal, more)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name.lstrip("_"))
+def test_every_kernel_takes_what_it_is_given(
+    alone: list[Any], monkeypatch: pytest.MonkeyPatch, kernel: Kernel
+) -> None:
+    """Those of accelerators too: without data, their operations are checked by name, number and shape."""
+    monkeypatch.setattr(Ring, "_kernel", lambda *_: kernel)
+    given = parts("meta")
+    result = Ring(2, 0, "group", True).exchanged(call(*given))
+    result.sum().backward()
+    assert result.shape == given[0].shape
+    assert [part.grad.shape for part in given if part.grad is not None] == [part.shape for part in given]
+    assert len(alone) == 2
+
+
+@pytest.mark.parametrize("width", [16, 12])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_ring_of_one_is_torchs_attention(alone: list[Any], causal: bool, width: int) -> None:
+    """Widths that kernels do not take are filled up, and do not change the scale."""
+    ours, theirs = parts("cpu", width), parts("cpu", width)
+    mine = Ring(1, 0, "group", True).exchanged(call(*ours, causal=causal))
+    key, value = (part.repeat_interleave(2, 1) for part in theirs[1:])
+    wanted = F.scaled_dot_product_attention(theirs[0], key, value, is_causal=causal)
+    torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6)
+    mine.square().sum().backward()
+    wanted.square().sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5)
+
+
+def test_torchs_options_are_changed_for_the_time_of_a_call(alone: list[Any]) -> None:
+    options = import_module(WHERE)._cp_options
+    before = dict(vars(options))
+    ring = Ring(2, 1, "group", True)
+    q, k, v = parts("cpu")
+    ring.exchanged(call(q, k, v)).sum().backward()
+    ring.exchanged(call(*(part[:, :, :7] for part in (q, k, v))))
+    ring.exchanged(call(q, k, v, causal=False))
+    ring.exchanged(call(q.double(), k.double(), v.double()))
+    told = [(one["rotate_method"].name, one["enable_load_balance"], one["convert_to_f32"]) for one in alone]
+    balanced, plain = ("ALL_TO_ALL", True, True), ("ALL_TO_ALL", False, True)
+    assert told == [balanced, balanced, plain, plain, ("ALL_TO_ALL", True, False)]
+    assert {one["group"] for one in alone} == {"group"}
+    assert {one["dim"] for one in alone} == {2}
+    assert vars(options) == before
+    with pytest.raises(RuntimeError):
+        ring.exchanged(call(q, k, v, scale="wrong"))
+    assert vars(options) == before
+
+
+def test_it_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    context_ring.check("cpu")
+    with pytest.raises(SettingError, match="no attention kernel for mps") as caught:
+        context_ring.check("mps")
+    assert 'cp_comm_strategy="allgather"' in str(caught.value)
+    taken = {**context_ring._TAKEN, "_templated_ring_attention": ("mesh", "seq_dim", "op")}
+    monkeypatch.setattr(context_ring, "_TAKEN", taken)
+    with pytest.raises(SettingError, match=r"no ring attention that is known here; torch 2\.13 has it"):
+        context_ring.check("cpu")
+    monkeypatch.setattr(context_ring, "WHERE", "torch.distributed.tensor.experimental.elsewhere.ring")
+    with pytest.raises(SettingError, match="no ring attention that is known here"):
+        context_ring.check("cpu")
+
+
+def test_tensors_that_no_kernel_takes_are_refused() -> None:
+    ring = Ring(2, 0, "group", True)
+    q, k, v = parts("cpu")
+    with pytest.raises(PrepareError, match=r"queries of torch.int64 and width 16 on cpu.*alltoall"):
+        ring.exchanged(call(q.long(), k.long(), v.long()))
+    with pytest.raises(PrepareError, match="queries, keys and values of"):
+        ring.exchanged(call(q, k[:1], v))
+    ring.lengths = frozenset({8})
+    with pytest.raises(PrepareError, match="an attention mask"):
+        ring.attend(q, k, v, torch.ones(8, 16))
