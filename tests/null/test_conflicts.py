@@ -65,6 +65,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("", {"use_cpu": True, "tpu": True}, ["--cpu and --tpu", NO]),
     ("", {"multi_gpu": True, "tpu": True}, ["--multi_gpu and --tpu", NO]),
     ("", {"use_fsdp": True, "tpu": True}, ["--use_fsdp and --tpu", NO]),
+    ("", {"dry_run_model": "folder"}, ["--dry_run_model is given", "--dry_run is not"]),
     (
         "fsdp_config: {fsdp_version: 1}",
         {"use_fsdp": True, "use_parallelism_config": True},

@@ -109,6 +109,8 @@ def test_every_option_that_was_asked_has_value_origin_effect_and_what_it_overrid
     )
     assert rows["debug"][:2] == ["true", "my.yaml, line 2: debug"]
     assert rows["num_processes"] == ["2", "--num_processes", "2 processes"]
+    out = cli("--dry_run", "-n", "2", "train.py").out
+    assert sections(out)["What was asked"][0] == ["option", "value", "from", "what it does"]
 
 
 def test_a_file_that_nobody_named_is_shown(cli: Run, tmp_path: Path) -> None:
@@ -124,6 +126,9 @@ def test_the_strategy_names_the_place_that_asks_for_it(cli: Run, tmp_path: Path)
     out = cli("--dry_run", "--config_file", "my.yaml", "-n", "2", "train.py").out
     assert "fsdp (my.yaml, line 1: distributed_type)" in out
     assert "none: one process" in cli("--dry_run", "train.py").out
+    mesh = ("--use_parallelism_config", "--parallelism_config_tp_size", "2")
+    facts = sections(cli("--dry_run", "-n", "2", *mesh, "train.py").out)["A dry run: nothing is started"]
+    assert table(facts)["strategy"] == "parallelism"
 
 
 def test_only_variables_that_are_there_are_taken_away(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:

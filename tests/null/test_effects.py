@@ -458,6 +458,12 @@ def test_accumulation_that_no_loop_does() -> None:
         assert "accelerator.accumulate(model)" in effect.why
 
 
+def test_windows_of_one_batch_are_right_in_any_loop() -> None:
+    """A plugin that says 1, as clients pass it, is no mistake of the loop."""
+    for how in ("not at all", "accumulate"):
+        assert accumulates(how, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1)).applied
+
+
 def test_options_of_loaders_are_seen_on_them() -> None:
     options = DataLoaderConfiguration(
         use_seedable_sampler=True,

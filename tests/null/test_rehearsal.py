@@ -124,6 +124,15 @@ def test_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "rehearsal: " in capsys.readouterr().err
 
 
+def test_a_model_that_is_gathered_at_once_is_named(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    transformers.LlamaConfig(**NUMBERS, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for policy, at_once in (("NO_WRAP", True), ("TRANSFORMER_BASED_WRAP", False)):
+        monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", policy)
+        assert main([str(tmp_path), "4", "1"]) == 0
+        assert ("the whole model at once" in capsys.readouterr().out) is at_once
+
+
 def test_a_dry_run_shows_mesh_wrapping_and_bytes(tmp_path: Path) -> None:
     """B7: a layout of 512 devices, on this machine, and the script never runs."""
     transformers.LlamaConfig(**NUMBERS, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)

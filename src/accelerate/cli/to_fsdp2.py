@@ -1,4 +1,4 @@
-"""``accelerate to-fsdp2``: turn a configuration of the first sharded engine into the second's."""
+"""``accelerate to-fsdp2``: turn a configuration of FSDP version 1 into one of version 2."""
 
 from __future__ import annotations
 
@@ -198,14 +198,14 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
     return [*_dropped(config), f"written to {target}"]
 
 
-@click.command("to-fsdp2", short_help="Turn a configuration of the first sharded engine into the second's.")
+@click.command("to-fsdp2", short_help="Turn a configuration of version 1 into one of version 2.")
 @click.option("--config_file", "--config-file", required=True, metavar="FILE", help="a file of version 1")
 @click.option("--output_file", "--output-file", metavar="FILE", help="the new file")
 @click.option(
     "--overwrite", is_flag=True, help="replace a file that exists; without --output_file, the old one"
 )
 def _to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
-    """Turn a configuration of the first sharded engine (fsdp_version 1) into one of the second."""
+    """Turn a configuration of FSDP version 1 (fsdp_version: 1, or none) into one of version 2."""
     for line in convert_file(config_file, output_file, overwrite):
         click.echo(line)
 

@@ -174,8 +174,11 @@ class Effects(Processes):
         )
 
     def _unwindowed(self) -> bool:
-        """Whether the first step was taken after one batch that is not the last, without any accumulation."""
-        return self._stepped and self._early
+        """Whether the first step was taken after one batch that is not the last, without any accumulation.
+
+        Windows of one batch are right in any loop.
+        """
+        return self._stepped and self._early and self.gradient_state.num_steps != 1
 
     def _of_trackers(self) -> Iterator[Effect]:
         running = {tracker.name for tracker in self.trackers}

@@ -196,6 +196,8 @@ def show(found: Rehearsal) -> str:
     """The rehearsal as text."""
     sizes = " x ".join(f"{name} {size}" for name, size in found.mesh.items()) or "none"
     wrapped = ", ".join(f"{count} x {name}" for name, count in found.wrapped.items()) or "nothing by itself"
+    if found.wrapped == {found.model: 1}:
+        wrapped += ": the whole model at once; --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP gathers layers"
     lines = [
         f"Rehearsal with empty tensors: {found.model}, {show_count(found.parameters)} parameters",
         f"  strategy  {found.strategy}",

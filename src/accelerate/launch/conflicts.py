@@ -54,6 +54,17 @@ def refuse(request: Request) -> None:
             raise _refusal(place.where, request.origin("tpu").where, "a TPU has a way of training of its own")
         _version_of_mesh(request, engine)
     _type_of_one(request)
+    _rehearsal_alone(request)
+
+
+def _rehearsal_alone(request: Request) -> None:
+    """A model that is only to be tried is not taken by a run."""
+    if request.settings.dry_run_model and not request.settings.dry_run:
+        raise SettingError(
+            f"{request.origin('dry_run_model').where} is given, but --dry_run is not",
+            why="it says which model a dry run spreads; a script that is run has its own",
+            fix="add --dry_run, or leave it out",
+        )
 
 
 def _version_of_mesh(request: Request, engine: str) -> None:

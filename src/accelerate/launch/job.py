@@ -92,7 +92,7 @@ class Job:
         flag=None,
         variable=None,
         topic="Hardware",
-        help="which devices to use, by the type of the group",
+        help="one name for the devices and the way of training, as `accelerate config` writes it",
     )
     compute_environment: Literal["LOCAL_MACHINE", "AMAZON_SAGEMAKER"] = setting(
         "LOCAL_MACHINE", flag=None, variable=None, help="where the job runs"

@@ -83,11 +83,13 @@ def sections(request: Request, plan: Plan, asked: Sequence[Asked]) -> Iterator[S
         f"Environment of each ({_listed([start.name for start in plan.starts])})",
         tuple((name, _listed([_text(name, value) for value in values])) for name, values in own.items()),
     )
-    yield Section(
-        "What was asked",
+    rows, titles = (
         tuple(_row(one) for one in asked if not one.idle and one.row.name != "dry_run"),
         ("option", "value", "from", "what it does", "instead of"),
     )
+    # Seldom does one place overrule another: then the last column says which.
+    columns = len(titles) if any(row[-1] for row in rows) else len(titles) - 1
+    yield Section("What was asked", tuple(row[:columns] for row in rows), titles[:columns])
     yield Section("Without effect", tuple((one.origin.where, one.idle) for one in asked if one.idle))
     yield Section("Notes", tuple((note,) for note in plan.notes))
 
@@ -111,7 +113,9 @@ def _strategy(request: Request, *, alone: bool) -> str:
         for name in SETTINGS.names():
             if any(row.name == switch for cls in SETTINGS.get(name) for row in declared(cls)):
                 return f"{name} ({place.where})"
-    return "none: one process" if alone else "data parallel"
+    if alone:
+        return "none: one process"
+    return "parallelism" if request.get("use_parallelism_config") else "data parallel"
 
 
 def _mesh(request: Request, processes: int) -> str:

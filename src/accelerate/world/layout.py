@@ -85,8 +85,9 @@ class Layout:
         said = words or {name: name for name in DIMENSIONS}
         shown = " x ".join(f"{said[name]}={d}" for name, d in self.degrees().items() if d > 1) or "1"
         verb = "divide" if open_degrees else "equal"
+        total = f" = {product}" if " x " in shown else ""
         raise WorldError(
-            f"layout: {shown} = {product} does not {verb} the world size {size}",
+            f"layout: {shown}{total} does not {verb} the world size {size}",
             why="every rank has one place in the layout, and every place one rank",
             fix=self._ways_out(size, product, said),
         )
