@@ -65,11 +65,11 @@ class Part:
 
     def clear(self) -> bool:
         """Whether there is no gradient, or none but zeros."""
-        return not any(bool(grad.any()) for grad in self.strategy.gradients(self.parameters))
+        return not self.strategy.holds(self.models, self.parameters)
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients, in place."""
-        if factor != 1.0:
+        if factor != 1.0 and not self.strategy.rescale(self.models, factor):
             scale_gradients(self.strategy.gradients(self.parameters), factor)
 
     def reset(self) -> None:
@@ -115,7 +115,7 @@ class Items:
         Raises:
             PrepareError: items were counted for them, and no backward completed them.
         """
-        held = {p for group in optimizer.param_groups for p in group["params"]}
+        held = set(self.strategy.held(optimizer))
         for part in self.parts:
             if part.counted and not held.isdisjoint(part.parameters):
                 part.reset()
@@ -126,7 +126,7 @@ class Items:
         Raises:
             PrepareError: they are.
         """
-        held = {p for group in optimizer.param_groups for p in group["params"]}
+        held = set(self.strategy.held(optimizer))
         for part in self.parts:
             if part.counted and part.factor is None and not held.isdisjoint(part.parameters):
                 raise PrepareError(
@@ -204,9 +204,14 @@ class Items:
         """Runs the backward; the parts that it has reached."""
         if items == 0:
             return self._run_empty(live, loss)
-        alone = len(live) == 1
+        alone, share = len(live) == 1, loss * (items / self.reference)
+        if self.strategy.owns_step:
+            # Its gradients are not seen here; the graph, which a backward uses up, tells.
+            below = set() if alone else self.strategy.reached(loss)
+            self.strategy.backward(share, **kwargs)
+            return live if alone else [part for part in live if not below.isdisjoint(part.parameters)]
         before = [] if alone else [part.marks() for part in live]
-        self.strategy.backward(self.precision.scale(loss * (items / self.reference)), **kwargs)
+        self.strategy.backward(self.precision.scale(share), **kwargs)
         return live if alone else [p for p, marks in zip(live, before, strict=True) if p.reached(marks)]
 
     def _run_empty(self, live: list[Part], loss: torch.Tensor) -> list[Part]:
@@ -223,8 +228,9 @@ class Items:
                 why="there are several models, and the graph of the loss does not say which it is for",
                 fix="compute the loss from the model's outputs also when there are no items",
             )
-        # A scaler that has never seen a loss cannot unscale.
-        self.precision.scale(loss.detach().new_zeros(()))
+        if not self.strategy.owns_precision:
+            # A scaler that has never seen a loss cannot unscale.
+            self.precision.scale(loss.detach().new_zeros(()))
         # Where parameters are gathered in the backward, others wait for it in every micro-batch.
         waited = [part for part in reached if self.strategy.shards or self._synchronises(part)]
         if waited:
@@ -290,6 +296,6 @@ def _parts(models: Sequence[nn.Module], optimizers: Sequence[Any], strategy: Str
             parts.remove(part)
             new = Part(part.models + new.models, {**part.parameters, **new.parameters}, strategy)
         parts.append(new)
-    held = {p: None for o in optimizers for group in o.param_groups for p in group["params"]}
+    held = {p: None for o in optimizers for p in strategy.held(getattr(o, "optimizer", o))}
     rest = {p: None for p in held if not any(p in part.parameters for part in parts)}
     return [*parts, *([Part([], rest, strategy)] if rest else [])]

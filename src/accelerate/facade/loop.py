@@ -174,7 +174,7 @@ class Loop(Processes):
 
     def _weighted_backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
         gradients = self.gradient_state
-        if self.strategy.owns_step or "learning_rate" in kwargs:
+        if not self.strategy.weighs or "learning_rate" in kwargs:
             raise PrepareError(
                 "backward(num_items=...) does not go with an engine or optimizer that steps by itself",
                 why="gradients have to be scaled between backward and step",

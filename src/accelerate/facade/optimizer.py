@@ -177,8 +177,8 @@ class AcceleratedOptimizer(Optimizer):
         if gradients.items is not None:
             gradients.items.check_complete(self.optimizer)
         if self._strategy is not None and self._strategy.owns_step:
-            return self._strategy.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
-        if self.scaler is not None:
+            result = self._strategy.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
+        elif self.scaler is not None:
             result = self._scaled_step(closure)
         else:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)

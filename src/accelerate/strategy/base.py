@@ -186,6 +186,7 @@ class Strategy(ABC):
         replicates: every process holds a whole copy of each model, and could train it by itself for a while.
         trains_apart: that is so now: gradients stay on their process.
         shards: every process holds a part of each parameter, and of what optimizers keep for it.
+        weighs: gradients may be scaled between backward and step, as losses that are weighted by items want.
         spreads: checkpoints may hold what each process has, by names of parameters; an engine has a form of
             its own.
         wrappers: for an engine, the classes that stand before its ``"optimizer"`` and ``"scheduler"``, as
@@ -203,6 +204,7 @@ class Strategy(ABC):
     proved: ClassVar[bool] = True
     replicates: ClassVar[bool] = False
     shards: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
     spreads: ClassVar[bool] = True
     wrappers: ClassVar[Mapping[str, str]] = {}
     owner: Any = None
@@ -374,6 +376,18 @@ class Strategy(ABC):
         """What has accumulated for ``parameters`` on this process; changing it changes the gradients."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
+    def held(self, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+        """The parameters of prepared models that an optimizer changes."""
+        return (p for group in optimizer.param_groups for p in group["params"])
+
+    def holds(self, models: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether anything but zeros has accumulated for ``parameters``: all those of ``models``."""
+        return any(bool(grad.any()) for grad in self.gradients(parameters))
+
+    def rescale(self, models: Iterable[nn.Module], factor: float) -> bool:
+        """Multiplies what has accumulated for ``models``; False where that is done to ``gradients``."""
+        return False
+
     @property
     def holds_back(self) -> bool:
         """Whether there may be gradients that ``zero_grad`` of an optimizer does not know."""
@@ -423,6 +437,17 @@ class Strategy(ABC):
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Loads what ``state`` gave; the result lists missing and unexpected names."""
         return model.load_state_dict(state, strict=strict)
+
+    def check_filled(self, models: Iterable[nn.Module], operation: str) -> None:
+        """Refuses to save models that have no values yet. Where the strategy ``shards``, all call it.
+
+        Args:
+            models: prepared.
+            operation: what is done.
+
+        Raises:
+            PrepareError: on all processes, with the names of what is empty.
+        """
 
     def exact_state(self, model: nn.Module) -> dict[str, Any]:
         """What a checkpoint holds of the model, where it computes with other weights than it trains."""

@@ -293,6 +293,57 @@ class DeepSpeed(Strategy):
             if made.pending and not made.complete:
                 made.stretch = factor
 
+    def held(self, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+        """The user's parameters: the engine's optimizer has vectors of its own."""
+        made = self.engines.stepping(optimizer)
+        return super().held(optimizer) if made is None else [p for group in made.groups for p in group]
+
+    def holds(self, models: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
+        """A backward has run since gradients were used or dropped."""
+        return any(made.pending for made in self._trained(models))
+
+    def rescale(self, models: Iterable[nn.Module], factor: float) -> bool:
+        """The engine's norm, its clipping and its step take gradients for as large as they are meant."""
+        for made in self._trained(models):
+            made.stretch *= factor
+        return True
+
+    def _trained(self, models: Iterable[nn.Module]) -> list[Made]:
+        found = (self.engines.of(model) for model in models)
+        return [made for made in found if made is not None and made.optimizer is not None]
+
+    def synchronises(self, model: nn.Module) -> bool:
+        """Whether a backward now is the last of its window."""
+        made = self.engines.of(model)
+        return made is None or id(made.engine) not in self._quiet
+
+    def backward_zero(
+        self,
+        models: Iterable[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        reached: set[torch.Tensor],
+        loss: torch.Tensor,
+    ) -> None:
+        """Through the whole graph, for processes exchange gradients in the order in which they come.
+
+        The loss may be NaN: what comes is replaced by zeros before it is used.
+
+        Raises:
+            PrepareError: the loss has no graph.
+        """
+        if loss.grad_fn is None:
+            raise PrepareError(
+                "backward(loss, num_items=0) of a loss that was not computed by the model",
+                why="other processes wait for this one's gradients, in the order of the model's layers",
+                fix="compute the loss from the model's outputs also when there are no items",
+            )
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+        try:
+            self.backward(loss)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:

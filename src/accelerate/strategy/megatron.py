@@ -43,6 +43,7 @@ class Megatron(Strategy):
     owns_step: ClassVar[bool] = True
     owns_precision: ClassVar[bool] = True
     shards: ClassVar[bool] = True
+    weighs: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
     wrappers: ClassVar[Mapping[str, str]] = {
         "optimizer": "accelerate.facade.megatron_lm:MegatronLMOptimizerWrapper"
