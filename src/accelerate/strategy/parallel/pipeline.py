@@ -1,7 +1,8 @@
 """Stages of layers, one after another: each process keeps the weights of its own, and a batch passes through.
 
-pipeline_cut.py cuts a model, pipeline_plan.py finds what travels between the stages, pipeline_flow.py runs
-a batch, pipeline_states.py puts states together. The user's loop stays as it is.
+pipeline_cut.py cuts a model, pipeline_plan.py finds what travels between the stages, pipeline_conductor.py is
+what a call of the model does: by pipeline_flow.py, or with its loss by pipeline_losses.py. pipeline_states.py
+puts states together. The user's loop stays as it is.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import Bundle, Step
 from accelerate.strategy.parallel.base import Dimension
+from accelerate.strategy.parallel.pipeline_conductor import Conductor, Pipelined
 from accelerate.strategy.parallel.pipeline_cut import Cut, Names, agree, cut_of, keep
-from accelerate.strategy.parallel.pipeline_flow import Conductor, Pipelined
 from accelerate.strategy.parallel.pipeline_grads import Shared
 from accelerate.strategy.parallel.pipeline_options import PipelineParallelConfig
 from accelerate.strategy.parallel.pipeline_plan import Block, become

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from accelerate.core.errors import PrepareError
@@ -31,21 +30,24 @@ class Losses:
     """One call of the model with its loss, forward and backward.
 
     Args:
-        options: a ``PipelineParallelConfig``.
+        conductor: of the model.
+        plan: of calls of this shape.
+        batch: of all stages.
     """
 
-    def __init__(self, options: Any) -> None:
-        self.options = options
+    def __init__(self, conductor: Any, plan: Plan, batch: Batch) -> None:
+        self.conductor, self.plan, self.batch = conductor, plan, batch
+        self.options: Any = conductor.options
         self.output: Any = None
         self.value = torch.zeros(())
 
-    def run(self, conductor: Any, plan: Plan, batch: Batch) -> Any:
+    def run(self) -> Any:
         """The result of the call, with the loss alone in it.
 
         Raises:
             PrepareError: the batch is not divisible, or its loss is no mean over equal chunks.
         """
-        chunks = self.options.num_microbatches
+        conductor, batch, chunks = self.conductor, self.batch, self.options.num_microbatches
         if batch.size % chunks:
             raise PrepareError(
                 f"a batch of {batch.size} samples is not divisible by {chunks} micro-batches",
@@ -62,12 +64,11 @@ class Losses:
                 why="its backward runs before anybody can scale the loss, and small gradients would vanish",
                 fix="use bf16, or schedule='gpipe'",
             )
-        self.conductor, self.plan, self.batch = conductor, plan, batch
         self.shares = self._shares()
         trained = grads.trained(conductor.model)
         kept = self._kept(trained)
         value = self.value.to(conductor.device)
-        dist.broadcast(value, dist.get_global_rank(conductor.group, conductor.processes - 1), conductor.group)
+        conductor.from_the_last(value)
         anchor = torch.zeros((), requires_grad=True)
         loss = _Kept.apply(conductor, kept, value, anchor, *trained)
         return _with_loss(self.output, loss, self.options.loss_fn is not None)
@@ -97,8 +98,7 @@ class Losses:
             stage.around = self._around
             stage.submod.run = partial(self._chunk, stage.stage_index)
         chunks = self.options.num_microbatches
-        last = self.conductor.place == self.conductor.processes - 1
-        targets = {"target": torch.arange(chunks)} if last else {}
+        targets = {"target": torch.arange(chunks)} if self.conductor.last else {}
         schedule.step(chunk=torch.arange(chunks), return_outputs=False, **targets)
         for stage in stages:
             stage.clear_runtime_states()
