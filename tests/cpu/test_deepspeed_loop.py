@@ -92,6 +92,96 @@ def items() -> list[str]:
     return [" ".join(each) for each in every]
 
 
-def test_losses_are_weighted_by_items(ranks: RankServer) -> None:
-    """The mean over all words of a window on all processes, in every stage; no items add nothing."""
-    assert len(same_on_all(ranks(2, items, timeout=200))) == 9
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(words, 8) -> the same."""
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Each word goes to one of three; one that nobody sends a word to does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(words, 8) -> the same."""
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                result = result.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return result
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.ahead, self.layer, self.head = nn.Linear(4, 8), Experts(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(words, 4) -> (words, 1)."""
+        x = self.ahead(x)
+        return self.head(x + self.layer(x))
+
+
+def routed() -> torch.Tensor:
+    """(2, 6, 4): words of two processes; those of the first go to experts 0 and 1, the others to 2."""
+    model, chance = Mixture(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        every = torch.randn(300, 4, generator=chance) * 3
+        chosen = model.layer.router(model.ahead(every)).argmax(-1)
+    first = torch.cat([every[chosen == 0][:3], every[chosen == 1][:3]])
+    second = every[chosen == 2][:6]
+    assert first.shape == second.shape == (6, 4)
+    return torch.stack([first, second])
+
+
+def experts() -> list[float]:
+    """Processes that run different experts; without leaves they would wait for each other for ever."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    words = routed()
+    plain = Mixture()
+    other = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    plugin = DeepSpeedPlugin(hf_ds_config=ASKED["3"], transformer_moe_cls_names="Experts")
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = Mixture()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    losses = []
+    for _ in range(3):
+        loss = model(words[accelerator.process_index]).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs = torch.stack([plain(part).square().mean() for part in words]).mean()
+        theirs.backward()
+        other.step()
+        other.zero_grad()
+        torch.testing.assert_close(accelerator.reduce(loss.detach(), "mean"), theirs.detach())
+        losses.append(theirs.item())
+    return losses
+
+
+def both() -> tuple[list[str], list[float]]:
+    """In one process each: an import of the engine costs seconds."""
+    return items(), experts()
+
+
+def test_items_and_experts(ranks: RankServer) -> None:
+    """The mean over all words of a window on all processes, in every stage; no items add nothing.
+
+    ``transformer_moe_cls_names``: stage 3 gathers such a layer as a whole, whoever needs what of it.
+    """
+    weighted, losses = same_on_all(ranks(2, both, timeout=200))
+    assert len(weighted) == 9
+    assert losses[-1] < losses[0]
