@@ -206,6 +206,48 @@ def test_nobody_computes_with_weights_that_nobody_loaded(
     assert words in str(caught.value)
 
 
+def saved_empty(file: str, folder: str) -> dict[str, str]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    with torch.device("meta"):
+        model: Any = Tiny()
+    model = accelerator.prepare(model)
+    calls: dict[str, Callable[[], Any]] = {
+        "parts": lambda: accelerator.save_state(folder, sharded=True),
+        "whole": lambda: accelerator.save_state(folder, sharded=False),
+        "model": lambda: accelerator.save_model(model, folder),
+        "state": lambda: accelerator.get_state_dict(model),
+    }
+    found = {}
+    load_checkpoint_in_model(model, file, allow_missing=True)
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match="no values") as caught:
+            call()
+        found[name] = str(caught.value)
+    accelerator.wait_for_everyone()
+    found["there"] = str(sorted(path.name for path in Path(folder).rglob("*")))
+    with torch.no_grad():
+        model.layers[1].down.weight.fill_(1.0)
+    accelerator.save_state(f"{folder}-filled")
+    return found
+
+
+def test_a_model_that_nobody_filled_is_not_saved(tmp_path: Path, ranks: RankServer) -> None:
+    """Both processes name what is empty, and what was saved before stays as it was."""
+    state = tiny().state_dict()
+    for name in ("head.weight", "layers.1.down.weight"):
+        del state[name]
+    save_file(state, tmp_path / "model.safetensors")
+    folder = tmp_path / "before"
+    folder.mkdir()
+    (folder / "mine").touch()
+    found = same_on_all(ranks(2, saved_empty, str(tmp_path / "model.safetensors"), str(folder)))
+    assert found.pop("there") == "['mine']"
+    for name, words in found.items():
+        assert words.startswith("there are no values in layers.1.down.weight\n"), name
+
+
 # --- memory
 
 

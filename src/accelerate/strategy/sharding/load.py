@@ -8,6 +8,7 @@ device, so that they are never whole in memory.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,36 +142,38 @@ class Values:
         for place in (place for group in groups(part) for place in group.fsdp_params) if waiting else ():
             key = place._module_info.module, place._module_info.param_name
             if key in waiting and place.sharded_param.is_meta:
-                mine, source = _given_memory(place), waiting[key]
+                source = waiting[key]
+                _give_memory(place, None if source is None else part_of(source, place.sharded_param))
                 if source is None:
                     self._empty.append(place.sharded_param)
-                else:
-                    mine.copy_(part_of(source, place.sharded_param))
 
     def watch(self, model: nn.Module) -> None:
-        """Refuses a forward of ``model`` before everything has its values."""
+        """Refuses a forward of ``model``, and to save it, before everything has its values."""
         if self._empty:
-            _Gate(model, self._empty)
+            _GATES[model] = _Gate(model, self._empty)
 
 
-def _given_memory(place: Any) -> torch.Tensor:
-    """Memory for this rank's part of a parameter, by torch's record of it; zeros, with its padding."""
-    old = place.sharded_param
-    length = old.to_local().shape[place.fsdp_placement.dim] if old.to_local().numel() else 0
-    padded = torch.zeros(
-        place.padded_sharded_param_size,
+def _give_memory(place: Any, values: torch.Tensor | None) -> None:
+    """Gives this rank's part of a parameter memory, by torch's record of it; zeros if there are no values."""
+    old, dim = place.sharded_param, place.fsdp_placement.dim
+    size = place.padded_sharded_param_size
+    length = old.to_local().shape[dim] if old.to_local().numel() else 0
+    padded = torch.empty(
+        size,
         dtype=old.dtype,
         device="cpu" if place.offload_to_cpu else place.device,
         pin_memory=place.pin_memory,
     )
-    mine = padded.narrow(place.fsdp_placement.dim, 0, length)
+    mine, rest = padded.narrow(dim, 0, length), padded.narrow(dim, length, size[dim] - length)
+    # Each page is written to once: that is most of the time this takes.
+    rest.zero_()
+    _ = mine.zero_() if values is None else mine.copy_(values)
     # Not DTensor.from_local, which brings what rests on the host to the device.
     new = place.to_sharded_dtensor(mine)
     # The same object gets the memory: whoever holds the parameter has it.
     torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
     place._sharded_param_data = padded.view(-1)
     place.reset_sharded_param()
-    return mine
 
 
 class _Gate:
@@ -186,20 +189,39 @@ class _Gate:
         self._handle = model.register_forward_pre_hook(hook, prepend=True)
 
     @torch.no_grad()
-    def _check(self, model: nn.Module, _: Any) -> None:
+    def names(self, model: nn.Module) -> list[str]:
+        """Those of what has not been written to."""
         left = [_here(t) for t, versions in self._empty if _versions(t) == versions and not _here(t).any()]
         places = {tensor.data_ptr() for tensor in left}
-        names = [name for name, tensor in _named(model) if _here(tensor).data_ptr() in places]
+        return [name for name, tensor in _named(model) if _here(tensor).data_ptr() in places]
+
+    def _check(self, model: nn.Module, _: Any) -> None:
+        names = self.names(model)
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise PrepareError(
-                f"there are no values in {', '.join(names[:3])}{more}",
-                why="the model was on the meta device when it was prepared, on rank 0 too, and nothing has "
-                "been loaded into it since",
-                fix="load_checkpoint_in_model(model, folder), before prepare or after it, or give the plugin "
-                "a param_init_fn",
-            )
+            raise no_values(names)
         self._handle.remove()
+        _GATES.pop(model, None)
+
+
+_GATES: weakref.WeakKeyDictionary[nn.Module, _Gate] = weakref.WeakKeyDictionary()
+
+
+def hollow(model: nn.Module) -> list[str]:
+    """Names of tensors of a sharded model whose parts on this process have no values yet."""
+    gate = _GATES.get(model)
+    return gate.names(model) if gate is not None else []
+
+
+def no_values(names: Sequence[str]) -> PrepareError:
+    """What is said of tensors without values."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return PrepareError(
+        f"there are no values in {', '.join(names[:3])}{more}",
+        why="the model was on the meta device when it was prepared, on rank 0 too, and nothing has been "
+        "loaded into it since",
+        fix="load_checkpoint_in_model(model, folder), before prepare or after it, or give the plugin a "
+        "param_init_fn",
+    )
 
 
 def _named(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

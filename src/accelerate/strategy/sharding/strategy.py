@@ -216,8 +216,17 @@ class Sharding(ShardedStrategy):
         """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
         from accelerate.strategy.sharding.whole import model_state
 
-        self._together("get_state_dict", type(model).__name__)
+        self.check_filled((model,), "get_state_dict")
         return model_state(model, self._leads)
+
+    def check_filled(self, models: Iterable[nn.Module], operation: str) -> None:
+        """Each process looks at its parts, and hears of those of the others."""
+        from accelerate.strategy.sharding.load import hollow, no_values
+
+        mine = [name for model in models for name in hollow(model)]
+        found = dict.fromkeys(name for names in collective.all_objects(mine, operation) for name in names)
+        if found:
+            raise no_values(list(found))
 
     def _together(self, operation: str, what: str) -> None:
         """Makes sure that all processes are here: torch's own collectives would wait for those that are not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -110,17 +111,29 @@ class OwnParts(OrderedDict[str, Any]):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PrepareError(
-            "model.state_dict() of a sharded model is no whole state: it has the parts of one process",
-            why="what the other processes have would be missing in the file",
-            fix="call accelerator.save_model(model, folder) on all processes, or save on the main one what "
-            "accelerator.get_state_dict(model) gives; for checkpoints accelerator.save_state(folder)",
-        )
+        raise _no_whole()
+
+    def items(self) -> Any:
+        """Refused to the library whose own error, about storage, would not say what is wrong."""
+        # Nothing else is told that a file is being written: it asks a mapping for its items, and no more.
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
+        if caller == "safetensors.torch":
+            raise _no_whole()
+        return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnParts:
         made = OwnParts((name, deepcopy(value, memo)) for name, value in self.items())
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
+
+
+def _no_whole() -> PrepareError:
+    return PrepareError(
+        "model.state_dict() of a sharded model is no whole state: it has the parts of one process",
+        why="what the other processes have would be missing in the file",
+        fix="call accelerator.save_model(model, folder) on all processes, or save on the main one what "
+        "accelerator.get_state_dict(model) gives; for checkpoints accelerator.save_state(folder)",
+    )
 
 
 def guard(model: nn.Module) -> None:
