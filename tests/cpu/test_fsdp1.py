@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cpu.test_fsdp2 import Numbers, close, plain
-from tests.cpu.test_fsdp2_loop import IGNORED, LENGTHS, labelled, mean_loss
+from tests.support.numbers import Numbers, close, same
 from tests.support.ranks import RanksError, RankServer, same_on_all
-from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
+from tests.support.sharded_jobs import LENGTHS, in_windows, train_two, trained_two, weigh, weighed
+from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny
 
 STEPS = 8
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
@@ -239,13 +239,7 @@ def weighted(lengths: list[int], window: int, options: dict[str, Any]) -> dict[s
     accelerator = accelerator_of({**LAYERS, **options}, window=window)
     model = tiny()
     model, optimizer = accelerator.prepare(model, sgd(model))
-    words, labels = labelled(lengths)
-    for micro in range(window):
-        with accelerator.accumulate(model):
-            rank = accelerator.process_index
-            mine = [part.chunk(window)[micro].chunk(2)[rank] for part in (words, labels)]
-            tokens = (mine[1] != IGNORED).sum()
-            accelerator.backward(mean_loss(model, *mine), num_items=tokens)
+    weigh(accelerator, model, lengths, window)
     return stepped(accelerator, model, optimizer)
 
 
@@ -264,14 +258,11 @@ def test_gradients_weighted_by_items_are_those_of_one_batch(
 ) -> None:
     """B1, B9: also where a micro-batch of one rank has no item, and its loss is NaN."""
     ours = same_on_all(ranks(2, weighted, lengths, window, options))
-    model = tiny()
-    mean_loss(model, *labelled(lengths)).backward()
-    for name, parameter in model.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-6)
+    zeros = {name: torch.zeros_like(p) for name, p in tiny().named_parameters()}
+    same(ours, zeros | weighed(lengths), 1e-6)
 
 
-def in_windows(options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def windows(options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Five micro-batches in windows of two, the last is shorter; the loader's end is not known before."""
     from torch.utils.data import DataLoader
 
@@ -293,20 +284,10 @@ def in_windows(options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Te
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}], ids=str)
 def test_windows_close_with_what_they_hold(ranks: RankServer, options: dict[str, Any]) -> None:
     """B2: gradients that are kept back are scaled too."""
-    norms, values = same_on_all(ranks(2, in_windows, options))
-    model = tiny()
-    optimizer = adamw(model)
-    expected = []
-    pieces = list(batches(5, rows=4))
-    for piece in (pieces[:2], pieces[2:4], pieces[4:]):
-        for words in piece:
-            (loss_of(model, words) / len(piece)).backward()
-        expected.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    norms, values = same_on_all(ranks(2, windows, options))
+    expected, model = in_windows(list(batches(5, rows=4)))
     assert norms == pytest.approx(expected, abs=1e-5)
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+    same(values, dict(model.named_parameters()), 1e-5)
 
 
 def dropped(options: dict[str, Any]) -> tuple[float, float, float, dict[str, torch.Tensor]]:
@@ -358,20 +339,8 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
 def two_models() -> dict[str, torch.Tensor]:
     """B8: two models and two optimizers; only one trains in the second half; it is evaluated."""
     accelerator = accelerator_of(LAYERS, window=2)
-    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (tiny(1), tiny(2))]
-    (one, two), optimizers = zip(*(accelerator.prepare(*pair) for pair in pairs), strict=True)
-    for step, words in enumerate(batches(8)):
-        mine = share(words, accelerator.process_index, 2)
-        with accelerator.accumulate(one, two):
-            accelerator.backward(loss_of(one, mine))
-            if step < 4:
-                accelerator.backward(loss_of(two, mine))
-            with torch.no_grad():
-                # Whole values of the outermost part stay after this: a step must not leave them.
-                one(mine)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    # Whole values of the outermost part stay after an evaluation: a step must not leave them.
+    one, two = train_two(accelerator, evaluate=True)
     found = parameters_of(whole(accelerator, one))
     more = parameters_of(whole(accelerator, two))
     return {**found, **{f"two.{name}": value for name, value in more.items()}}
@@ -380,16 +349,8 @@ def two_models() -> dict[str, torch.Tensor]:
 def test_two_models_train_side_by_side(ranks: RankServer) -> None:
     """B8; and an evaluation between a backward and its step."""
     ours = same_on_all(ranks(2, two_models))
-    for prefix, seed, count in (("", 1, 8), ("two.", 2, 4)):
-        model = tiny(seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step, words in enumerate(list(batches(8))[:count]):
-            (loss_of(model, words) / 2).backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, value in model.named_parameters():
-            torch.testing.assert_close(ours[f"{prefix}{name}"], value, rtol=0, atol=1e-5)
+    one, two = (dict(model.named_parameters()) for model in trained_two())
+    same(ours, {**one, **{f"two.{name}": value for name, value in two.items()}}, 1e-5)
 
 
 # --- the prepared model

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.cpu.test_sharded_checkpoints import MODEL, OPTIMIZER, Net, step
 from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.sharded_jobs import load_wrong, refuses_wrong_states
 from tests.support.sharded_models import Tiny, adamw, batches, loss_of, tiny
 
 
@@ -179,35 +179,12 @@ def test_whole_states_go_to_one_process_and_back(
         assert torch.equal(again[name], file["after"][name])
 
 
-def load_wrong(case: str) -> str:
-    accelerator, model, optimizer = trained(False, "adamw", 0)
-    state = tiny(1).state_dict()
-    if case == "missing":
-        del state["layers.0.up.bias"]
-    elif case == "more":
-        state["other"] = torch.ones(1)
-    elif case == "shape":
-        state["layers.0.up.bias"] = torch.ones(3)
-    elif case == "loose":
-        del state["layers.0.up.bias"]
-        return str(accelerator.strategy.load(model, state, strict=False).missing_keys)
-    else:
-        small = torch.optim.AdamW(nn.Linear(1, 1).parameters()).state_dict()
-        accelerator.strategy.load_optimizer(optimizer.optimizer, [model], small)
-    accelerator.strategy.load(model, state)
-    return ""
+def load_unfit(case: str) -> str:
+    return load_wrong(*trained(False, "adamw", 0), case)
 
 
 def test_a_state_that_does_not_fit_is_refused(ranks: RankServer) -> None:
-    assert ranks(2, load_wrong, "loose") == ["['layers.0.up.bias']"] * 2
-    for case, words in {
-        "missing": "Missing key",
-        "more": "Unexpected key",
-        "shape": r"size mismatch for layers\.0\.up\.bias",
-        "groups": "of an optimizer of 2 parameters",
-    }.items():
-        with pytest.raises(RanksError, match=words):
-            ranks(2, load_wrong, case)
+    refuses_wrong_states(ranks, load_unfit)
 
 
 # --- the functions of transformers' Trainer

@@ -12,28 +12,9 @@ from torch import nn
 
 from tests.support.command import launch
 from tests.support.environment import ROOT
+from tests.support.numbers import Numbers, close
 from tests.support.ranks import RanksError, RankServer, same_on_all
-from tests.support.sharded_models import Tiny, adamw, batches, loss_of, share, tiny, whole
-
-STEPS = 8
-Numbers = tuple[list[float], list[float], dict[str, torch.Tensor]]
-
-
-def plain(window: int, half: bool = False) -> Numbers:
-    """Losses, norms and weights of the loop without this package, on whole batches."""
-    model = tiny()
-    optimizer = adamw(model)
-    losses, norms = [], []
-    for step, words in enumerate(batches(STEPS), 1):
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = loss_of(model, words)
-        (loss / window).backward()
-        losses.append(loss.item())
-        if step % window == 0:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, norms, whole(model)
+from tests.support.sharded_models import STEPS, Tiny, adamw, batches, loss_of, plain, share, tiny, whole
 
 
 def prepared(
@@ -67,14 +48,6 @@ def prepared(
             losses.append(accelerator.gather(loss.detach()).mean().item())
     assert model.head.weight is model.embed.weight
     return losses, norms, whole(model)
-
-
-def close(ours: Numbers, theirs: Numbers, within: float) -> None:
-    for a, b in zip(ours[:2], theirs[:2], strict=True):
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=within)
-    assert ours[2].keys() == theirs[2].keys()
-    for name, value in theirs[2].items():
-        torch.testing.assert_close(ours[2][name], value, rtol=0, atol=within)
 
 
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}

@@ -6,29 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.support.numbers import same
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.sharded_jobs import LENGTHS, gradients, in_windows, train_two, trained_two, weigh, weighed
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny, whole
 
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
-IGNORED = -100
-# Words of each row that count: the traps' lengths, then two rows without any.
-LENGTHS = [1, 6, 2, 5, 6, 1, 3, 4]
-
-
-def labelled(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(words, labels), (rows, 7) each; only the first ``lengths`` labels of a row count."""
-    chance = torch.Generator().manual_seed(3)
-    words = torch.randint(11, (len(lengths), 7), generator=chance)
-    labels = words.roll(-1, 1)
-    for row, length in enumerate(lengths):
-        labels[row, length:] = IGNORED
-    return words, labels
-
-
-def mean_loss(model: nn.Module, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(words).flatten(0, 1), labels.flatten())
 
 
 def accelerator_of(window: int = 1, **options: Any) -> Any:
@@ -38,26 +22,12 @@ def accelerator_of(window: int = 1, **options: Any) -> Any:
     return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-
-
 def weighted(lengths: list[int], window: int) -> dict[str, torch.Tensor]:
     """Gradients of one step; rows are dealt to micro-batches and ranks in order."""
     accelerator = accelerator_of(window)
     model = tiny()
     model, _ = accelerator.prepare(model, adamw(model))
-    words, labels = labelled(lengths)
-    for micro in range(window):
-        with accelerator.accumulate(model):
-            rank = accelerator.process_index
-            mine = [part.chunk(window)[micro].chunk(2)[rank] for part in (words, labels)]
-            tokens = (mine[1] != IGNORED).sum()
-            accelerator.backward(mean_loss(model, *mine), num_items=tokens)
+    weigh(accelerator, model, lengths, window)
     return gradients(model)
 
 
@@ -68,15 +38,10 @@ def test_gradients_weighted_by_items_are_those_of_one_batch(
 ) -> None:
     """B1, B9: also where a micro-batch of one rank has no item, and its loss is NaN."""
     ours = same_on_all(ranks(2, weighted, lengths, window))
-    model = tiny()
-    mean_loss(model, *labelled(lengths)).backward()
-    theirs = gradients(model)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
+    same(ours, weighed(lengths), 1e-6)
 
 
-def in_windows() -> tuple[list[float], dict[str, torch.Tensor]]:
+def windows() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Five micro-batches in windows of two: the last is shorter."""
     accelerator = accelerator_of()
     model = tiny()
@@ -93,20 +58,10 @@ def in_windows() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def test_windows_close_with_what_they_hold(ranks: RankServer) -> None:
     """B2"""
-    norms, values = same_on_all(ranks(2, in_windows))
-    model = tiny()
-    optimizer = adamw(model)
-    expected = []
-    pieces = list(batches(5))
-    for piece in (pieces[:2], pieces[2:4], pieces[4:]):
-        for words in piece:
-            (loss_of(model, words) / len(piece)).backward()
-        expected.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    norms, values = same_on_all(ranks(2, windows))
+    expected, model = in_windows(list(batches(5)))
     assert norms == pytest.approx(expected, abs=1e-5)
-    for name, value in whole(model).items():
-        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+    same(values, whole(model), 1e-5)
 
 
 def streaming(shorter: bool) -> dict[str, torch.Tensor]:
@@ -173,36 +128,15 @@ def test_zero_grad_drops_what_was_kept_back(ranks: RankServer) -> None:
 
 def two_models() -> dict[str, torch.Tensor]:
     """B8: two models and two optimizers; only one trains in the second half."""
-    accelerator = accelerator_of(2)
-    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (tiny(1), tiny(2))]
-    (one, two), optimizers = zip(*(accelerator.prepare(*pair) for pair in pairs), strict=True)
-    for step, words in enumerate(batches(8)):
-        mine = share(words, accelerator.process_index, 2)
-        with accelerator.accumulate(one, two):
-            accelerator.backward(loss_of(one, mine))
-            if step < 4:
-                accelerator.backward(loss_of(two, mine))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    one, two = train_two(accelerator_of(2))
     return {**whole(one), **{f"two.{name}": value for name, value in whole(two).items()}}
 
 
 def test_two_models_train_side_by_side(ranks: RankServer) -> None:
     """B8"""
     ours = same_on_all(ranks(2, two_models))
-    expected: dict[str, torch.Tensor] = {}
-    for prefix, seed, count in (("", 1, 8), ("two.", 2, 4)):
-        model = tiny(seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step, words in enumerate(list(batches(8))[:count]):
-            (loss_of(model, words) / 2).backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        expected |= {prefix + name: value for name, value in whole(model).items()}
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5)
+    one, two = map(whole, trained_two())
+    same(ours, {**one, **{f"two.{name}": value for name, value in two.items()}}, 1e-5)
 
 
 def norms() -> list[tuple[float, float]]:

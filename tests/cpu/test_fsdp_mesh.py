@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cpu.test_fsdp2 import close, plain, prepared
+from tests.cpu.test_fsdp2 import prepared
+from tests.support.numbers import close
 from tests.support.ranks import RanksError, RankServer, same_on_all
-from tests.support.sharded_models import adamw, batches, loss_of, share, tiny, whole
+from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny, whole
 
 HYBRID: dict[str, Any] = {
     "auto_wrap_policy": "transformer_based_wrap",

@@ -10,8 +10,10 @@ from torch import nn
 
 from accelerate.device.base import Device
 from accelerate.strategy.sharding.shard import recompute
-from tests.cpu.test_fsdp2 import close, plain, prepared
+from tests.cpu.test_fsdp2 import prepared
+from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.sharded_models import plain
 
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 

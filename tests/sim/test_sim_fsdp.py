@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.test_fsdp2 import close, plain, prepared
+from tests.cpu.test_fsdp2 import prepared
+from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
-from tests.support.sharded_models import adamw, batches, loss_of, tiny, whole
+from tests.support.sharded_models import adamw, batches, loss_of, plain, tiny, whole
 
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cpu.test_fsdp1 import accelerator_of, parameters_of, whole
-from tests.cpu.test_fsdp2 import close, plain
+from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
-from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
+from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny
 
 
 def trained() -> Any:

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.support.numbers import Numbers, plainly
+from tests.support.numbers import close as close
+
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 32, 16, 4, 8, 8
 STEPS = 20
-Numbers = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
 class Attention(nn.Module):
@@ -128,26 +130,5 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def plain(window: int, half: bool = False) -> Numbers:
     """Losses, norms and weights of the loop without this package, on one process."""
     model = decoder()
-    optimizer = adamw(model)
-    losses, norms = [], []
-    for step, batch in enumerate(loader(), 1):
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = loss_of(model, batch)
-        (loss / window).backward()
-        losses.append(loss.item())
-        if step % window == 0:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
+    losses, norms = plainly(model, adamw(model), loader(), loss_of, window, half)
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def close(ours: Numbers, theirs: Numbers, within: float) -> None:
-    """Losses, norms and weights are equal within an absolute distance."""
-    for one, other in zip(ours[:2], theirs[:2], strict=True):
-        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=within)
-    assert ours[2].keys() == theirs[2].keys()
-    for name, value in theirs[2].items():
-        torch.testing.assert_close(
-            ours[2][name], value, rtol=0, atol=within, msg=lambda text, n=name: f"{n}: {text}"
-        )

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.numbers import Numbers, plainly
+
 WORDS, WIDTH = 11, 8
+STEPS = 8
 
 
 class Block(nn.Module):
@@ -84,3 +87,10 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: getattr(p.detach(), "full_tensor", p.detach)().clone() for name, p in model.named_parameters()
     }
+
+
+def plain(window: int, half: bool = False) -> Numbers:
+    """Losses, norms and weights of one process without this package."""
+    model = tiny()
+    losses, norms = plainly(model, adamw(model), batches(STEPS), loss_of, window, half)
+    return losses, norms, whole(model)
