@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -172,8 +174,25 @@ def experts() -> list[float]:
     return losses
 
 
+def drive() -> None:
+    """Settings go through; a machine without libaio says so before anything is compiled."""
+    from deepspeed.ops import op_builder
+
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.core.errors import SettingError
+
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme", offload_param_nvme_path="/drive")
+    with pytest.warns(UserWarning, match="libaio"):
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = Mixture()
+    reader = mock.patch.object(vars(op_builder)["AsyncIOBuilder"], "is_compatible", return_value=False)
+    with reader, pytest.raises(SettingError, match=r"offload_param: (.*\n)*.*apt install libaio-dev"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
 def both() -> tuple[list[str], list[float]]:
     """In one process each: an import of the engine costs seconds."""
+    drive()
     return items(), experts()
 
 

@@ -223,6 +223,28 @@ def test_optimizer_and_schedule_of_the_engine() -> None:
         fill(DeepSpeedPlugin(), wanted(scheduler=DummyScheduler(dummy)))
 
 
+def test_what_is_said_of_a_drive_goes_to_the_engine() -> None:
+    """Also what only the engine's own file says: sizes of its buffers and of its reader."""
+    plugin = DeepSpeedPlugin(
+        zero_stage=3,
+        offload_optimizer_device="nvme",
+        offload_optimizer_nvme_path="/drive/a",
+        offload_param_device="nvme",
+        offload_param_nvme_path="/drive/b",
+    )
+    zero = fill(plugin, wanted()).config["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "/drive/a"}
+    assert zero["offload_param"] == {"device": "nvme", "nvme_path": "/drive/b"}
+    own = {"device": "nvme", "nvme_path": "/drive", "buffer_count": 6, "pipeline_read": True}
+    reader = {"block_size": 1048576, "queue_depth": 16, "thread_count": 2}
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": own}, "aio": reader}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    assert (plugin.offload_optimizer_device, plugin.offload_optimizer_nvme_path) == ("nvme", "/drive")
+    filled = fill(plugin, wanted()).config
+    assert filled["zero_optimization"]["offload_optimizer"] == own
+    assert filled["aio"] == reader
+
+
 def test_buckets_go_by_the_width_of_the_model() -> None:
     model = nn.Linear(2, 2)
     model.config = type("Config", (), {"text_config": {"hidden_sizes": [8, 16]}})()  # type: ignore[assignment]

@@ -208,6 +208,7 @@ class DeepSpeed(Strategy):
         from accelerate.strategy.zero import engine
 
         engine.begin(self.world)
+        engine.check_drive(job.filled.config)
         before = self.engines.of(job.model)
         module = self.unwrap(job.model)
         if before is not None:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from accelerate.core import environ, tree
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.zero.tree import DummyOptim, DummyScheduler, parameter_groups
+from accelerate.strategy.zero.tree import get as config_value
 from accelerate.world.world import World
 
 
@@ -212,6 +213,27 @@ def begin(world: World) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def check_drive(config: Mapping[str, Any]) -> None:
+    """Refuses offload to a drive where the engine has nothing to read and write it with.
+
+    Raises:
+        SettingError: its reader is not installed, and cannot be built.
+    """
+    parts = ("offload_optimizer", "offload_param")
+    asked = [part for part in parts if config_value(config, f"zero_optimization.{part}.device") == "nvme"]
+    if not asked:
+        return
+    from deepspeed.git_version_info import installed_ops  # type: ignore[import-not-found]
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
+
+    if not installed_ops.get(AsyncIOBuilder.NAME) and not AsyncIOBuilder().is_compatible(verbose=False):
+        raise SettingError(
+            f"{asked[0]}: the engine cannot use a drive on this machine",
+            why="its reader async_io is compiled when it is used, and libaio or its headers are not there",
+            fix="apt install libaio-dev, or offload to the host: device 'cpu'",
+        )
 
 
 def make(model: nn.Module, config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> Made:
