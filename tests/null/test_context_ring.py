@@ -23,7 +23,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def forward(group: Any, seq_dim: int, op: Any, q: Any, k: Any, v: Any, causal: bool, **more: Any) -> Any:
         asked.append({"group": group, "dim": seq_dim, **vars(module._cp_options)})
-        return tuple(op(q, k, v, is_causal=causal, **more))
+        found = tuple(op(q, k, v, is_causal=causal, **more))
+        # Results are merged by their sums, so there is one for each query.
+        assert found[1].shape[:3] == found[0].shape[:3]
+        return found
 
     def backward(
         group: Any, dim: int, op: Any, given: Any, name: str, q: Any, k: Any, v: Any, *more: Any, **rest: Any
@@ -77,6 +80,30 @@ def test_a_ring_of_one_is_torchs_attention(alone: list[Any], causal: bool, width
     wanted.square().sum().backward()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5)
+
+
+def test_sums_of_no_query_are_infinite(alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel has sums for 32 queries at once: they are cut for the ring, and filled up for its gradient."""
+    (blocks,) = (kernel for kernel in KERNELS if kernel.block > 1)
+    given: dict[str, torch.Tensor] = {}
+
+    def operation(kernel: Kernel, ending: str = "") -> Any:
+        def forward(q: Any, k: Any, v: Any, **more: Any) -> Any:
+            return q * 1, torch.zeros(2, 4, 32), torch.zeros(()), torch.zeros(())
+
+        def backward(**named: Any) -> Any:
+            given.update(named)
+            return named["query"], named["key"], named["value"], None
+
+        return backward if ending else forward
+
+    monkeypatch.setattr(Ring, "_kernel", lambda *_: blocks)
+    monkeypatch.setattr(Kernel, "operation", operation)
+    Ring(1, 0, "group", True).exchanged(call(*parts("cpu"))).sum().backward()
+    sums = given["logsumexp"]
+    assert (tuple(sums.shape), sums.is_contiguous()) == ((2, 4, 32), True)
+    assert sums[:, :, :8].isfinite().all()
+    assert sums[:, :, 8:].isposinf().all()
 
 
 def test_torchs_options_are_changed_for_the_time_of_a_call(alone: list[Any]) -> None:

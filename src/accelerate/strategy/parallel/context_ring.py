@@ -49,6 +49,7 @@ class Kernel:
         rest: arguments of the gradient that are results of the forward, after the first two.
         forward, backward: other arguments of each.
         gradient: what the gradient of the result is called.
+        block: sums are there for a multiple of so many queries; those of no query are infinite.
     """
 
     kind: SDPBackend
@@ -57,6 +58,7 @@ class Kernel:
     forward: Mapping[str, Any] = field(default_factory=dict)
     backward: Mapping[str, Any] = field(default_factory=dict)
     gradient: str = "grad_out"
+    block: int = 1
 
     def operation(self, ending: str = "") -> Any:
         """The operation, or with ``"_backward"`` its gradient."""
@@ -83,6 +85,7 @@ KERNELS = (
         _SUMS,
         {**_BIAS, "grad_input_mask": (True, True, True, False)},
         "grad_out_",
+        block=32,
     ),
     Kernel(
         SDPBackend.CUDNN_ATTENTION,
@@ -150,7 +153,8 @@ class Ring(Exchange):
                 f"dropout_p={call.dropout}",
                 "its gradient would use the random numbers of the last block only",
             )
-        query, key, value = (_filled(_four(part)) for part in (call.query, call.key, call.value))
+        # Zeros behind each vector change no product of two.
+        query, key, value = (_filled(_four(p), _WIDTHS, 3) for p in (call.query, call.key, call.value))
         width, scale = call.query.shape[-1], call.more.get("scale")
         job = _Job(
             self.group,
@@ -193,10 +197,11 @@ def _four(part: torch.Tensor) -> torch.Tensor:
     return part[(None,) * (4 - part.dim())] if part.dim() < 4 else part.flatten(0, -4)
 
 
-def _filled(part: torch.Tensor) -> torch.Tensor:
-    """Zeros behind each vector change no product of two."""
-    missing = -part.shape[-1] % _WIDTHS
-    return torch.nn.functional.pad(part, (0, missing)) if missing else part
+def _filled(part: torch.Tensor, multiple: int, dim: int, value: float = 0.0) -> torch.Tensor:
+    """With as many more of ``value`` along ``dim`` as make its length a multiple."""
+    missing = -part.shape[dim] % multiple
+    after = (0, 0) * (part.dim() - 1 - dim) + (0, missing)
+    return torch.nn.functional.pad(part, after, value=value) if missing else part
 
 
 def _repeated(query: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -220,7 +225,8 @@ class _Job:
         operation = self.kernel.operation()
 
         def block(query: Any, key: Any, value: Any, **more: Any) -> Any:
-            return operation(query, *_repeated(query, key, value), **more)
+            result, sums, *rest = operation(query, *_repeated(query, key, value), **more)
+            return result, sums[:, :, : query.shape[_TOKENS]], *rest
 
         found = import_module(WHERE)._templated_ring_attention(
             self.group, _TOKENS, block, query, key, value, self.causal, **self.kernel.forward, **self._more
@@ -231,8 +237,10 @@ class _Job:
         """Gradients of (queries, keys, values); ``saved`` are these, and what ``forward`` has found."""
         operation = self.kernel.operation("_backward")
 
-        def block(query: Any, key: Any, value: Any, **more: Any) -> Any:
-            first, *others = operation(query=query, **_named(query, key, value), **more)[:3]
+        def block(query: Any, key: Any, value: Any, logsumexp: Any, **more: Any) -> Any:
+            keys, values = _repeated(query, key, value)
+            sums = _filled(logsumexp, self.kernel.block, _TOKENS, float("inf"))
+            first, *others = operation(query=query, key=keys, value=values, logsumexp=sums, **more)[:3]
             heads = key.shape[1]
             return first, *(part.unflatten(1, (heads, -1)).sum(2) for part in others)
 
@@ -247,10 +255,6 @@ class _Job:
     @property
     def _more(self) -> dict[str, Any]:
         return {"dropout_p": 0.0, "scale": self.scale}
-
-
-def _named(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    return dict(zip(("key", "value"), _repeated(query, key, value), strict=True))
 
 
 class _Around(torch.autograd.Function):
