@@ -61,6 +61,18 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_path_is_never_taken_for_a_command(cli: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    """The nearest name to "run" is the command that removes checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prun").mkdir()
+    for typed in ("prun", "run/e-0"):
+        result = cli(typed)
+        assert result.code == 2
+        assert f"accelerate checkpoint ls {typed}" in result.err
+        assert "prune" not in result.err
+    assert "prune" in cli("prunee").err
+
+
 def old(path: Path, seconds: float = 86400) -> None:
     """Everything in a folder was written a while ago."""
     for each in (*path.rglob("*"), path):

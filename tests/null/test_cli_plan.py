@@ -161,7 +161,7 @@ def test_devices_are_read(text: str, found: Devices) -> None:
     assert devices(text.replace("gb", "GB")) in (found, replace(found, memory=24 * 10**9))
 
 
-@pytest.mark.parametrize("text", ["", "80GB", "0x80GB", "8x", "axb", "1x2x3x4GB", "8x80XB"])
+@pytest.mark.parametrize("text", ["", "80GB", "0x80GB", "8x", "axb", "1x2x3x4GB", "8x80XB", "8x80"])
 def test_what_says_no_devices_is_refused(text: str) -> None:
     with pytest.raises(SettingError):
         devices(text)

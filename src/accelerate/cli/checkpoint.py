@@ -19,8 +19,25 @@ from accelerate.core.units import show_bytes, show_seconds
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
 
 
+class _Verbs(click.Group):
+    """Its commands; a folder alone is none of them."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command. A path is never taken for a mistyped one: the nearest may remove something."""
+        if not ctx.resilient_parsing and ("/" in args[0] or Path(args[0]).exists()):
+            raise SettingError(
+                f"{args[0]} is no command", fix=f"accelerate checkpoint ls {args[0]} shows what is there"
+            )
+        return super().resolve_command(ctx, args)
+
+
 @click.group(
-    "checkpoint", invoke_without_command=True, short_help="List, verify, prune and export checkpoints."
+    "checkpoint",
+    cls=_Verbs,
+    invoke_without_command=True,
+    short_help="List, verify, prune and export checkpoints.",
 )
 @click.pass_context
 def _checkpoint(ctx: click.Context) -> None:

@@ -120,9 +120,10 @@ def show(found: Sequence[Way], on: Devices, best: Way | None) -> None:
     """Prints the table and the bars."""
     from accelerate.offload.estimate.bill import PARTS
 
-    headers = ["", "", *PARTS, "peak", "fits", "on the host"]
+    headers = ["", "", "peak", "fits", *PARTS, "on the host"]
     rows = [[str(n), way.name, *_cells(way, on, best)] for n, way in enumerate(found, 1)]
-    click.echo(create_ascii_table(headers, rows, f"What each of {on.count} devices holds"))
+    title = "What the device holds" if on.count == 1 else f"What each of {on.count} devices holds"
+    click.echo(create_ascii_table(headers, rows, title))
     click.echo("")
     click.echo(bars({way.name: way.bill.parts for way in found}, colour=sys.stdout.isatty()))
     for note in dict.fromkeys(note for way in found for note in way.bill.notes):
@@ -133,14 +134,15 @@ def show(found: Sequence[Way], on: Devices, best: Way | None) -> None:
             "note: ways that divide weights keep whole gradients until the last micro-batch: up to "
             f"{size_text(waiting)} more; GradientAccumulationPlugin(sync_each_batch=True) reduces each."
         )
-    click.echo(f"note: a tenth of each device is kept free, so {size_text(on.usable)} count as fitting.")
+    free = f"a tenth of each device is kept free, so {size_text(on.usable)} count as fitting"
+    click.echo(f"note: {free}; in all that is printed, 1 GB is 1024^3 bytes.")
 
 
 def _cells(way: Way, on: Devices, best: Way | None) -> list[str]:
     bill: Bill = way.bill
     fits = "yes, take it" if way is best else "yes" if way.fits(on) else "no"
     host = size_text(bill.host) if bill.host else "-"
-    return [*map(size_text, [*bill.parts.values(), bill.total]), fits, host]
+    return [size_text(bill.total), fits, *map(size_text, bill.parts.values()), host]
 
 
 def as_object(found: Sequence[Way], on: Devices, best: Way | None, why: str) -> dict[str, Any]:

@@ -394,7 +394,8 @@ def _saved_whole(facts: Facts, how: Training, size: int, kept: Kept | str | None
         formula = activations(layers, how.batch, how.length, size, how.recompute, how.attention)
     if kept is not None and not isinstance(kept, str):
         said = f"; the formula of {PAPER} says {show_bytes(formula)}" if formula is not None else ""
-        note = f"activations: what a forward on empty tensors saves for the backward{said}"
+        again = "recomputed " if how.recompute == "full" else ""
+        note = f"{again}activations: what a forward on empty tensors saves for the backward{said}"
         if how.recompute != "full":
             return kept.activations, note
         if layers is not None:

@@ -27,6 +27,10 @@ SPARE = 0.1
 _SHAPE = re.compile(r"(?:(\d+)x)?(\d+)x(\d[\w.]*)", re.IGNORECASE)
 
 
+# Bytes of the smallest memory that is meant: below it a unit was left out.
+_LEAST = 1000
+
+
 @dataclass(frozen=True)
 class Devices:
     """The devices of a training.
@@ -53,14 +57,14 @@ class Devices:
 
     def __str__(self) -> str:
         where = f"{self.nodes} machines of {self.each}" if self.nodes > 1 else f"{self.each}"
-        return f"{where} devices with {show_bytes(self.memory)}"
+        return f"{where} device{'s' * (self.count > 1)} with {show_bytes(self.memory)}"
 
 
 def devices(text: str) -> Devices:
     """``8x80GB`` is one machine with eight devices, ``4x8x80GB`` four such machines.
 
     Raises:
-        SettingError: it is neither.
+        SettingError: it is neither, or a number without a unit.
     """
     match = _SHAPE.fullmatch(text.replace(" ", ""))
     if match is None or "0" in (match.group(1), match.group(2)):
@@ -68,7 +72,14 @@ def devices(text: str) -> Devices:
             f"{text!r} does not say how many devices there are",
             fix="write 8x80GB for a machine with eight devices of 80 GB, or 4x8x80GB for four machines",
         )
-    return Devices(int(match.group(1) or 1), int(match.group(2)), parse_bytes(match.group(3)))
+    found = Devices(int(match.group(1) or 1), int(match.group(2)), parse_bytes(match.group(3)))
+    if found.memory < _LEAST:
+        raise SettingError(
+            f"{text!r} are devices of {found.memory} bytes",
+            why="a number without a unit counts bytes",
+            fix=f"write {text}GB" if text[-1:].isdigit() else "write 8x80GB",
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -222,4 +233,6 @@ def reason(way: Way | None, found: list[Way], on: Devices) -> str:
     else:
         tight = next(each for each in reversed(before) if not each.engine)
         why = f"{tight.name} would exchange less, but needs {show_bytes(tight.bill.total)}"
+    engines = [each.name for each in before if each.engine and each.fits(on)]
+    why += f"; {engines[0]} fits too, and needs another library" if engines else ""
     return f"Take: {way.name}. It fits with {show_bytes(left)} to spare; {why}. {way.why.capitalize()}."
