@@ -1,0 +1,88 @@
+"""What a strategy is given: the job it is chosen by, the objects of a prepare, what is planned for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from accelerate.core.handler import KwargsHandler
+from accelerate.world.world import World
+
+H = TypeVar("H", bound=KwargsHandler)
+Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
+
+
+@dataclass
+class Bundle:
+    """The objects of one ``prepare``, in the order they were given.
+
+    Attributes:
+        objects: what was given; steps replace items in place.
+        kinds: the kind of each.
+        training: False when the models are only evaluated.
+        place: per object, whether it is moved to the device.
+    """
+
+    objects: list[Any]
+    kinds: list[Kind]
+    training: bool = True
+    place: list[bool] = field(default_factory=list)
+
+    def positions(self, kind: Kind) -> list[int]:
+        """Indices of the objects of one kind."""
+        return [index for index, item in enumerate(self.kinds) if item == kind]
+
+    def of(self, kind: Kind) -> list[Any]:
+        """The objects of one kind, in order."""
+        return [self.objects[index] for index in self.positions(kind)]
+
+    def replace(self, kind: Kind, function: Callable[[Any], Any]) -> None:
+        """Replaces every object of one kind by ``function(object)``; one given twice is replaced once."""
+        made: dict[int, tuple[Any, Any]] = {}
+        for index in self.positions(kind):
+            item = self.objects[index]
+            if id(item) not in made:
+                made[id(item)] = item, function(item)
+            self.objects[index] = made[id(item)][1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that ``prepare`` will do; printed by a dry run, then applied.
+
+    Attributes:
+        name: what, in a word or two.
+        reason: why, as one clause.
+        apply: does it to the bundle.
+        bytes_before, bytes_after: memory of the bundle on this process's device, 0 when it does not change.
+    """
+
+    name: str
+    reason: str
+    apply: Callable[[Bundle], None]
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a strategy is chosen by.
+
+    Attributes:
+        world: the open world.
+        plugins: the strategy plugins given to the ``Accelerator``, without the absent ones.
+        handlers: the kwargs handlers given to it, by class.
+        precision: name of the precision.
+        parallelism: the sizes of the dimensions of a mesh, a ``ParallelismConfig``.
+    """
+
+    world: World
+    plugins: tuple[Any, ...] = ()
+    handlers: Mapping[type, Any] = field(default_factory=dict)
+    precision: str = "no"
+    parallelism: Any = None
+
+    def handler(self, kind: type[H]) -> H:
+        """The handler of that class, or one with its defaults."""
+        return self.handlers.get(kind) or kind()
