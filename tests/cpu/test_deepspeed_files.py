@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 HALF, STEPS = 3, 6
+# As the public package leaves a folder: without a word of ours.
+BARE = " bare"
 SAVED = {"1": "no", "2": "no", "3": "no", "3 bf16": "bf16"}
 
 
@@ -80,14 +83,16 @@ def goes_on(accelerator: Any, model: Any, optimizer: Any, theirs: dict[str, Any]
 def loads(folder: str, ways: list[tuple[str, str]]) -> None:
     """Fresh engines over other weights, in that stage."""
     for source, stage in ways:
-        accelerator, model, optimizer = engine(ASKED[stage], seed=5, mixed_precision=SAVED[source])
-        assert accelerator.load_state(f"{folder}/{source}").metadata == {"half": True}
-        theirs = torch.load(f"{folder}/{source}.pt")
+        kind = source.removesuffix(BARE)
+        accelerator, model, optimizer = engine(ASKED[stage], seed=5, mixed_precision=SAVED[kind])
+        metadata = accelerator.load_state(f"{folder}/{source}").metadata
+        assert metadata == ({"half": True} if source == kind else {})
+        theirs = torch.load(f"{folder}/{kind}.pt")
         mine = states(accelerator, model, optimizer)
         if accelerator.is_main_process:
             same(mine, theirs)
         assert model.global_steps == HALF
-        if SAVED[source] == "no":
+        if SAVED[kind] == "no":
             goes_on(accelerator, model, optimizer, theirs)
 
 
@@ -114,7 +119,18 @@ def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_pa
     """B7: masters and moments to the bit, rates of groups too; then the losses of one process."""
     folder = str(tmp_path)
     ranks(4, saves, folder, timeout=200)
-    ways = [("3", "3"), ("2", "2"), ("1", "3"), ("3", "2"), ("2", "2 offload"), ("3 bf16", "1"), ("2", "0")]
+    shutil.copytree(tmp_path / "3", tmp_path / f"3{BARE}")
+    (tmp_path / f"3{BARE}" / "manifest.json").unlink()
+    (tmp_path / f"3{BARE}" / "pytorch_model" / "accelerate_engine.json").unlink()
+    ways = [
+        (f"3{BARE}", "3"),
+        ("2", "2"),
+        ("1", "3"),
+        ("3", "2"),
+        ("2", "2 offload"),
+        ("3 bf16", "1"),
+        ("2", "0"),
+    ]
     ranks(2, loads, folder, ways, timeout=200)
     ranks(2, elsewhere, folder, "3", "fsdp")
     ranks(2, elsewhere, folder, "2", "ddp")
@@ -126,3 +142,30 @@ def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_pa
     # Frozen ones have no masters: they are as the model computes with them.
     assert joined.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in joined.items())
+
+
+def test_what_only_the_engine_reads_is_said(tmp_path: Path) -> None:
+    """Experts, cut layers and missing files, in one process that does not import the engine."""
+    from accelerate.core.errors import CheckpointError
+    from accelerate.strategy.zero.read import ZeroFiles, strange
+
+    own = tmp_path / "pytorch_model"
+    own.mkdir()
+    with pytest.raises(CheckpointError, match="it has no model"):
+        ZeroFiles(own)
+    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    for name in names:
+        torch.save({"module": {}, "param_shapes": None}, own / name)
+    with pytest.raises(CheckpointError, match="files of the optimizer are missing"):
+        ZeroFiles(own)
+    (own / names[1]).unlink()
+    assert (ZeroFiles(own).stage, dict(ZeroFiles(own).weights)) == (0, {})
+    assert not strange(own)
+    for name in ("layer_0_expert_1_mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):
+        torch.save({}, own / name)
+        with pytest.raises(CheckpointError, match=f"it has {name}"):
+            ZeroFiles(own)
+        (own / name).unlink()
+    (own / names[0]).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ZeroFiles(own)

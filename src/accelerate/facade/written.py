@@ -15,7 +15,7 @@ from accelerate.facade.parts import load_optimizer
 from accelerate.strategy import STRATEGIES
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.sharded import LazyTensor
+    from accelerate.checkpoint.lazy import LazyTensor
     from accelerate.strategy.base import Strategy, Written
 
 
@@ -89,6 +89,8 @@ def taken(
         held: the ``id`` of models and plain optimizers that something else loads.
         strict: see ``Taken``.
     """
+    if all(id(model) in held for model in models):
+        return
     found = _found(folder)
     plain = [each for each in optimizers if isinstance(each.optimizer, torch.optim.Optimizer)]
     left = [each for each in plain if id(each.optimizer) not in held]
@@ -110,7 +112,7 @@ def weights_in(folder: Path, model: int = 0) -> tuple[Path, dict[str, LazyTensor
         folder: a checkpoint, or the engine's folder in it.
         model: the number of the model.
     """
-    from accelerate.checkpoint.sharded import LazyTensor
+    from accelerate.checkpoint.lazy import LazyTensor
 
     written = next((each for each in _found(folder) if each.index == model), None)
     if written is None:

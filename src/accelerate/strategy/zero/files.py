@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.strategy.zero import whole
 from accelerate.strategy.zero.engine import Made
-from accelerate.strategy.zero.read import ZeroFiles
+from accelerate.strategy.zero.read import ZeroFiles, strange
 from accelerate.world.world import World
 
 _SAVES = ("client_state", "exclude_frozen_parameters")
@@ -83,7 +83,7 @@ class EngineFiles:
         own = folder / self.name
         mark = own / _MARK
         here = {"stage": self.made.stage, "processes": self.world.size}
-        facts = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else _facts(own)
+        facts = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else _facts(own, here)
         if facts == here:
             path, _ = self.made.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
             if path is None:
@@ -121,8 +121,10 @@ class EngineFiles:
         return groups, [{} for _ in groups]
 
 
-def _facts(folder: Path) -> dict[str, int]:
-    """How a folder was written that does not say it: by the engine alone."""
+def _facts(folder: Path, here: dict[str, int]) -> dict[str, int]:
+    """How a folder was written that does not say it; the engine may know what cannot be read here."""
+    if strange(folder):
+        return here
     found = ZeroFiles(folder)
     return {"stage": found.stage, "processes": found.processes}
 

@@ -328,15 +328,21 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read", why=str(error).partition("\n")[0]) from error
 
 
+def strange(folder: Path) -> str:
+    """A file that the engine alone reads: of layers that it has cut, or of its experts; or nothing."""
+    held = sorted(path.name for path in folder.iterdir())
+    return next((name for name in held if "expert" in name or re.search(r"mp_rank_(?!00_)", name)), "")
+
+
 def _models(folder: Path) -> list[Path]:
     """The files with the model, by process; one, unless parameters are partitioned."""
-    held = sorted(path.name for path in folder.iterdir())
-    strange = [name for name in held if "expert" in name or re.search(r"mp_rank_(?!00_)", name)]
-    found = [folder / name for name in sorted(held, key=_number) if name.endswith("_model_states.pt")]
-    if strange or not found:
+    names = sorted((path.name for path in folder.iterdir()), key=_number)
+    found = [folder / name for name in names if name.endswith("_model_states.pt")]
+    other = strange(folder)
+    if other or not found:
         raise CheckpointError(
             f"{folder} cannot be read by other processes than those that wrote it",
-            why=f"it has {strange[0]}: layers that are cut, or experts" if strange else "it has no model",
+            why=f"it has {other}: of layers that are cut, or of experts" if other else "it has no model",
             fix="load it with the same number of processes in the same stage",
         )
     return found
