@@ -12,6 +12,7 @@ checkpoint of your own, one of 40 MB with random weights is written to runs/big_
 import argparse
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,7 +114,8 @@ def main() -> None:
     )
     model.eval()
 
-    for device, names in groupby(model.hf_device_map, key=model.hf_device_map.get):
+    device_map: Any = model.hf_device_map
+    for device, names in groupby(device_map, key=device_map.get):
         print(f"{device}: {' '.join(names) or 'everything'}")
     print("generated:", *generate(model, [1, 2, 3], args.tokens))
 

@@ -9,6 +9,7 @@ prints what each process holds, and draws when it was at work.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def main() -> None:
     args = parse_args()
     state = PartialState(cpu=args.cpu)
     torch.manual_seed(0)  # the same weights on every process
-    model = Scorer(args.width, args.layers).eval()
+    model: Any = Scorer(args.width, args.layers).eval()
     tokens = torch.randint(0, 1000, (args.sequences, 64))
 
     whole = sum(weight.nbytes for weight in model.parameters())

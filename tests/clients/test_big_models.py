@@ -301,7 +301,8 @@ def test_buffers_that_no_file_holds(places: dict[str, str], tmp_path: Path) -> N
     expected = Turning().eval()
     expected.norm.running_mean.uniform_()
     for number, block in enumerate(expected.blocks):
-        block.seen.fill_(number + 2)
+        seen: Any = block.seen
+        seen.fill_(number + 2)
     library("safetensors.torch").save_file(expected.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
         model = Turning()

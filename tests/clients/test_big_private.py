@@ -276,7 +276,7 @@ def test_a_hook_of_another_class() -> None:
 def test_hooks_are_called_by_hand(tmp_path: Path) -> None:
     """peft and diffusers bring weights in, work on them, and send them away."""
     model = partly(tmp_path)
-    hook = model.middle._hf_hook
+    hook: Any = model.middle._hf_hook
     hook.pre_forward(model.middle)
     assert model.middle.weight.device == CPU
     assert torch.equal(model.middle.weight, net().middle.weight)
@@ -291,7 +291,8 @@ def test_hooks_are_called_by_hand(tmp_path: Path) -> None:
 def test_a_merge_gives_the_hook_new_weights(tmp_path: Path) -> None:
     """peft: in by the hook, changed, a new map in memory, out by the hook."""
     model = partly(tmp_path)
-    hook, layer = model.middle._hf_hook, model.middle
+    layer = model.middle
+    hook: Any = layer._hf_hook
     hook.pre_forward(layer)
     layer.weight.data += 1.0
     hook.weights_map = {name: tensor.to("cpu") for name, tensor in named_module_tensors(layer)}
@@ -341,7 +342,8 @@ def test_a_parameter_is_added_to_an_offloaded_layer() -> None:
     attach_align_device_hook(
         model, execution_device=CPU, offload=True, weights_map=loader, tied_params_map={}
     )
-    layer, hook = model.last, model.last._hf_hook
+    layer: Any = model.last
+    hook: Any = layer._hf_hook
     layer.register_parameter("scale", nn.Parameter(torch.full((4,), 2.0)))
     hook.original_devices["scale"] = CPU
     hook.weights_map.dataset.state_dict["last.scale"] = layer.scale.data
@@ -365,7 +367,7 @@ def test_a_parameter_is_added_to_an_offloaded_layer() -> None:
 def test_a_hook_is_let_go_without_loading_again() -> None:
     """compressed-tensors sets ``offload`` to False before it removes a hook: weights stay where they are."""
     model = offloaded()
-    hook = model.first._hf_hook
+    hook: Any = model.first._hf_hook
     hook.pre_forward(model.first)
     model.first.weight.data += 1.0
     hook.offload = False

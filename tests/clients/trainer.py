@@ -111,7 +111,7 @@ def train(folder: Path, **given: Any) -> dict[str, Any]:
 def evaluation(job: Trainer) -> dict[str, Any]:
     """The loss of evaluate, and what predict gives back: every sample once, in order."""
     loss = job.evaluate()["eval_loss"]
-    predicted = job.predict(job.eval_dataset)
+    predicted: Any = job.predict(job.eval_dataset)
     return {
         "eval_loss": loss,
         "shape": list(predicted.predictions.shape),

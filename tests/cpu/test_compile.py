@@ -54,7 +54,8 @@ def trained(precision: str, how: str) -> dict[str, Any]:
     accelerator = Accelerator(
         mixed_precision=precision, gradient_accumulation_steps=2, dynamo_plugin=plugin, cpu=True
     )
-    user = Net().to(memory_format=torch.channels_last)
+    net: Any = Net()  # torch's annotations know no such call
+    user = net.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(user.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(user, optimizer)
     draw = torch.Generator().manual_seed(accelerator.process_index)

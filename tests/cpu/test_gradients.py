@@ -404,7 +404,8 @@ def epoch_with_fillers(kind: str) -> list[float]:
         accelerator.backward(loss, num_items=real)
         optimizer.step()
         optimizer.zero_grad()
-        weights.append(accelerator.unwrap_model(model).weight.item())
+        user: Any = accelerator.unwrap_model(model)
+        weights.append(user.weight.item())
     return weights
 
 

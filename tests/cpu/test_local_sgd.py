@@ -25,6 +25,8 @@ from tests.support.ranks import RankServer, same_on_all
 class Net(nn.Module):
     """A tied, a frozen and a normalising layer; a buffer of integers and one that is not saved."""
 
+    cache: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)

@@ -249,7 +249,8 @@ def build_t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    config: Any = T5Config
+    return T5ForConditionalGeneration(config(**sizes, decoder_start_token_id=0))
 
 
 def words(rows: int, length: int = 6) -> torch.Tensor:
@@ -440,7 +441,7 @@ class Meeting(nn.Module):
 def overlap() -> list[tuple[int, int, float, float]]:
     from accelerate import prepare_pippy
 
-    model = nn.Sequential(Meeting(0), Meeting(1))
+    model: Any = nn.Sequential(Meeting(0), Meeting(1))
     prepare_pippy(model, example_args=(floats(8),), num_chunks=4)
     for block in model:
         block.armed = True

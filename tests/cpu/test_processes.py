@@ -61,7 +61,9 @@ def _in_order(path: str) -> tuple[str, bool]:
         with open(path) as file:
             text = file.read()
 
-    @state.main_process_first()
+    decorator: Any = state.main_process_first()
+
+    @decorator
     def again() -> bool:
         return True
 

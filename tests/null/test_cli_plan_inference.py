@@ -15,7 +15,7 @@ from torch import nn
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.estimate.activations import activations, layers_of
+from accelerate.offload.estimate.activations import Layers, activations, layers_of
 from accelerate.offload.estimate.reserve import inference
 from accelerate.offload.estimate.skeleton import skeleton
 
@@ -110,8 +110,8 @@ def test_the_formulas(folder):
     model = skeleton(str(folder))
     need = inference(model, 3, 100, 4)
     assert need.cache == {f"model.layers.{n}": CACHE for n in range(4)}
-    layers = layers_of(model)
-    one = type(layers)(1, 64, 4, 2, 16, 128, gated=True)
+    assert layers_of(model) is not None
+    one = Layers(1, 64, 4, 2, 16, 128, gated=True)
     assert need.working == activations(one, 3, 100, 4) + 3 * 1000 * 8
     body = transformers.AutoModel.from_config(transformers.BertConfig(num_hidden_layers=2))
     assert inference(body, 1, 10, 4).cache == {}

@@ -180,7 +180,8 @@ def test_without_files_the_folder_is_written_once_and_mapped(tmp_path: Path) -> 
     assert {file: file.stat().st_mtime_ns for file in stamps} == stamps
     torch.testing.assert_close(model(IDS), expected)
     with torch.no_grad():
-        model.layers[1].up.weight.mul_(2)  # what was changed in memory is what counts
+        middle: Any = model.layers[1]
+        middle.up.weight.mul_(2)  # what was changed in memory is what counts
     changed = model(IDS)
     dispatch_model(model, DISK, offload_dir=tmp_path)
     torch.testing.assert_close(model(IDS), changed)

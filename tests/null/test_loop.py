@@ -115,7 +115,7 @@ def test_a_fused_backward_needs_its_optimizer_and_no_accumulation() -> None:
         several.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.1)
 
 
-def trainer(steps: int, **options: Any) -> tuple[Accelerator, nn.Module, Any, Any]:
+def trainer(steps: int, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
     accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():

@@ -220,7 +220,7 @@ def test_execution_devices_one_by_one() -> None:
 
 
 def test_parameters_are_on_another_device_for_a_while() -> None:
-    model = layers(2)
+    model: Any = layers(2)
     attach_align_device_hook(model[0], "sim", offload=True)
     expected = [layer.weight.clone().cpu() for layer in model]
     for layer in model:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.cpu.test_pippy import Plain, Skip, floats, seeded, tokens
@@ -25,7 +27,8 @@ def on_accelerators(kind: str) -> tuple[set[str], list[str]]:
                 found, expected = found["out"], expected["out"]
             assert found.device == state.device
             torch.testing.assert_close(found.cpu(), expected, **CLOSE)
-    moments = model.pipeline_timeline(floats(8))
+    pipeline: Any = model
+    moments = pipeline.pipeline_timeline(floats(8))
     return {str(p.device) for p in model.parameters()}, [f"{i.stage}.{i.chunk}" for i in moments]
 
 

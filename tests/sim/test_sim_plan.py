@@ -36,7 +36,8 @@ def model_of() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager"))
+    config: Any = LlamaConfig
+    return LlamaForCausalLM(config(**SIZES, attn_implementation="eager"))
 
 
 def said(options: dict[str, Any], mixed: str) -> Any:
