@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 
-from accelerate.core import environ
-from accelerate.core.effects import Effect, Option, given
+from accelerate.core.effects import Effect, Option
 from accelerate.strategy.fsdp1_parts.wrap import sharded
+from accelerate.strategy.sharding.effects import NOTHING, loads_on_rank_0, options, recomputed, wrapped
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
-_NOTHING = "no model that trains is prepared"
 # "No" asks for nothing, but where "yes" is what is done otherwise.
 _YES = ("fsdp_use_orig_params", "fsdp_sync_module_states")
 # Field of torch's wrapper, by the option that it follows.
@@ -38,30 +36,17 @@ def effects(
         if option.value is not True:  # the plugin itself
             continue
         parts = sum(1 for model in models for part in sharded(model) if part._handle is not None)
-        yield option.applied(f"{parts} parts are wrapped") if models else option.pending(_NOTHING)
-    for option in _options(plugin):
+        yield option.applied(f"{parts} parts are wrapped") if models else option.pending(NOTHING)
+    for option in options(plugin, _YES):
         look = _LOOK.get(option.name)
         if option.name == "fsdp_reshard_after_forward" and plugin._found.value.fsdp_sharding_strategy:
             yield option.failed("sharding_strategy says it in version 1", matters=False)
         elif look is None and option.name not in _FIELDS:
             yield option.applied()
         elif not models:
-            yield option.pending(_NOTHING)
+            yield option.pending(NOTHING)
         else:
             yield (look or _field)(option, plugin, models)
-
-
-def _options(plugin: FullyShardedDataParallelPlugin) -> Iterator[Option]:
-    """Those that were given; what no text can say is an object in a field."""
-    named = {option.name: option for option in given(plugin._found)}
-    yield from (option for name, option in named.items() if option.value is not False or name in _YES)
-    where = type(plugin).__name__
-    if plugin.offloads and "fsdp_offload_params" not in named:
-        yield Option("fsdp_offload_params", True, where)
-    if not plugin.limit_all_gathers:
-        yield Option("limit_all_gathers", False, where)
-    if plugin.auto_wrap_policy is not None and "fsdp_auto_wrap_policy" not in named:
-        yield Option("fsdp_auto_wrap_policy", "a policy", where)
 
 
 Look = Callable[[Option, FullyShardedDataParallelPlugin, Sequence[nn.Module]], Effect]
@@ -92,12 +77,7 @@ def _ahead(option: Option, plugin: FullyShardedDataParallelPlugin, models: Seque
 
 
 def _wrapped(option: Option, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]) -> Effect:
-    parts = len(_parts(models)) - len(models)
-    if str(option.value) == "NO_WRAP":
-        return option.seen(f"{parts} parts are gathered by themselves" if parts else "")
-    if not parts:
-        return option.failed("it matches no part of the model, which is gathered as a whole")
-    return option.applied(f"{parts} parts are gathered by themselves")
+    return wrapped(option, len(_parts(models)) - len(models))
 
 
 def _offloaded(option: Option, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]) -> Effect:
@@ -108,25 +88,10 @@ def _offloaded(option: Option, plugin: FullyShardedDataParallelPlugin, models: S
     return option.counted(len(there), len(parts), "parts lie on the host", "others are on the device")
 
 
-def _recomputed(
-    option: Option, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
-) -> Effect:
-    parts = [part for model in models for part in model.modules() if checkpoint.state(part) is not None]
-    why = "no part of the model computes its activations again"
-    return option.applied(f"{len(parts)} parts") if parts else option.failed(why)
-
-
 def _synced(option: Option, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]) -> Effect:
     if option.value:
         return option.applied()
     return option.applied("the weights of all ranks were found to be equal")
-
-
-def _loads_on_rank_0(
-    option: Option, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
-) -> Effect:
-    told = environ.flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    return option.seen("" if told else "libraries that load weights are not told")
 
 
 def _saved(option: Option, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]) -> Effect:
@@ -142,8 +107,8 @@ _LOOK: dict[str, Look] = {
     "fsdp_backward_prefetch": _ahead,
     "fsdp_auto_wrap_policy": _wrapped,
     "fsdp_offload_params": _offloaded,
-    "fsdp_activation_checkpointing": _recomputed,
+    "fsdp_activation_checkpointing": lambda option, _, models: recomputed(option, models),
     "fsdp_sync_module_states": _synced,
-    "fsdp_cpu_ram_efficient_loading": _loads_on_rank_0,
+    "fsdp_cpu_ram_efficient_loading": lambda option, _, models: loads_on_rank_0(option, models),
     "fsdp_state_dict_type": _saved,
 }

@@ -205,7 +205,7 @@ class Wrapper:
                         continue
                     empty = empty or old.is_meta
                     if old not in brought:
-                        brought[old] = self._brought(old, layout)
+                        brought[old] = layout.brought(old, self.device)
                     table[name] = brought[old]
             if empty and initialize is not None:
                 initialize(module)
@@ -216,22 +216,6 @@ class Wrapper:
                 _broadcast(tensor.data)
         else:
             _same(fresh.values())
-
-    def _brought(self, old: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
-        dtype = torch.float32 if layout.widens(old) else old.dtype
-        if old.is_meta:
-            data = torch.empty_like(old.data, dtype=dtype, device=self.device)
-        else:
-            data = old.data.to(self.device, dtype)
-        if data.device == old.device:
-            old.data = data
-            return old
-        if not isinstance(old, nn.Parameter):
-            return data
-        new = nn.Parameter(data, requires_grad=old.requires_grad)
-        if old in layout.ignored:
-            layout.ignored.add(new)
-        return new
 
 
 def _agree(model: nn.Module, initialize: Initialize | None) -> Initialize | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from accelerate.core import environ
 from accelerate.core.effects import Effect, Option, given
@@ -39,7 +39,7 @@ def effects(
     for option in switch:
         if option.value is not True:  # the plugin itself
             continue
-        yield option.applied(_count(models)) if models else option.pending(_NOTHING)
+        yield option.applied(_count(models)) if models else option.pending(NOTHING)
     for option in _options(plugin):
         look = _LOOK.get(option.name)
         if option.name.removeprefix("fsdp_") in plugin._ignored:
@@ -47,7 +47,7 @@ def effects(
         elif look is None:
             yield option.applied()
         elif not models:
-            yield option.pending(_NOTHING)
+            yield option.pending(NOTHING)
         else:
             yield look(option, models)
     found = formats(models) if implied is not None and plugin.mixed_precision_policy is None else None
@@ -56,22 +56,29 @@ def effects(
         yield Option("mixed_precision", str(implied), "the precision").failed(wrong)
 
 
-_NOTHING = "no model that trains is prepared"
+NOTHING = "no model that trains is prepared"
 
 
-def _options(plugin: FullyShardedDataParallelPlugin) -> Iterator[Option]:
-    """Those that were given; what no text can say is an object in a field."""
+def options(plugin: FullyShardedDataParallelPlugin, yes: Collection[str]) -> Iterator[Option]:
+    """Those that were given; what no text can say is an object in a field.
+
+    Args:
+        yes: "no" asks for nothing, but where, as in these, "yes" is what is done otherwise.
+    """
     named = {option.name: option for option in given(plugin._found)}
-    # "No" asks for nothing, but where "yes" is what is done otherwise.
-    yes = {"fsdp_reshard_after_forward", *(f"fsdp_{name}" for name in plugin._ignored)}
     yield from (option for name, option in named.items() if option.value is not False or name in yes)
     where = type(plugin).__name__
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and "fsdp_offload_params" not in named:
+    if plugin.offloads and "fsdp_offload_params" not in named:
         yield Option("fsdp_offload_params", True, where)
     if not plugin.limit_all_gathers:
         yield Option("limit_all_gathers", False, where)
     if plugin.auto_wrap_policy is not None and "fsdp_auto_wrap_policy" not in named:
         yield Option("fsdp_auto_wrap_policy", "a policy", where)
+
+
+def _options(plugin: FullyShardedDataParallelPlugin) -> Iterator[Option]:
+    yield from options(plugin, {"fsdp_reshard_after_forward", *(f"fsdp_{name}" for name in plugin._ignored)})
+    where = type(plugin).__name__
     if plugin.mixed_precision_policy is not None:
         yield Option("mixed_precision_policy", plugin.mixed_precision_policy, where)
     if plugin._buffers is not None:
@@ -88,13 +95,17 @@ def _count(models: Sequence[nn.Module]) -> str:
     return f"{sharded} parameters are sharded"
 
 
-def _wrapped(option: Option, models: Sequence[nn.Module]) -> Effect:
-    parts = _parts(models)
+def wrapped(option: Option, parts: int) -> Effect:
+    """How many parts, the model left out, are gathered by themselves."""
     if str(option.value) == "NO_WRAP":
         return option.seen(f"{parts} parts are gathered by themselves" if parts else "")
     if not parts:
         return option.failed("it matches no part of the model, which is gathered as a whole")
     return option.applied(f"{parts} parts are gathered by themselves")
+
+
+def _wrapped(option: Option, models: Sequence[nn.Module]) -> Effect:
+    return wrapped(option, _parts(models))
 
 
 def _offloaded(option: Option, models: Sequence[nn.Module]) -> Effect:
@@ -103,7 +114,8 @@ def _offloaded(option: Option, models: Sequence[nn.Module]) -> Effect:
     return option.counted(len(there), len(records), "parameters lie on the host", "others are on the device")
 
 
-def _recomputed(option: Option, models: Sequence[nn.Module]) -> Effect:
+def recomputed(option: Option, models: Sequence[nn.Module]) -> Effect:
+    """How many parts compute their activations again."""
     parts = [part for model in models for part in model.modules() if checkpoint.state(part) is not None]
     why = "no part of the model computes its activations again"
     return option.applied(f"{len(parts)} parts") if parts else option.failed(why)
@@ -196,7 +208,8 @@ def _outermost(model: Any) -> list[Any]:
     return [state._fsdp_param_group] if found is None else list(found)
 
 
-def _loads_on_rank_0(option: Option, models: Sequence[nn.Module]) -> Effect:
+def loads_on_rank_0(option: Option, models: Sequence[nn.Module]) -> Effect:
+    """Whether libraries are told."""
     told = environ.flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
     return option.seen("" if told else "libraries that load weights are not told")
 
@@ -204,7 +217,7 @@ def _loads_on_rank_0(option: Option, models: Sequence[nn.Module]) -> Effect:
 _LOOK: dict[str, Callable[[Option, Sequence[nn.Module]], Effect]] = {
     "fsdp_auto_wrap_policy": _wrapped,
     "fsdp_offload_params": _offloaded,
-    "fsdp_activation_checkpointing": _recomputed,
+    "fsdp_activation_checkpointing": recomputed,
     "fsdp_activation_checkpointing_offload": _on_host,
     "fsdp_forward_prefetch": _ahead,
     "fsdp_backward_prefetch": _behind,
@@ -213,5 +226,5 @@ _LOOK: dict[str, Callable[[Option, Sequence[nn.Module]], Effect]] = {
     "fsdp_replicate_size": _copies,
     "fsdp_reshard_after_forward": _resharded,
     "fsdp_sharding_strategy": _spread,
-    "fsdp_cpu_ram_efficient_loading": _loads_on_rank_0,
+    "fsdp_cpu_ram_efficient_loading": loads_on_rank_0,
 }

@@ -6,7 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
@@ -42,6 +44,39 @@ class Layout:
     def widens(self, parameter: Any) -> bool:
         """Whether a parameter in half precision becomes float32."""
         return self.upcast and parameter.requires_grad and parameter.dtype.itemsize == 2
+
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """The type in which a parameter rests, or a buffer."""
+        return torch.float32 if self.widens(tensor) else tensor.dtype
+
+    @torch.no_grad()
+    def brought(self, old: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A parameter or buffer on ``device``, in the type in which it rests: itself, where that can be.
+
+        What is on the meta device gets memory. Some devices cannot swap a tensor's data: a new one takes the
+        place there.
+        """
+        dtype = self.dtype_of(old)
+        if old.is_meta:
+            data = torch.empty_like(old.data, dtype=dtype, device=device)
+        elif (old.device, old.dtype) == (device, dtype):
+            return old
+        else:
+            data = old.data.to(device, dtype)
+        if data.device == old.device and not isinstance(old, DTensor):
+            old.data = data
+            return old
+        return (
+            self.instead(old, nn.Parameter(data, old.requires_grad))
+            if isinstance(old, nn.Parameter)
+            else data
+        )
+
+    def instead(self, old: Any, new: Any) -> Any:
+        """``new``, which takes the place of ``old``: it is ignored as that was."""
+        if old in self.ignored:
+            self.ignored.add(new)
+        return new
 
     def share(self, model: nn.Module, size: int, *, offloaded: bool) -> int:
         """Bytes of ``model`` on a process's device once it is sharded, between two steps.

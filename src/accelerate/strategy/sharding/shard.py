@@ -155,31 +155,10 @@ class Sharder:
             if empty and initialize is not None:
                 initialize(module)
 
-    @torch.no_grad()
     def _brought(self, old: torch.Tensor, layout: Layout, values: Values) -> torch.Tensor:
-        dtype = torch.float32 if layout.widens(old) else old.dtype
         whole = old in layout.ignored or not isinstance(old, nn.Parameter)
-        stand_in = values.stand_in(old, dtype, self.device, whole=whole)
-        if stand_in is not None:
-            new: Any = stand_in
-            if old in layout.ignored:
-                layout.ignored.add(new)
-            return new
-        if old.is_meta:
-            data = torch.empty_like(old.data, dtype=dtype, device=self.device)
-        elif (old.device, old.dtype) == (self.device, dtype):
-            return old
-        else:
-            data = old.data.to(self.device, dtype)
-        if data.device == old.device and not isinstance(old, DTensor):
-            old.data = data
-            return old
-        if not isinstance(old, nn.Parameter):
-            return data
-        new = nn.Parameter(data, requires_grad=old.requires_grad)
-        if old in layout.ignored:
-            layout.ignored.add(new)
-        return new
+        stand_in = values.stand_in(old, layout.dtype_of(old), self.device, whole=whole)
+        return layout.brought(old, self.device) if stand_in is None else layout.instead(old, stand_in)
 
     def _same(self, modules: list[nn.Module], values: Values) -> None:
         """Gives a part the values of the first process."""

@@ -228,14 +228,6 @@ class Sharding(ShardedStrategy):
         if found:
             raise no_values(list(found))
 
-    def _together(self, operation: str, what: str) -> None:
-        """Makes sure that all processes are here: torch's own collectives would wait for those that are not.
-
-        Raises:
-            CollectiveError: on all ranks, if some do something else.
-        """
-        collective.all_objects(what, operation)
-
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """A full state on every process; each takes its part."""
         from accelerate.strategy.sharding.whole import load_model
@@ -248,7 +240,8 @@ class Sharding(ShardedStrategy):
         """Gathered, on the host of rank 0."""
         from accelerate.strategy.sharding.whole import optimizer_state
 
-        self._together("the state of an optimizer", type(optimizer).__name__)
+        # Torch's own collectives would wait for a rank that does something else.
+        collective.all_objects(type(optimizer).__name__, "the state of an optimizer")
         return optimizer_state(optimizer, self._leads)
 
     def load_optimizer(
