@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate.checkpoint import names, overview
 from accelerate.checkpoint.export import write_weights
 from accelerate.checkpoint.find import Candidate
-from accelerate.checkpoint.sharded import LazyTensor
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.tensors import as_dtype
 from accelerate.checkpoint.weights import Weights, cast_to, files_of, found_in, untied, weights_of
 from accelerate.core.errors import CheckpointError

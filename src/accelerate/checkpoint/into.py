@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import special
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.mapped import Maps
-from accelerate.checkpoint.sharded import LazyTensor
-from accelerate.checkpoint.tensors import as_dtype, canonical
+from accelerate.checkpoint.tensors import as_dtype, canonical, is_distributed
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ class Here:
     def bring(self, target: Target, saved: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
         """Copies into memory that there is; otherwise a view of the file."""
         here = target.tensor
-        if here.device.type != "meta" or isinstance(here, DTensor):
+        if here.device.type != "meta" or is_distributed(here):
             return into(here, saved, dtype, self.maps)
         return on_host(saved, dtype, self.maps)
 
@@ -143,14 +142,14 @@ def on_host(saved: LazyTensor, dtype: torch.dtype, maps: Maps) -> torch.Tensor:
 def into(here: torch.Tensor, saved: LazyTensor, dtype: torch.dtype, maps: Maps) -> torch.Tensor:
     """The values where a tensor is now, in place if it has memory of that dtype; of a DTensor, its part."""
     value = on_host(saved, saved.dtype, maps)
-    if isinstance(here, DTensor):
+    if is_distributed(here):
         return _part_into(here, value, dtype)
     if here.dtype == dtype and here.device.type != "meta":
         return here.copy_(value)
     return value.to(device=here.device, dtype=dtype)
 
 
-def _part_into(here: DTensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _part_into(here: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     local = here.to_local()
     if local.device.type == "meta" or local.dtype != dtype:
         local = torch.empty_like(local, device=here.device_mesh.device_type, dtype=dtype)
@@ -164,7 +163,7 @@ def _part_into(here: DTensor, value: torch.Tensor, dtype: torch.dtype) -> torch.
             local.copy_(part)
     if local is here.to_local() or local.data_ptr() == here.to_local().data_ptr():
         return here
-    return DTensor.from_local(
+    return type(here).from_local(
         local, here.device_mesh, here.placements, run_check=False, shape=here.shape, stride=here.stride()
     )
 
@@ -314,8 +313,9 @@ def _refuse_hollow(targets: list[Target], *, allow_missing: bool) -> None:
 def _refuse_misfits(where: Path, pairs: list[Pair], parts: bool) -> None:
     wrong: list[str] = []
     for pair in pairs:
-        here, there = pair.target.tensor, pair.saved
-        local = here.to_local().shape if parts and isinstance(here, DTensor) else here.shape
+        here: Any = pair.target.tensor
+        there = pair.saved
+        local = here.to_local().shape if parts and is_distributed(here) else here.shape
         if local != there.shape:
             wrong.append(f"{pair.name} has the shape {tuple(there.shape)}, in the model {tuple(local)}")
         elif here.dtype.is_floating_point != there.dtype.is_floating_point:

@@ -14,8 +14,9 @@ import torch
 from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.export import replace_file
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.sharded import LazyTensor, tensors_of
+from accelerate.checkpoint.sharded import tensors_of
 from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint.sharded import LazyTensor
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.weights import weights_of
 from accelerate.core.errors import AccelerateError
 from accelerate.world import collective

@@ -15,7 +15,6 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
-from accelerate.checkpoint.mapped import Place
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.moves import Files, Moves, Slice, Source
 from accelerate.core.errors import CheckpointError
 
@@ -247,41 +246,6 @@ def _box(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A saved tensor that is not read yet.
-
-    Attributes:
-        shape, dtype: its own.
-        places: where it lies; equal for tensors that are tied.
-        read: gives it, on the CPU.
-        place: where it can be mapped; None if it must be read.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    places: tuple[tuple[str, int, int], ...]
-    read: Callable[[], torch.Tensor]
-    place: Place | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it will take."""
-        return self.numel() * self.dtype.itemsize
-
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def element_size(self) -> int:
-        """Bytes of one."""
-        return self.dtype.itemsize
-
-    def detach(self) -> torch.Tensor:
-        """Reads it: so a writer takes it for a tensor, whose data it asks for once."""
-        return self.read()
 
 
 def model_folder(folder: str | os.PathLike[str]) -> Path:

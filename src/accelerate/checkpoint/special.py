@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accelerate.checkpoint.sharded import LazyTensor
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.core.errors import CheckpointError
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,6 +41,12 @@ def tied(state: Mapping[str, Any]) -> dict[str, str]:
         if owner != name:
             aliases[name] = owner
     return aliases
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a ``DTensor``. Who has one has imported their module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.mapped import Place
-from accelerate.checkpoint.sharded import LazyTensor, tensors_of
 from accelerate.core.errors import CheckpointError
 
 _DTYPES = {code: dtype for dtype, code in tensors._CODES.items()}
@@ -162,6 +162,8 @@ def _joined(shards: Mapping[Path, Iterable[str]]) -> Weights:
 
 
 def _sharded(folder: Path) -> Weights:
+    from accelerate.checkpoint.sharded import tensors_of
+
     return untied(tensors_of(folder))
 
 

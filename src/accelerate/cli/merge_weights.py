@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from accelerate.checkpoint.sharded import LazyTensor
+    from accelerate.checkpoint.lazy import LazyTensor
 
 description = "Joins the parts of a model that was saved sharded: model.safetensors, or shards with an index."
 _HELP = {

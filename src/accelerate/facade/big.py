@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint.into import Home, Keys, load
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.rank0 import from_rank0
-from accelerate.checkpoint.sharded import LazyTensor
 from accelerate.checkpoint.weights import weights_of
 from accelerate.core import packages
 from accelerate.core.errors import (

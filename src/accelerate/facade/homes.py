@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint.into import Here, Pair, Target, into, on_host
+from accelerate.checkpoint.lazy import LazyTensor
 from accelerate.checkpoint.mapped import Maps, Place
-from accelerate.checkpoint.sharded import LazyTensor
+from accelerate.checkpoint.tensors import is_distributed
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.offload.dispatch import home_of
 from accelerate.offload.folder import offload_weight, save_offload_index
@@ -135,7 +135,7 @@ class Spread:
         """The tensor on its device, in its file, or copied to where it is."""
         here, home = target.tensor, self._home(target)
         assert home is not None
-        if isinstance(here, DTensor):
+        if is_distributed(here):
             return into(here, saved, dtype, self.maps)
         if home == DISK:
             return self._on_disk_now(target, saved, dtype)

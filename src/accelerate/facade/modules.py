@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accelerate.checkpoint.tensors import is_distributed
 from accelerate.core import packages
 from accelerate.core.units import parse_bytes
 from accelerate.offload.measure import named_module_tensors
@@ -89,9 +90,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
     """Whether a parameter or buffer is spread over a device mesh."""
     if not torch.distributed.is_available():
         return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(tensor, DTensor) for _, tensor in named_module_tensors(model, recurse=True))
+    return any(is_distributed(tensor) for _, tensor in named_module_tensors(model, recurse=True))
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
