@@ -578,3 +578,24 @@ def halved() -> None:
 
 def test_stages_in_bfloat16(ranks: RankServer) -> None:
     ranks(2, halved)
+
+
+def compiled() -> list[str]:
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import TorchDynamoPlugin
+
+    found = []
+    for regional in (False, True):
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+        config = ParallelismConfig(pp_size=2)
+        accelerator = Accelerator(cpu=True, dynamo_plugin=plugin, parallelism_config=config)
+        with pytest.raises(ValueError, match="into stages") as caught:
+            accelerator.prepare(parity.decoder())
+        found.append(str(caught.value))
+    return found
+
+
+def test_stages_are_not_compiled(ranks: RankServer) -> None:
+    for words in same_on_all(ranks(2, compiled)):
+        assert words.startswith("pp_size=2 cuts models into stages")

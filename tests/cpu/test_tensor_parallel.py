@@ -402,3 +402,45 @@ def test_weights_come_from_where_they_are(ranks: RankServer, tmp_path: Path, siz
     for found in ranks(count, from_files, file, sizes):
         for how, losses in found.items():
             assert losses == pytest.approx(expected, abs=1e-5), how
+
+
+# ---------------------------------------------------------------- memory that runs out
+
+
+def searched(full: str) -> tuple[list[int], list[float], int]:
+    """The sizes that were tried, the losses of the last, and how many models are prepared then."""
+    from accelerate.utils import find_executable_batch_size
+
+    accelerator, tried = made({"tp_size": 2}), list[int]()
+
+    @find_executable_batch_size(starting_batch_size=4, reduce_batch_size_fn=lambda: 2)
+    def train(size: int) -> list[float]:
+        tried.append(size)
+        model = decoder()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        alone = full == "one" and not accelerator.is_main_process
+        if size > 2 and alone:
+            steps(accelerator, model, optimizer, 0, 1)
+            raise torch.OutOfMemoryError("simulated, and the other is in the forward")
+        found = steps(accelerator, model, optimizer, 0, 2)
+        if size > 2 and full != "one" and (full == "all" or not accelerator.is_main_process):
+            raise torch.OutOfMemoryError("simulated")
+        return found
+
+    return tried, train(), len(accelerator._models)
+
+
+@pytest.mark.parametrize("full", ["all", "one between steps"])
+def test_processes_of_a_layer_agree_on_a_batch(ranks: RankServer, full: str) -> None:
+    """The failed attempt leaves no model behind, and the next begins with the same numbers."""
+    expected = unclipped(2)[0]
+    for tried, losses, models in ranks(2, searched, full):
+        assert (tried, models) == ([4, 2], 1)
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_process_that_leaves_a_layer_alone_is_noticed(ranks: RankServer) -> None:
+    """The other waits for it inside of the layer: an error on both, and nobody hangs."""
+    outcomes = ranks.outcomes(2, searched, "one", grace=30, timeout=60)
+    assert [outcome.kind for outcome in outcomes] == ["CollectiveError"] * 2, list(map(str, outcomes))
+    assert "an exchange of distributed tensors" in outcomes[1].message

@@ -108,6 +108,9 @@ def test_what_prepare_would_refuse_is_refused() -> None:
         rehearse(empty, 6, parallelism=ParallelismConfig(dp_shard_size=4))
     with pytest.raises(AccelerateError, match="has weights"):
         rehearse(Decoder, 2, plugins=(layers(),))
+    engine = pytest.importorskip("accelerate").DeepSpeedPlugin(zero_stage=2)
+    with pytest.raises(AccelerateError, match="cannot be rehearsed"):
+        rehearse(empty, 2, plugins=(engine,))
     # The group that moves nothing is gone after each.
     assert not torch.distributed.is_initialized()
     with processes(0, 2), pytest.raises(AccelerateError, match="inside a process group"):

@@ -134,6 +134,7 @@ def make(
         _check_trained(bundle, precision)
     steps = [*_model_steps(bundle, world, precision, strategy)]
     if compiler.enabled and bundle.of("model"):
+        strategy.check_compiler()
         how = "block by block" if compiler.use_regional_compilation else "as a whole"
         reason = f"torch.compile, {str(compiler.backend).lower()}, {how}, in place"
         steps.append(Step("compile", reason, lambda b: _compile(b, compiler, strategy, precision)))

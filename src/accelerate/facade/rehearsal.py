@@ -143,6 +143,12 @@ def _once(model: nn.Module, request: Request, optimizer: str) -> Rehearsal:
         )
     total = sum(parameter.numel() for parameter in model.parameters())
     strategy = choose(request)
+    if strategy.owns_step:
+        raise PrepareError(
+            f"the strategy {strategy.name} cannot be rehearsed with empty tensors",
+            why="its engine is another library, which fills and moves the weights while it is made",
+            fix="accelerate plan MODEL counts what its stages hold",
+        )
     for plugin in strategy.plugins.values():
         if hasattr(plugin, "param_init_fn") and plugin.param_init_fn is None:
             plugin.param_init_fn = _leave

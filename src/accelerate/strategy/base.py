@@ -107,6 +107,13 @@ class Strategy(SharesData, Trains, HasStates, ABC):
             what = f"the strategy {self.name} is not built yet"
             raise NotBuiltError(what, why=self.planned, fix=self.instead)
 
+    def check_compiler(self) -> None:
+        """Refuses models that are to be compiled, where they cannot be.
+
+        Raises:
+            SettingError: with the reason.
+        """
+
     @abstractmethod
     def steps(self, bundle: Bundle) -> Iterator[Step]:
         """What will be done to ``bundle``, in order. Must not change anything by itself."""

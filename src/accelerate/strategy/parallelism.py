@@ -124,6 +124,15 @@ class Parallelism(Sharding):
         for dimension in self.dimensions:
             dimension.check()
 
+    def check_compiler(self) -> None:
+        """Stages are made by what stands around the layers, and no graph has that."""
+        if self.config.pp_enabled:
+            raise SettingError(
+                f"pp_size={self.config.pp_size} cuts models into stages, and torch.compile is asked for",
+                why="the model's forward is read on empty tensors, and each process runs its layers only",
+                fix="leave dynamo_backend and dynamo_plugin out; compile functions inside of your layers",
+            )
+
     # --- who has which data
 
     @cached_property

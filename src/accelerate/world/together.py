@@ -377,6 +377,7 @@ def _torch() -> tuple[str, ...]:
 # Files of torch that may wait for other ranks -> what the user knows it as; empty: the function's own name.
 _WAITS = {
     "distributed/distributed_c10d.py": "",
+    "distributed/_functional_collectives.py": "an exchange of distributed tensors",
     "nn/parallel/distributed.py": "a forward of the model",
     "autograd/graph.py": "backward",
 }

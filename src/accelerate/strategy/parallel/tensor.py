@@ -21,6 +21,7 @@ from accelerate.core.effects import Effect, Option
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import Bundle, Step
 from accelerate.strategy.parallel.base import Dimension
+from accelerate.world import together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +38,7 @@ class Tensor(Dimension):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._done: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._counted = False
 
     def effects(self) -> Iterator[Effect]:
         """Exchanges are not overlapped with products yet."""
@@ -75,6 +77,7 @@ class Tensor(Dimension):
         return None
 
     def _share(self, bundle: Bundle, found: dict[nn.Module, Found | None]) -> None:
+        self._count()
         for model, plan in found.items():
             if plan is not None:
                 self._cut(model, plan, bundle)
@@ -82,6 +85,16 @@ class Tensor(Dimension):
                 self.strategy.models.add(model)
             self._done.add(model)
             _Once(self.mesh[self.name]).attach(model)
+
+    def _count(self) -> None:
+        """A process that waits in a layer for one that waits elsewhere is noticed."""
+        watch = together.current()
+        if watch is None or self._counted or self.strategy._stages:
+            return
+        self._counted = True
+        groups = [mesh[self.name].get_group() for mesh in (self.mesh, self.strategy._plane)]
+        for group in {group.group_name: group for group in groups}.values():
+            watch.count(group)
 
     def _cut(self, model: nn.Module, plan: Found, bundle: Bundle) -> None:
         from accelerate.strategy.parallel.tensor_cut import Cutter
