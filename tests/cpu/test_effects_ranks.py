@@ -136,6 +136,13 @@ def test_options_of_sharding_are_seen_on_the_shards(ranks: RankServer) -> None:
     assert count == whole
 
 
+def test_the_format_and_the_switch_of_the_first_version_are_seen_too(ranks: RankServer) -> None:
+    """Autocast is on the user's model, inside of torch's wrapper, and one plug-in asks for either version."""
+    found = same_on_all(ranks(2, shards, {"fsdp_version": 1}, ""))
+    assert found["mixed_precision"] == (True, "")
+    assert all(applied for applied, _ in found.values()), found
+
+
 @pytest.mark.parametrize(
     ("impossible", "option", "why"),
     [

@@ -127,9 +127,13 @@ class Effects(Processes):
                     yield option.failed(f"mixed_precision is {self.precision.name!r}", matters=False)
 
     def _on_models(self, precision: Precision, option: Option) -> Effect:
-        return (
-            precision.effect(option, self._models) if self._models else option.pending("no model is prepared")
-        )
+        """Seen on the prepared models, or inside of a wrapper on the user's own."""
+        if not self._models:
+            return option.pending("no model is prepared")
+        inside = [
+            self.strategy.unwrap(model) if precision.missing(model) else model for model in self._models
+        ]
+        return precision.effect(option, inside)
 
     def _of_data(self) -> Iterator[Option]:
         for option in differing(self.dataloader_config):

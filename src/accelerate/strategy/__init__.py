@@ -33,7 +33,11 @@ def choose(request: Request) -> Strategy:
 
 
 def idle(request: Request, chosen: Strategy) -> Iterator[Effect]:
-    """What was asked of strategies other than the one that was chosen; none of it is applied."""
+    """What was asked of strategies other than the one that was chosen; none of it is applied.
+
+    Two versions of one way of training have the same switch and plug-in, which ask for the chosen one.
+    """
+    taken = {option.name for option in chosen.asked(request)}
     for strategy in STRATEGIES:
         if strategy is type(chosen):
             continue
@@ -42,4 +46,5 @@ def idle(request: Request, chosen: Strategy) -> Iterator[Effect]:
             f"the strategy is {chosen.name}" if request.world.size > 1 else "there is one process"
         )
         for option in strategy.asked(request):
-            yield option.failed(why, matters=bool(reason))
+            if option.name not in taken:
+                yield option.failed(why, matters=bool(reason))
