@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,12 @@ from tests.support.ranks import RankServer
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+def pytest_collection_finish() -> None:
+    """What all modules have imported stays: no collection in a test, or in what it forks, walks it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
