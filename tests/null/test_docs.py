@@ -53,7 +53,8 @@ def inline(page: str) -> list[str]:
 
 def commands(page: str) -> list[str]:
     """Command lines: of shell blocks, and in the text."""
-    lines = [line.split(" #")[0].strip() for _, body in blocks(page, "sh") for line in body.splitlines()]
+    bodies = [body.replace("\\\n", " ") for _, body in blocks(page, "sh")]
+    lines = [line.split(" #")[0].strip() for body in bodies for line in body.splitlines()]
     programs = ("make", "accelerate", "torchrun", "python")
     return [*filter(None, lines), *(word for word in inline(page) if word.split()[0] in programs)]
 
