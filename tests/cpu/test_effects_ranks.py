@@ -143,6 +143,22 @@ def test_the_format_and_the_switch_of_the_first_version_are_seen_too(ranks: Rank
     assert all(applied for applied, _ in found.values()), found
 
 
+def meshed() -> Said:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    model = tiny()
+    prepared(accelerator, model, adamw(model))
+    return said(accelerator)
+
+
+def test_a_mesh_takes_the_plugin_of_sharding(ranks: RankServer) -> None:
+    found = same_on_all(ranks(2, meshed))
+    assert all(applied for applied, _ in found.values()), found
+    assert {"dp_shard_size", "fsdp_reshard_after_forward"} <= found.keys()
+
+
 @pytest.mark.parametrize(
     ("impossible", "option", "why"),
     [

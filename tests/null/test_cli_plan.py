@@ -256,7 +256,7 @@ def test_a_picture_is_drawn(cli: Run, folder: Path, tmp_path: Path) -> None:
         (("--gpus", "many"), "'many' does not say how many devices there are"),
         (("--gpus", "8x80GB", "--optimizer", "adamv"), "did you mean 'adam'"),
         (("--gpus", "8x80GB", "--mixed-precision", "bf61"), "unknown mixed precision 'bf61'"),
-        (("--gpus", "8x80GB", "--take", "99", "--write", "x.yaml"), "unknown row '99'"),
+        (("--gpus", "8x80GB", "--take", "99", "--write", "x.yaml"), "there is no row 99"),
         (("--gpus", "8x1KB", "--write", "x.yaml"), "nothing fits, so there is nothing to write"),
         ((), "--gpus"),
     ],

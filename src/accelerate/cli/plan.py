@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.cli.bars import bars, create_ascii_table, plot, size_text
-from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.errors import SettingError
 from accelerate.core.units import show_count
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def _plan(model: str, gpus: str, **given: Any) -> None:
     from accelerate.offload.estimate import layouts, skeleton
     from accelerate.offload.estimate.bill import Training, facts_of
 
+    _refuse_taken(given["write"])
     on = layouts.devices(gpus)
     names = ("batch", "length", "accumulation", "mixed_precision", "optimizer")
     how = Training(**{name: given[name] for name in names})
@@ -109,7 +110,7 @@ def _chosen(found: Sequence[Way], best: Way | None, take: int | None) -> Way | N
     if take is None:
         return best
     if not 1 <= take <= len(found):
-        raise UnknownNameError("row", str(take), [str(number + 1) for number in range(len(found))])
+        raise SettingError(f"there is no row {take}", fix=f"--take a number from 1 to {len(found)}")
     return found[take - 1]
 
 
@@ -176,12 +177,16 @@ def write(path: Path, way: Way, on: Devices, precision: str, accumulation: int =
     """
     from accelerate.cli.wizard import keys
 
-    if path.exists():
-        raise SettingError(f"{path} is there already", fix="name another file, or remove it first")
+    _refuse_taken(path)
     pairs = {**way.job, "mixed_precision": precision, "num_processes": on.count}
     pairs |= {"num_machines": on.nodes} if on.nodes > 1 else {}
     pairs |= {"gradient_accumulation_steps": accumulation} if accumulation > 1 else {}
     keys.set_in(path, [f"{name}={value}" for name, value in pairs.items()])
+
+
+def _refuse_taken(path: str | Path | None) -> None:
+    if path and Path(path).exists():
+        raise SettingError(f"{path} is there already", fix="name another file, or remove it first")
 
 
 PLUGIN = _plan

@@ -18,6 +18,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.setting import load
 from accelerate.strategy.base import Bundle, Request, Share, Step
 from accelerate.strategy.settings.parallelism import ParallelismSettings, ParallelismSwitch
+from accelerate.strategy.sharding.base import asked
 from accelerate.strategy.sharding.strategy import Sharding
 
 if TYPE_CHECKING:
@@ -68,8 +69,10 @@ class Parallelism(Sharding):
 
     @classmethod
     def asked(cls, request: Request) -> Iterator[Option]:
-        """The switch, and the sizes."""
+        """The switch, and what says how its shards are made."""
         yield from given(load(ParallelismSwitch))
+        if cls.claims(request):
+            yield from asked(request)
 
     def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
         """How parameters are sharded, each size, and what dimensions say of their options."""

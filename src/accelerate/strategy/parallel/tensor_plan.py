@@ -156,7 +156,9 @@ def _matched(model: nn.Module, modules: Mapping[str, nn.Module], given: Mapping[
 
 
 def _no_plan(model: nn.Module) -> PrepareError:
-    linear = next((n for n, m in model.named_modules() if isinstance(m, nn.Linear)), "layers.*.up")
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    widening = (re.sub(r"\b\d+\b", "*", n) for n, m in layers if m.out_features > m.in_features)
+    linear = next(widening, "layers.*.up")
     return PrepareError(
         f"tensor parallel: the {type(model).__name__} has no plan of what is shared",
         why="only the author of a model knows which of its layers can be cut by columns and by rows",
