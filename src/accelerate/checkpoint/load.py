@@ -67,7 +67,7 @@ def load(
 ) -> Loaded:
     """Puts a checkpoint back into ``parts`` on all ranks together.
 
-    Everything is verified and read before the first object is changed.
+    Everything is verified, looked up and compared before the first object is changed.
 
     Args:
         parts: the objects to fill, in the order they were saved. What was saved and is not asked for stays

@@ -1,4 +1,4 @@
-"""From files to objects: everything is read and checked first, then put back."""
+"""From files to objects: everything is checked first, then put back."""
 
 from __future__ import annotations
 
