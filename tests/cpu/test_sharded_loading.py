@@ -245,7 +245,7 @@ def test_a_model_that_nobody_filled_is_not_saved(tmp_path: Path, ranks: RankServ
     found = same_on_all(ranks(2, saved_empty, str(tmp_path / "model.safetensors"), str(folder)))
     assert found.pop("there") == "['mine']"
     for name, words in found.items():
-        assert words.startswith("there are no values in layers.1.down.weight\n"), name
+        assert "there are no values in layers.1.down.weight\n" in words, name
 
 
 # --- memory

@@ -37,6 +37,7 @@ class Part:
         spread: gives what saves and loads the same state in parts, always the same object; None where
             that is not possible.
         like: for a model, a state with its names and ties that costs nothing to make; ``state_dict`` if None.
+        check: raises what stands against saving it, and looks at this rank only; None if nothing can.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Part:
     load_state_dict: Callable[..., Any]
     spread: Callable[[], Spread] | None = None
     like: Callable[[], Mapping[str, Any]] | None = None
+    check: Callable[[], None] | None = None
 
 
 class OwnFiles(Protocol):

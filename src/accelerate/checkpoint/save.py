@@ -16,7 +16,7 @@ import torch
 from accelerate.checkpoint import background, collect, commit, snapshot, where
 from accelerate.checkpoint.mailbox import Mailbox, opened
 from accelerate.checkpoint.manifest import Manifest, PartEntry
-from accelerate.checkpoint.parts import Parts
+from accelerate.checkpoint.parts import Part, Parts
 from accelerate.checkpoint.places import Address, open_store, split
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.ranks import Ranks
@@ -149,6 +149,9 @@ class _Save:
         together, stage = self.stage.ranks.together, self.stage
         with together(self.doing):
             self.parts.check()
+            for model in self.parts.models:
+                if isinstance(model, Part) and model.check is not None:
+                    model.check()
             stage.open()
         with together(self.doing) as planned:
             # May be collective, so no rank begins before all have come this far.

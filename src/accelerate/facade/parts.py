@@ -25,6 +25,7 @@ def model_part(strategy: Strategy, model: nn.Module) -> Part:
         partial(strategy.load, model),
         spread=cache(partial(spread_model, strategy, model)) if strategy.spreads else None,
         like=partial(strategy.like, model) if strategy.shards else None,
+        check=partial(strategy.check_filled, model),
     )
 
 

@@ -142,7 +142,6 @@ class Saving(Processes):
             CheckpointError: on every process; what was there before is untouched. Also when the save before
                 failed in the background: this one has not begun then.
         """
-        self.strategy.check_filled(self._models, "save the checkpoint")
         parts = self._parts()
         own = self.strategy.own_files(self._models, save_model_func_kwargs) if sharded is not False else []
         if own:

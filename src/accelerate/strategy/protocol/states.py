@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,15 +52,11 @@ class HasStates:
         """Loads what ``state`` gave; the result lists missing and unexpected names."""
         return model.load_state_dict(state, strict=strict)
 
-    def check_filled(self, models: Iterable[nn.Module], operation: str) -> None:
-        """Refuses to save models that have no values yet. Where the strategy ``shards``, all call it.
-
-        Args:
-            models: prepared.
-            operation: what is done.
+    def check_filled(self, model: nn.Module) -> None:
+        """Refuses to save a prepared model that has no values yet; each process looks at what it has.
 
         Raises:
-            PrepareError: on all processes, with the names of what is empty.
+            PrepareError: with the names of what is empty.
         """
 
     def exact_state(self, model: nn.Module) -> dict[str, Any]:

@@ -196,9 +196,7 @@ class _Gate:
         return [name for name, tensor in _named(model) if _here(tensor).data_ptr() in places]
 
     def _check(self, model: nn.Module, _: Any) -> None:
-        names = self.names(model)
-        if names:
-            raise no_values(names)
+        refuse_hollow(self.names(model))
         self._handle.remove()
         _GATES.pop(model, None)
 
@@ -212,16 +210,22 @@ def hollow(model: nn.Module) -> list[str]:
     return gate.names(model) if gate is not None else []
 
 
-def no_values(names: Sequence[str]) -> PrepareError:
-    """What is said of tensors without values."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return PrepareError(
-        f"there are no values in {', '.join(names[:3])}{more}",
-        why="the model was on the meta device when it was prepared, on rank 0 too, and nothing has been "
-        "loaded into it since",
-        fix="load_checkpoint_in_model(model, folder), before prepare or after it, or give the plugin a "
-        "param_init_fn",
-    )
+def refuse_hollow(names: Iterable[str]) -> None:
+    """Refuses to use tensors without values.
+
+    Raises:
+        PrepareError: there are some.
+    """
+    found = list(dict.fromkeys(names))
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise PrepareError(
+            f"there are no values in {', '.join(found[:3])}{more}",
+            why="the model was on the meta device when it was prepared, on rank 0 too, and nothing has been "
+            "loaded into it since",
+            fix="load_checkpoint_in_model(model, folder), before prepare or after it, or give the plugin a "
+            "param_init_fn",
+        )
 
 
 def _named(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

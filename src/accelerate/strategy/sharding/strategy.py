@@ -214,19 +214,18 @@ class Sharding(ShardedStrategy):
 
     def state(self, model: nn.Module) -> dict[str, Any]:
         """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
+        from accelerate.strategy.sharding.load import hollow, refuse_hollow
         from accelerate.strategy.sharding.whole import model_state
 
-        self.check_filled((model,), "get_state_dict")
+        every = collective.all_objects(hollow(model), "get_state_dict")
+        refuse_hollow(name for names in every for name in names)
         return model_state(model, self._leads)
 
-    def check_filled(self, models: Iterable[nn.Module], operation: str) -> None:
-        """Each process looks at its parts, and hears of those of the others."""
-        from accelerate.strategy.sharding.load import hollow, no_values
+    def check_filled(self, model: nn.Module) -> None:
+        """Its parts on this process."""
+        from accelerate.strategy.sharding.load import hollow, refuse_hollow
 
-        mine = [name for model in models for name in hollow(model)]
-        found = dict.fromkeys(name for names in collective.all_objects(mine, operation) for name in names)
-        if found:
-            raise no_values(list(found))
+        refuse_hollow(hollow(model))
 
     def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """A full state on every process; each takes its part."""
