@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate import DeepSpeedPlugin
 from accelerate.core.errors import AccelerateError
 from accelerate.facade.rehearsal import main, processes, rehearse
 from accelerate.offload.estimate.bill import Training, facts_of
@@ -108,7 +109,7 @@ def test_what_prepare_would_refuse_is_refused() -> None:
         rehearse(empty, 6, parallelism=ParallelismConfig(dp_shard_size=4))
     with pytest.raises(AccelerateError, match="has weights"):
         rehearse(Decoder, 2, plugins=(layers(),))
-    engine = pytest.importorskip("accelerate").DeepSpeedPlugin(zero_stage=2)
+    engine = DeepSpeedPlugin(zero_stage=2)
     with pytest.raises(AccelerateError, match="cannot be rehearsed"):
         rehearse(empty, 2, plugins=(engine,))
     # The group that moves nothing is gone after each.
