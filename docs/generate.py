@@ -365,6 +365,8 @@ def settings_page() -> str:
     parts += ["## Variables that describe a run", _PROTOCOL]
     parts.append(table(["Variable", "Meaning"], ([code(n), cell(t)] for n, t in environ.PROTOCOL.items())))
     parts += ["## Which devices a process sees", _VISIBLE, table(["Device", "Variable"], _visible())]
+    parts += ["## What a device's processes are given", _GIVEN]
+    parts.append(table(["Device", "Variable", "Value"], _given()))
     return "\n\n".join(parts) + "\n"
 
 
@@ -406,6 +408,8 @@ be left out."""
 _PROTOCOL = "They have no flag and no key: a launcher, a scheduler or the shell sets them."
 
 _VISIBLE = "`accelerate launch --gpu_ids 0,2` sets the variable of the device at hand for what it starts."
+_GIVEN = """A launcher sets these before torch is loaded; without one, the first `Accelerator` or
+`PartialState` does. What you have set yourself stays. `accelerate launch --dry-run` shows them."""
 
 
 def _setting(row: Any) -> list[str]:
@@ -428,6 +432,14 @@ def _visible() -> Iterator[list[str]]:
 
     for device in accelerators():
         yield [code(device.type), code(device.visible_variable or "")]
+
+
+def _given() -> Iterator[list[str]]:
+    from accelerate import device as devices
+
+    for name in devices.DEVICES.names():
+        for variable, value in devices.get(name).environment.items():
+            yield [code(name), code(variable), code(value)]
 
 
 # --- options of a class -------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 20 blocks of width 2048 in bf16, 2.0 GB of safetensors that are in the page cache; SGD, one sequence of 8
 tokens per process. The wall time of the whole command, torchrun and imports with it. By hand: made on the
 meta device, `fully_shard`, `to_empty`, and torch.distributed.checkpoint, whose reader of safetensors gives
-each process its slices. Ours: `init_empty_weights`, `load_checkpoint_in_model`, `prepare`. The losses of the
-step are compared bit for bit. Memory: the peak of rank 0 that is no page of a file, until it is sharded.
+each process its slices. Ours: `init_empty_weights`, `load_checkpoint_in_model`, `prepare`; on the CPU the
+package asks torch for large pages of memory, and most of the time by hand is first writes to small ones. The
+losses of the step are compared bit for bit. Memory: the peak of rank 0 that is no page of a file, until it is
+sharded.
 """
 
 from __future__ import annotations

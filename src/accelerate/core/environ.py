@@ -80,6 +80,11 @@ def truth(text: str, *, where: str) -> bool:
     )
 
 
+def unset(values: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``values`` whose variables are not set; one that is set to nothing is set."""
+    return {name: value for name, value in values.items() if name not in os.environ}
+
+
 def write(values: Mapping[str, object | None]) -> None:
     """Sets variables of this process; None removes one."""
     for name, value in values.items():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import DeviceError
@@ -38,6 +39,8 @@ class Device:
         out_of_memory: fragments of the messages of its out-of-memory errors.
         pins: its copies to pinned host memory go on while the program does.
         starts_ranks: its runtime starts the processes of a function itself (``start_ranks``).
+        environment: variables of the processes that compute on it; one that is set already is left alone.
+            Launchers set them before torch is loaded, and a process that none has started sets them itself.
 
     ``index`` is the number of a device among the visible ones everywhere; None means the current one.
     """
@@ -56,6 +59,7 @@ class Device:
     out_of_memory: tuple[str, ...] = ("out of memory",)
     pins: bool = False
     starts_ranks: bool = False
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, type: str | None = None) -> None:
         self.type = type or self.type

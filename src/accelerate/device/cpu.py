@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accelerate.device.base import Device
@@ -21,6 +22,9 @@ class Cpu(Device):
     backend = "gloo"
     distributed_type = "MULTI_CPU"
     rng_key = "torch_manual_seed"
+    # A step takes its large tensors from the system and gives them back. First writes to small pages then
+    # cost more than the arithmetic of many a layer; torch's allocator asks for pages of 2 MiB if told so.
+    environment = MappingProxyType({"THP_MEM_ALLOC_ENABLE": "1"})
     out_of_memory = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
     def available(self) -> bool:

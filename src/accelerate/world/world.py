@@ -215,7 +215,7 @@ def _again(world: World, settings: WorldSettings, *, asked_cpu: bool) -> World:
             why="the device of a group of processes cannot change while it is open",
             fix="create the first Accelerator or PartialState with cpu=True",
         )
-    return dataclasses.replace(world, device=devices.get("cpu").torch_device(0))
+    return dataclasses.replace(world, device=_take(devices.get("cpu"), 0))
 
 
 def _alone(settings: WorldSettings) -> World:
@@ -346,13 +346,10 @@ def _device(
                 f"and {fixed} (ACCELERATE_TORCH_DEVICE)",
                 fix="keep one of them",
             )
-        chosen = devices.get(kind)
-        number = int(index) if index.isdecimal() else 0
-        chosen.bind(number)
-        return chosen.torch_device(number)
+        return _take(devices.get(kind), int(index) if index.isdecimal() else 0)
     hardware = devices.get("cpu") if settings.use_cpu else devices.detect()
     if hardware.type == "cpu":
-        return hardware.torch_device(0)
+        return _take(hardware, 0)
     count = hardware.count()
     enough = local_size <= count or (narrows and local_size <= hardware.present(devices.Machine()))
     if not enough:
@@ -361,8 +358,14 @@ def _device(
             why="each process needs a device of its own",
             fix=f"start {count} process(es) here, or use the CPU: accelerate launch --cpu ...",
         )
-    hardware.bind(local_rank % count)
-    return hardware.torch_device(local_rank % count)
+    return _take(hardware, local_rank % count)
+
+
+def _take(hardware: devices.Device, index: int) -> torch.device:
+    """Makes a device the current one, in an environment as its processes need it."""
+    environ.write(environ.unset(hardware.environment))
+    hardware.bind(index)
+    return hardware.torch_device(index)
 
 
 def _backend_of(device: torch.device, joined: str) -> str:

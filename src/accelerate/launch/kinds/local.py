@@ -101,7 +101,7 @@ def _effects(request: Request, where: Place) -> Iterator[tuple[str, str]]:
 
 def shared_variables(request: Request, where: Place, machine: Machine) -> dict[str, object | None]:
     """What every process of the job is told; None removes a variable that it must not inherit."""
-    told: dict[str, object | None] = dict(request.handed())
+    told: dict[str, object | None] = {**environ.unset(where.device.environment), **request.handed()}
     if where.device.type == "cpu" and request.get("distributed_type") == "MULTI_CPU":
         told["ACCELERATE_USE_CPU"] = "true"
     if where.visible is not None and where.device.visible_variable is not None:

@@ -79,7 +79,7 @@ def notebook_launcher(
     _refuse_nested("notebook_launcher")
     device, count = _hardware()
     processes = _processes(num_processes, device, count)
-    told = _told(mixed_precision)
+    told = {**environ.unset(device.environment), **_told(mixed_precision)}
     alone = processes * num_nodes == 1 and rdzv_backend == "static"
     _say(processes, device, here=alone and not max_restarts)
     if device.starts_ranks and processes > 1:
