@@ -75,7 +75,7 @@ def test_mixed_dtypes_are_aligned_and_complete(tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every tensor has several."""
-    monkeypatch.setattr(reading, "_PART", 1000)
+    monkeypatch.setattr(reading, "PART", 1000)
     monkeypatch.setattr(reading, "_LARGE", 500)
 
 

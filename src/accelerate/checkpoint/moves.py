@@ -20,27 +20,9 @@ import torch
 from accelerate.checkpoint import pickles
 from accelerate.checkpoint.digest import cores
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.reading import memory, plain
+from accelerate.checkpoint.reading import PART, memory, plain, read_at, read_part
 
-_PART = 4 * 2**20
 _ZIP = b"PK\x03\x04"
-
-
-def read_at(number: int, view: memoryview, offset: int) -> int:
-    """Reads bytes of an open file from ``offset`` on, until ``view`` is full or the file ends; how many."""
-    done = 0
-    while done < len(view):
-        if hasattr(os, "preadv"):
-            got = os.preadv(number, [view[done:]], offset + done)
-        else:
-            os.lseek(number, offset + done, os.SEEK_SET)
-            piece = os.read(number, len(view) - done)
-            got = len(piece)
-            view[done : done + got] = piece
-        if got == 0:
-            break
-        done += got
-    return done
 
 
 class Slice(io.RawIOBase):
@@ -167,8 +149,8 @@ class Moves:
             return False
         at = found.start + int(source.storage_offset()) * source.element_size()
         view = memory(target)
-        for first in range(0, len(view), _PART):
-            self.straight.append((found.path, at + first, view[first : first + _PART]))
+        for first in range(0, len(view), PART):
+            self.straight.append((found.path, at + first, view[first : first + PART]))
         self.touched.append(target)
         return True
 
@@ -193,7 +175,5 @@ class Moves:
 
 def _read(job: tuple[Path, int, memoryview]) -> None:
     path, at, view = job
-    with file_errors("read", path), path.open("rb", buffering=0) as file:
-        got = read_at(file.fileno(), view, at)
-        if got < len(view):
-            raise EOFError(f"it ends at {at + got} bytes, {len(view)} were expected at {at}")
+    with file_errors("read", path):
+        read_part(path, at, view)

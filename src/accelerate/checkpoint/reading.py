@@ -24,8 +24,38 @@ from accelerate.checkpoint.digest import cores
 from accelerate.checkpoint.errors import file_errors
 from accelerate.core.errors import CheckpointError
 
-_PART = 4 * 2**20
+PART = 4 * 2**20
 _LARGE = 2**20
+
+
+def read_at(number: int, view: memoryview, offset: int) -> int:
+    """Reads bytes of an open file from ``offset`` on, until ``view`` is full or the file ends; how many."""
+    done = 0
+    while done < len(view):
+        if hasattr(os, "preadv"):
+            got = os.preadv(number, [view[done:]], offset + done)
+        else:
+            os.lseek(number, offset + done, os.SEEK_SET)
+            piece = os.read(number, len(view) - done)
+            got = len(piece)
+            view[done : done + got] = piece
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def read_part(path: Path, at: int, view: memoryview) -> None:
+    """Fills ``view`` with the bytes of a file from position ``at`` on.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        got = read_at(file.fileno(), view, at)
+    if got < len(view):
+        raise EOFError(f"it ends at {at + got} bytes, {len(view)} were expected at {at}")
 
 
 def read_into(path: Path, at: int, target: memoryview, pool: ThreadPoolExecutor) -> None:
@@ -35,18 +65,8 @@ def read_into(path: Path, at: int, target: memoryview, pool: ThreadPoolExecutor)
         EOFError: the file ends before.
         OSError: it cannot be read.
     """
-
-    def part(start: int) -> None:
-        view = target[start : start + _PART]
-        with path.open("rb", buffering=0) as file:
-            file.seek(at + start)
-            while view:
-                got = file.readinto(view)
-                if not got:
-                    raise EOFError(f"{path} ends at {file.tell()} bytes, {len(target)} were expected at {at}")
-                view = view[got:]
-
-    for _ in pool.map(part, range(0, len(target), _PART)):
+    starts = range(0, len(target), PART)
+    for _ in pool.map(lambda start: read_part(path, at + start, target[start : start + PART]), starts):
         pass
 
 
