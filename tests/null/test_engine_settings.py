@@ -505,6 +505,12 @@ def test_the_engines_file_may_be_the_text_itself(asks: Any) -> None:
         ),
         ({"use_megatron_lm": True, "megatron_lm_recompute_granularity": "some"}, "'some' of megatron_lm_re"),
         ({"use_parallelism_config": True, "parallelism_config_cp_comm_strategy": "ring"}, "'ring'"),
+        ({"use_fsdp": True, "fsdp_sharding_strategy": "FUL_SHARD"}, "'FUL_SHARD' of fsdp_sharding_strategy"),
+        ({"use_fsdp": True, "fsdp_backward_prefetch": "4"}, "'4' of fsdp_backward_prefetch"),
+        (
+            {"file": "distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_type: FULL\n"},
+            "'FULL' of fsdp_state_dict_type (",
+        ),
         ({"fp8_backend": "tea"}, "unknown value 'tea' of fp8_backend"),
         ({"fp8_margin": "1.5"}, "fp8_margin is a whole number"),
         ({"zero_stage": "2"}, "--zero_stage is given, but --use_deepspeed is not"),
@@ -520,6 +526,22 @@ def test_bad_values_are_refused_before_anything_starts(asks: Any, flags: Any, wo
     with pytest.raises(SettingError) as error:
         asks(**flags)
     assert words in error.value.what
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "value"),
+    [
+        ("fsdp_sharding_strategy", "2", "SHARD_GRAD_OP"),
+        ("fsdp_sharding_strategy", "_hybrid_shard_zero2", "HYBRID_SHARD_ZERO2"),
+        ("fsdp_backward_prefetch", "backward_post", "BACKWARD_POST"),
+        ("fsdp_state_dict_type", "3", "SHARDED_STATE_DICT"),
+    ],
+)
+def test_names_may_be_said_by_their_numbers(asks: Any, name: str, said: str, value: str) -> None:
+    """As old files do; the script is handed the name."""
+    request = asks(use_fsdp=True, **{name: said})
+    assert request.get(name) == value
+    assert request.handed()[name.upper()] == value
 
 
 def test_every_declared_variable_is_a_promised_one() -> None:

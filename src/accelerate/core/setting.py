@@ -44,6 +44,7 @@ class Setting:
         section: the nested table of the YAML file it lives in, "" for the top level.
         prefix: what a key inside the section may or may not carry (``fsdp_``).
         choices: allowed values, empty for any.
+        aliases: what else stands for one of them: the text, in small letters, and the choice.
         topic: heading of the help.
         question: what the wizard asks; empty when it does not.
         when: the wizard asks only if these settings have one of these values, by name.
@@ -60,6 +61,7 @@ class Setting:
     section: str
     prefix: str
     choices: tuple[Any, ...]
+    aliases: Mapping[str, Any]
     topic: str
     question: str
     when: Mapping[str, Container[Any]]
@@ -86,6 +88,7 @@ def setting(
     variable: str | None | Literal[True] = True,
     in_file: bool = True,
     choices: Sequence[Any] = (),
+    aliases: Mapping[str, Any] | None = None,
     topic: str = "",
     question: str = "",
     when: Mapping[str, Container[Any]] | None = None,
@@ -102,6 +105,7 @@ def setting(
         variable: environment variable; True derives ``ACCELERATE_<NAME>``, None means there is none.
         in_file: whether it may stand in a configuration file.
         choices: allowed values.
+        aliases: what else stands for one of them: the text, in small letters, and the choice.
         topic: heading of the help; empty takes the class's ``__topic__``.
         question: what the wizard asks; empty means it does not ask.
         when: the wizard asks only if these settings have one of these values, by name.
@@ -116,6 +120,7 @@ def setting(
         "variable": variable,
         "in_file": in_file,
         "choices": tuple(choices),
+        "aliases": aliases or {},
         "topic": topic,
         "question": question,
         "when": when or {},
@@ -157,6 +162,7 @@ def declared(cls: type) -> tuple[Setting, ...]:
                 section=section,
                 prefix=prefix,
                 choices=meta["choices"] or _literal_choices(kind),
+                aliases=meta["aliases"],
                 topic=meta["topic"] or getattr(cls, "__topic__", ""),
                 question=meta["question"],
                 when=meta["when"],
@@ -374,7 +380,7 @@ def checked(row: Setting, value: Any, where: str, *, text: bool) -> Any:
 def _chosen(row: Setting, value: Any, where: str) -> Any:
     if value is None or value in row.choices:
         return value
-    folded = {str(choice).lower(): choice for choice in row.choices}
+    folded = {str(choice).lower(): choice for choice in row.choices} | dict(row.aliases)
     word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
     if word.lower() in folded:
         return folded[word.lower()]

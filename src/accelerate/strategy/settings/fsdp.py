@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from accelerate.core.frozen import frozen
 from accelerate.core.setting import setting
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+
+
+def _numbers(names: Sequence[str]) -> dict[str, str]:
+    """Files may say a name by its number, counted from 1."""
+    return {str(number): name for number, name in enumerate(names, 1)}
 
 
 @frozen
@@ -75,6 +85,8 @@ class FSDPSettings:
     fsdp_state_dict_type: str | int | None = setting(
         None,
         variable="FSDP_STATE_DICT_TYPE",
+        choices=STATES,
+        aliases=_numbers(STATES),
         help="checkpoints hold SHARDED_STATE_DICT, a part per process, or FULL_STATE_DICT; in version 1 also "
         "LOCAL_STATE_DICT",
         question="What do checkpoints hold?",
@@ -114,13 +126,17 @@ class FSDPSettings:
     fsdp_sharding_strategy: str | int | None = setting(
         None,
         variable="FSDP_SHARDING_STRATEGY",
-        help="of version 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2; see "
-        "fsdp_reshard_after_forward",
+        choices=STRATEGIES,
+        # Torch writes a line before the name of what it may change.
+        aliases={**_numbers(STRATEGIES), "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
+        help="of version 1: who has which parameters when; see fsdp_reshard_after_forward",
     )
     fsdp_backward_prefetch: str | int | None = setting(
         None,
         variable="FSDP_BACKWARD_PREFETCH",
-        help="of version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH; version 2 always gathers ahead",
+        choices=PREFETCHES,
+        aliases=_numbers(PREFETCHES),
+        help="of version 1: gather the next part before or after the gradients of this one, or not ahead",
     )
     fsdp_forward_prefetch: bool | None = setting(
         None,
