@@ -34,11 +34,11 @@ BOTH = pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 Batch = dict[str, torch.Tensor]
 
 
-def opened(size: str, **more: Any) -> Any:
-    """Two processes share sequences; under ``"ring"`` their keys go around."""
+def opened(size: str, stages: int = 1, **more: Any) -> Any:
+    """Two processes share sequences; under ``"ring"`` their keys go around. Beside them, stages of layers."""
     from accelerate import Accelerator, ParallelismConfig
 
-    sizes: dict[str, Any] = RING if size == "ring" else {size: 2}
+    sizes: dict[str, Any] = {**(RING if size == "ring" else {size: 2}), "pp_size": stages}
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes), **more)
 
 
@@ -196,26 +196,29 @@ def score(output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return (output.float() * (1 + positions[..., None])).square().sum()
 
 
-def compared(size: str, name: str) -> dict[str, float]:
+def compared(size: str, name: str, stages: int = 1) -> dict[str, float]:
     """Distances of outputs and gradients from those of one process."""
-    accelerator = opened(size)
+    accelerator = opened(size, stages)
     make, data = MODELS[name]
     alone, batch = make(), data()
     whole = output_of(alone, batch)
     order = torch.arange(batch["input_ids"].shape[1]).expand(4, -1)
     score(whole, order).backward()
     model = accelerator.prepare(make())
-    dimension = accelerator.strategy.dimensions[0]
+    dimension = accelerator.strategy.dimensions[-1]
     part = dimension.own_part(batch)
     mine = output_of(model, {key: value for key, value in part.items() if key in batch})
     place = dimension.cutter.part(torch.arange(dimension.size * mine.shape[1]).expand(4, -1), 1)
     real = (place < order.shape[1]).nonzero()[:, 1].unique()
     loss = score(mine[:, real], place[:, real])
     accelerator.backward(loss * dimension.size)
-    pairs = zip(alone.named_parameters(), model.parameters(), strict=True)
+    # A stage has some of them.
+    held, wanted_here = dict(model.named_parameters()), dict(alone.named_parameters())
+    assert held.keys() <= wanted_here.keys()
+    assert stages > 1 or held.keys() == wanted_here.keys()
     far = [
         ((p.grad.full_tensor() - q.grad).norm() / (1 + q.grad.norm())).item()
-        for (_, q), p in pairs
+        for q, p in ((wanted_here[name], p) for name, p in held.items())
         if q.grad is not None
     ]
     wanted = whole.gather(1, place[:, real, None].expand(-1, -1, whole.shape[-1]))
@@ -234,6 +237,30 @@ def compared_all(size: str) -> dict[str, dict[str, float]]:
 def test_outputs_and_gradients_are_those_of_one_process(ranks: RankServer, size: str) -> None:
     for found in ranks(2, compared_all, size, timeout=110):
         assert found.keys() == MODELS.keys()
+        assert {name: far for name, far in found.items() if not max(far.values()) < 1e-5} == {}
+
+
+# Those whose attention is in modules that are cut into stages; the loss is outside of the model.
+STAGED = (
+    "torch's layers",
+    "recomputed",
+    "both ways",
+    "padded before",
+    "filled up",
+    "documents",
+    "documents in windows",
+)
+
+
+def compared_staged(size: str) -> dict[str, dict[str, float]]:
+    return {name: compared(size, name, 2) for name in STAGED}
+
+
+@BOTH
+def test_they_are_so_in_stages_too(ranks: RankServer, size: str) -> None:
+    """Stages see the rows of a batch in chunks; each chunk is a part of its sequences."""
+    for found in ranks(4, compared_staged, size, timeout=110):
+        assert found.keys() == set(STAGED)
         assert {name: far for name, far in found.items() if not max(far.values()) < 1e-5} == {}
 
 
@@ -616,19 +643,62 @@ def test_keys_go_around_torchs_ring(ranks: RankServer) -> None:
 # --- beside stages
 
 
-def staged() -> list[str]:
+def staged(size: str) -> list[str]:
     from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import PipelineParallelConfig
 
-    found: list[str] = []
-    for size in ("cp_size", "sp_size"):
-        config = ParallelismConfig(pp_size=2, **{size: 2})  # type: ignore[arg-type]
-        found.append(said(lambda c=config: Accelerator(cpu=True, parallelism_config=c)))
+    def alternating() -> None:
+        options = PipelineParallelConfig(schedule="1f1b")
+        config = ParallelismConfig(pp_size=2, pp_handler=options, **{size: 2})  # type: ignore[arg-type]
+        Accelerator(cpu=True, parallelism_config=config)
+
+    def between() -> None:
+        accelerator = opened(size, 2)
+        model = accelerator.prepare(Between())
+        model(**accelerator.strategy.own_part(places()))
+
+    def by_hand() -> None:
+        accelerator = opened(size, 2)
+        model = accelerator.prepare(nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8)))
+        with accelerator.maybe_context_parallel([tokens := words()["input_ids"]], [1]):
+            model(tokens)
+
+    return [said(alternating), said(between), said(by_hand)]
+
+
+class Between(Own):
+    """Its attention is a function in the forward of the model, between modules."""
+
+    def __init__(self) -> None:
+        super().__init__(all_keys)
+
+
+@BOTH
+def test_what_stages_cannot_do_with_parts_is_refused(ranks: RankServer, size: str) -> None:
+    """On all processes, in the same words."""
+    alternating, between, by_hand = same_on_all(ranks(4, staged, size))
+    assert alternating == f"schedule='1f1b' does not go with {size}=2"
+    assert between == "Between calls attention between the modules that are cut into stages"
+    assert by_hand == "Sequential has computed a part of its sequences without any attention"
+
+
+def whole_in_stages(size: str) -> list[bool]:
+    """Sequences that nothing has cut, as whole ones."""
+    accelerator = opened(size, 2)
+    alone, model = llama().eval(), accelerator.prepare(llama()).eval()
+    tokens = words()["input_ids"]
+    with torch.no_grad():
+        wanted = alone(tokens).logits
+        found = [torch.allclose(model(tokens).logits, wanted, atol=1e-5)]
+        with accelerator.maybe_context_parallel([tokens], [1]):
+            mine = model(input_ids=tokens).logits
+            found.append(torch.allclose(accelerator.strategy.joined(mine), wanted, atol=1e-5))
     return found
 
 
-def test_sequences_are_not_shared_beside_stages(ranks: RankServer) -> None:
-    found = same_on_all(ranks(4, staged))
-    assert found == [f"{size}_size=2 and pp_size=2 do not go together" for size in ("cp", "sp")]
+@BOTH
+def test_stages_take_whole_sequences_and_blocks(ranks: RankServer, size: str) -> None:
+    assert ranks(4, whole_in_stages, size) == [[True, True]] * 4
 
 
 # --- number formats

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -176,31 +176,67 @@ def gather(tensor: torch.Tensor, size: int, group: Any) -> Sequence[torch.Tensor
     return getattr(collectives, name)(flat, 0, group).unbind(0)
 
 
-class Catch(TorchFunctionMode):
-    """Sends calls of attention to the exchange."""
+class _Caught(TorchFunctionMode):
+    """Sends calls of attention to ``attend``, which takes the arguments of torch's function."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.exchange = exchange
+        self._attend = attend
         # Torch asks for a mode again at the beginning of this function: a twin of it does not, and has ours.
-        given = {"has_torch_function": lambda _: False, "scaled_dot_product_attention": exchange.attend}
+        given = {"has_torch_function": lambda _: False, "scaled_dot_product_attention": attend}
         inner = F.multi_head_attention_forward
         self._heads: Any = FunctionType(inner.__code__, {**vars(F), **given}, None, inner.__defaults__)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            named = dict(zip(_NAMES, args, strict=False)) | given
-            return self.exchange.attend(**named)
-        if func is F.multi_head_attention_forward:
-            if given.get("need_weights", True):
-                raise PrepareError(
-                    "nn.MultiheadAttention with need_weights=True on shared sequences",
-                    why="its weights would be those of all keys for each query, and nothing else uses them",
-                    fix="attention(q, k, v, need_weights=False)",
-                )
+            return self._attend(**dict(zip(_NAMES, args, strict=False)) | given)
+        if func is F.multi_head_attention_forward and not self._weighs(given):
             return self._heads(*args, **given)
         return func(*args, **given)
+
+    def _weighs(self, given: dict[str, Any]) -> bool:
+        """Whether it gives its weights too, and is torch's own code then."""
+        return bool(given.get("need_weights", True))
+
+
+class Catch(_Caught):
+    """Sends calls of attention to the exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange.attend)
+
+    def _weighs(self, given: dict[str, Any]) -> bool:
+        if super()._weighs(given):
+            raise PrepareError(
+                "nn.MultiheadAttention with need_weights=True on shared sequences",
+                why="its weights would be those of all keys for each query, and nothing else uses them",
+                fix="attention(q, k, v, need_weights=False)",
+            )
+        return False
+
+
+class Watch(_Caught):
+    """Counts calls of attention of tensors without values, those inside of some modules and others.
+
+    Masks are left out: they may be over keys of all processes, and give no shape.
+
+    Attributes:
+        inside, outside: how many there were.
+    """
+
+    def __init__(self, within: Callable[[], bool]) -> None:
+        super().__init__(self._count)
+        self._within = within
+        self.inside = self.outside = 0
+
+    def _count(
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **more: Any
+    ) -> torch.Tensor:
+        within = self._within()
+        self.inside += within
+        self.outside += not within
+        return F.scaled_dot_product_attention(query, key, value, None, *rest, **more)
 
 
 class Switch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -118,6 +118,25 @@ class Dimension:
     def own_part(self, batch: Any) -> Any:
         """What this process computes of a batch that is on its device."""
         return batch
+
+    def chunked(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
+        """``rows`` are some rows of ``whole``, a tensor of a batch: what is known of it holds for them."""
+
+    def called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """A call of ``model``, which is cut into stages, begins.
+
+        Raises:
+            PrepareError: what would otherwise come up in one stage, while others wait for it.
+        """
+
+    def rehearsal(self, model: nn.Module, inside: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around a forward of ``model`` without values and hooks, that finds what stages send each other.
+
+        Args:
+            model: which is cut into stages.
+            inside: whether a module that a stage has runs just now, not the code between those.
+        """
+        return nullcontext()
 
     def sequences(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]

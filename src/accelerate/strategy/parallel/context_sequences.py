@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,7 @@ from accelerate.core import tree
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.base import Bundle, Step
 from accelerate.strategy.parallel import attention_masks
-from accelerate.strategy.parallel.attention import Exchange, Switch, check
+from accelerate.strategy.parallel.attention import Exchange, Switch, Watch, check
 from accelerate.strategy.parallel.base import Dimension
 from accelerate.strategy.parallel.context_cut import MASK, TOKENS, Cutter, join
 
@@ -59,6 +59,8 @@ class Sequences(Dimension):
         # The models, and the names that their users know: sharding gives them others.
         self._models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._together: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Whether a model in stages has attention in any of them.
+        self._attends: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         # The tensors that are parts, and the dimension of their tokens.
         self._parts: Any = WeakIdKeyDictionary()
         self._places: Any = WeakIdKeyDictionary()
@@ -78,17 +80,18 @@ class Sequences(Dimension):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuses sequences that are shared beside stages.
+        """Refuses losses that stages take chunk by chunk.
 
         Raises:
-            SettingError: both are asked for.
+            SettingError: the schedule has them.
         """
-        if self.config.pp_enabled:
-            asked = f"{self.name}_size={self.size} and pp_size={self.config.pp_size}"
+        schedule = self.config.pp_handler.schedule if self.config.pp_handler is not None else "gpipe"
+        if self.config.pp_enabled and schedule != "gpipe":
             raise SettingError(
-                f"{asked} do not go together",
-                why="stages get chunks of a batch, in which parts of sequences are not known as parts",
-                fix=f"set pp_size=1, and share the layers by tp_size, which goes with {self.name}_size",
+                f"schedule={schedule!r} does not go with {self.name}_size={self.size}",
+                why="with it gradients are made before anybody knows whether the parts of sequences in a "
+                "chunk have a label at all",
+                fix="schedule='gpipe', which takes the loss over the whole batch",
             )
 
     # --- prepare
@@ -146,6 +149,33 @@ class Sequences(Dimension):
                 self._given.add(part.shape[dim])
         return parts
 
+    def chunked(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows of a part are a part."""
+        for known in (self._parts, self._places):
+            if whole in known:
+                known[rows] = known[whole]
+
+    @contextmanager
+    def rehearsal(self, model: nn.Module, inside: Callable[[], bool]) -> Iterator[None]:
+        """Looks where attention is: a stage may have none, and between the stages nothing exchanges it.
+
+        Raises:
+            PrepareError: it is there.
+        """
+        if model not in self._models:
+            yield
+            return
+        with Watch(inside) as watch:
+            yield
+        self._attends[model] = watch.inside > 0
+        if watch.outside:
+            raise PrepareError(
+                f"{self._models[model]} calls attention between the modules that are cut into stages",
+                why=f"every stage runs that code, also over whole batches, and {self.what} exchanges tokens "
+                "in the attention of modules only",
+                fix="call attention in a module of its own, or set pp_size=1",
+            )
+
     @contextmanager
     def sequences(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
@@ -194,8 +224,7 @@ class Sequences(Dimension):
             return None
         names = inspect.signature(model.forward).parameters
         known = attention_masks.applies(model)
-        open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
-        if not ("position_ids" in names or (known and open_ended)):
+        if not _takes_places(model):
             self._check_places(model, tensors)
             return None
         fixed = [name for name, kind in names.items() if kind.kind is kind.POSITIONAL_OR_KEYWORD]
@@ -269,15 +298,31 @@ class Sequences(Dimension):
                 "for whole sequences put `with accelerator.maybe_context_parallel():` around the call",
             )
 
+    def called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """What is wrong with its arguments; and that it has no attention, which a rehearsal has seen."""
+        if model not in self._models:
+            return
+        tensors = [leaf for _, leaf in tree.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not self._lengths(model, tensors):
+            return
+        if not _takes_places(model):
+            self._check_places(model, tensors)
+        if not self._attends[model]:
+            raise self._no_attention(model)
+
+    def _no_attention(self, model: nn.Module) -> PrepareError:
+        return PrepareError(
+            f"{self._models[model]} has computed a part of its sequences without any attention",
+            why=f"{self.what} exchanges tokens in torch's scaled_dot_product_attention, and it was not "
+            "called: this model's attention is made otherwise, and would see a part only",
+            fix='use torch.nn.functional.scaled_dot_product_attention (attn_implementation="sdpa"), '
+            "or train without cp_size and sp_size",
+        )
+
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self.exchange.lengths and not self.exchange.calls:
-            raise PrepareError(
-                f"{self._models[model]} has computed a part of its sequences without any attention",
-                why=f"{self.what} exchanges tokens in torch's scaled_dot_product_attention, and it was not "
-                "called: this model's attention is made otherwise, and would see a part only",
-                fix='use torch.nn.functional.scaled_dot_product_attention (attn_implementation="sdpa"), '
-                "or train without cp_size and sp_size",
-            )
+        # One stage may have none.
+        if self.exchange.lengths and not (self.exchange.calls or model in self._attends):
+            raise self._no_attention(model)
         if self.exchange.lengths and torch.is_grad_enabled():
             for _, leaf in tree.leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -330,6 +375,13 @@ class Sequences(Dimension):
                 fix="gather what is per token, (rows, tokens), or add up: accelerator.reduce(count)",
             )
         return torch.stack(found).mean(0)
+
+
+def _takes_places(model: nn.Module) -> bool:
+    """Whether its forward can be given the positions of its tokens."""
+    names = inspect.signature(model.forward).parameters
+    open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
+    return "position_ids" in names or (open_ended and attention_masks.applies(model))
 
 
 def _described(batch: Any) -> str:

@@ -109,7 +109,8 @@ class Pipeline(Dimension):
         if not agree(model):  # a rehearsal: nothing travels, and nothing runs
             keep(model, names, None, self.place, self.world.device)
             return
-        conductor = Conductor(model, cut, self.options, self.group, self.world.device)
+        others = [other for other in self.strategy.dimensions if other is not self]
+        conductor = Conductor(model, cut, self.options, self.group, self.world.device, others)
         conductor.names = names
         changed = keep(model, names, self.group, self.place, self.world.device)
         for old, new in changed.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class Batch:
         form: of (args, kwargs, more); ``tensors`` are theirs, on the device.
         size: samples.
         rows: samples of a chunk; the last ones may be filled up with the last sample.
+        chunked: is told of a tensor and its rows of a chunk.
     """
 
     form: Any
@@ -31,6 +32,7 @@ class Batch:
     size: int
     rows: int
     batched: tuple[bool, ...]
+    chunked: Callable[[torch.Tensor, torch.Tensor], None]
 
     def whole(self) -> tuple[Any, Any, Any]:
         """(args, kwargs, {"target": ...}) of all samples."""
@@ -38,11 +40,13 @@ class Batch:
 
     def chunk(self, number: int) -> tuple[Any, Any, Any]:
         """The same of one chunk."""
-        begin = number * self.rows
-        cut = [
-            _rows(t, begin, self.rows) if b else t for t, b in zip(self.tensors, self.batched, strict=True)
-        ]
-        return forms.put_together(self.form, cut)
+        pairs = zip(self.tensors, self.batched, strict=True)
+        return forms.put_together(self.form, [self._cut(t, number * self.rows) if b else t for t, b in pairs])
+
+    def _cut(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
+        found = _rows(tensor, begin, self.rows)
+        self.chunked(tensor, found)
+        return found
 
 
 def _rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from accelerate.strategy.parallel.pipeline_run import Run
 from accelerate.strategy.parallel.pipeline_twin import Twin
 
 if TYPE_CHECKING:
+    from accelerate.strategy.parallel.base import Dimension
     from accelerate.strategy.parallel.pipeline_cut import Cut
 
 _PLANS = 16  # that are kept: each has memory for what it receives
@@ -85,6 +86,7 @@ class Conductor:
         options: chunks and schedule.
         group: the processes that have its stages, in their order.
         device: of this process.
+        others: the dimensions of the mesh beside the stages.
 
     Attributes:
         place: this process's among those of the pipeline; ``stages`` are the stages that it has.
@@ -92,7 +94,16 @@ class Conductor:
         clock: if a list, all work is put there.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, options: Any, group: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        options: Any,
+        group: Any,
+        device: torch.device,
+        others: Sequence[Dimension],
+    ) -> None:
+        self.others = others
         self.cut, self.options, self.group, self.device = cut, options, group, device
         self.place, self.processes = dist.get_rank(group), dist.get_world_size(group)
         self.stages = list(range(self.place, cut.count, self.processes))
@@ -156,6 +167,8 @@ class Conductor:
             target = kwargs.pop("target", None) if alternates and self.options.loss_fn is not None else None
             batch = self._batch(args, self.uncached | kwargs, target)
             plan = self._plan(batch, whole=not alternates)
+            for other in self.others:
+                other.called(self.model, args, kwargs)
             return (Losses if alternates else Flow)(self, plan, batch).run()
         finally:
             self._enter = None
@@ -175,7 +188,13 @@ class Conductor:
             )
         placed = [tensor.to(self.device) for tensor in tensors]
         batched = tuple(t.dim() > 0 and t.shape[0] == size for t in tensors)
-        return Batch(form, placed, size, -(-size // self.options.num_microbatches), batched)
+        for tensor, there in zip(tensors, placed, strict=True):
+            self._chunked(tensor, there)
+        return Batch(form, placed, size, -(-size // self.options.num_microbatches), batched, self._chunked)
+
+    def _chunked(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
+        for other in self.others:
+            other.chunked(whole, rows)
 
     def _autocast(self) -> tuple[bool, str]:
         kind = self.device.type
@@ -192,23 +211,28 @@ class Conductor:
         return self.plans[key]
 
     def _rehearsed(self, batch: Batch, whole: bool) -> Plan:
-        args, kwargs = self.cast(batch.chunk(0))
-        dtype = grads.number_formats(self.model)[0]
-        part = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs, dtype)
+        part = self._trail(batch.chunk(0))
         missing = set(range(self.cut.count)) - {call.stage for call in part.calls}
         if missing:
             raise _idle_stage(self.cut, min(missing))
         if not whole:
             check_loss(self.options, part.result, batch)
             return Plan(part)
-        args, kwargs = self.cast(batch.whole())
-        full = self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs, dtype)
+        full = self._trail(batch.whole())
         if [c.block for c in part.calls] != [c.block for c in full.calls] or part.tail != full.tail:
             raise PrepareError(
                 "the forward takes another way for a part of a batch than for all of it",
                 fix="PipelineParallelConfig(num_microbatches=1)",
             )
         return Plan(part, full, [self._per_row(part, full, value, batch) for value in part.tail])
+
+    def _trail(self, given: Any) -> Trail:
+        args, kwargs = self.cast(given)
+        dtype = grads.number_formats(self.model)[0]
+        with ExitStack() as stack:
+            for other in self.others:
+                stack.enter_context(other.rehearsal(self.model, lambda: self.twin.inside))
+            return self.twin.rehearse(self.cut.stage_of, self.cut.count, args, kwargs, dtype)
 
     def _per_row(self, part: Trail, full: Trail, value: Value, batch: Batch) -> int:
         one, every = part.meta(value).shape, full.meta(value).shape

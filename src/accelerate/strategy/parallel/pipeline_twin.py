@@ -99,6 +99,11 @@ class Twin:
                 twin._parameters[label] = made[id(old)]
         self.weights = {name: made.get(id(old), old) for name, old in self.weights.items()}
 
+    @property
+    def inside(self) -> bool:
+        """Whether a block runs just now, in a forward without values."""
+        return isinstance(self._now, Rehearsal) and self._now.marks.quiet > 0
+
     def block(self, name: str, run: Any, args: Any, kwargs: Any) -> Any:
         """A call of a block's twin."""
         return self._now.block(name, run, args, kwargs)
