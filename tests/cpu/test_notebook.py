@@ -140,6 +140,7 @@ CELLS = {
     """,
     "outside": """
         accelerator = Accelerator(cpu=True)
+        del os.environ["THP_MEM_ALLOC_ENABLE"]  # set by the accelerator; a launch puts back what it sets
         def uses():
             return accelerator.device
         notebook_launcher(uses, num_processes=2)
