@@ -207,6 +207,7 @@ class Catch(_Caught):
         super().__init__(exchange.attend)
 
     def _weighs(self, given: dict[str, Any]) -> bool:
+        """No; it is refused if it would."""
         if super()._weighs(given):
             raise PrepareError(
                 "nn.MultiheadAttention with need_weights=True on shared sequences",

@@ -82,7 +82,7 @@ class FSDPSettings:
         help="keep parameters, gradients and optimizer state in the memory of the host",
         question="Keep parameters in the memory of the host?",
     )
-    fsdp_state_dict_type: str | int | None = setting(
+    fsdp_state_dict_type: str | None = setting(
         None,
         variable="FSDP_STATE_DICT_TYPE",
         choices=STATES,
@@ -123,7 +123,7 @@ class FSDPSettings:
         help="copies of the shards under HYBRID_SHARD; by default one for each machine",
     )
     # Of version 1, and what they are in version 2: see the plugin.
-    fsdp_sharding_strategy: str | int | None = setting(
+    fsdp_sharding_strategy: str | None = setting(
         None,
         variable="FSDP_SHARDING_STRATEGY",
         choices=STRATEGIES,
@@ -131,7 +131,7 @@ class FSDPSettings:
         aliases={**_numbers(STRATEGIES), "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
         help="of version 1: who has which parameters when; see fsdp_reshard_after_forward",
     )
-    fsdp_backward_prefetch: str | int | None = setting(
+    fsdp_backward_prefetch: str | None = setting(
         None,
         variable="FSDP_BACKWARD_PREFETCH",
         choices=PREFETCHES,

@@ -114,8 +114,7 @@ class FullyShardedDataParallelPlugin:
         self._settle_memory(settings)
         self.replicate_size = settings.fsdp_replicate_size
         self.validate_mixed_precision_policy()
-        kind = settings.fsdp_state_dict_type or self._meaning.STATE_DICT_TYPE
-        self.set_state_dict_type(word(kind, StateDictType, "state_dict_type"))
+        self.set_state_dict_type(settings.fsdp_state_dict_type or self._meaning.STATE_DICT_TYPE)
 
     @property
     def _meaning(self) -> ModuleType:

@@ -98,11 +98,10 @@ def _from_outside(found: Loaded[FSDPSettings], given: Any) -> bool:
     return given is not None and found.origin("fsdp_reshard_after_forward").source == "environment"
 
 
-def _prefetch(given: Any) -> BackwardPrefetch | None:
+def _prefetch(given: str | None) -> BackwardPrefetch | None:
     if given is None:
         return BackwardPrefetch.BACKWARD_PRE
-    name = word(given, BackwardPrefetch, "backward_prefetch", "NO_PREFETCH")
-    return None if name == "NO_PREFETCH" else BackwardPrefetch[name]
+    return None if given == "NO_PREFETCH" else BackwardPrefetch[given]
 
 
 def state_configs(kind: StateDictType) -> tuple[Any, Any]:

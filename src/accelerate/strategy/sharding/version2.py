@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
     CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -16,14 +15,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictType,
 )
 
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import Loaded
 from accelerate.strategy.settings.fsdp import FSDPSettings
-from accelerate.strategy.sharding.words import dtype, formats, word
+from accelerate.strategy.sharding.words import dtype, formats
 
 STATE_DICT_TYPE = "SHARDED_STATE_DICT"
 _FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -36,7 +34,9 @@ def settle(plugin: Any, found: Loaded[FSDPSettings]) -> None:
         SettingError: an option contradicts another, or has no meaning in this version.
     """
     plugin.reshard_after_forward = _reshards(found)
-    plugin.hybrid = "HYBRID" in (_strategy(found) or "") or (found.value.fsdp_replicate_size or 1) > 1
+    plugin.hybrid = (
+        "HYBRID" in (found.value.fsdp_sharding_strategy or "") or (found.value.fsdp_replicate_size or 1) > 1
+    )
     _settle_version_1(plugin, found)
     _settle_activations(plugin, found.value)
 
@@ -45,7 +45,6 @@ def _settle_version_1(plugin: Any, found: Loaded[FSDPSettings]) -> None:
     """Options without a meaning here: refused if they ask for something else, or reported as ignored."""
     settings = found.value
     ahead = settings.fsdp_backward_prefetch or "BACKWARD_PRE"
-    ahead = word(ahead, BackwardPrefetch, "backward_prefetch", "NO_PREFETCH")
     # Whether parts are gathered before they are needed, in the forward and in the backward.
     plugin._ahead = bool(settings.fsdp_forward_prefetch), ahead == "BACKWARD_PRE"
     ignored = {
@@ -68,12 +67,6 @@ def _settle_activations(plugin: Any, settings: FSDPSettings) -> None:
         )
 
 
-def _strategy(found: Loaded[FSDPSettings]) -> str | None:
-    """The sharding strategy of version 1 that was given."""
-    given = found.value.fsdp_sharding_strategy
-    return None if given is None else word(given, ShardingStrategy, "sharding_strategy")
-
-
 def _reshards(found: Loaded[FSDPSettings]) -> bool:
     """Whether whole parameters are freed after the forward."""
     given = found.value.fsdp_reshard_after_forward
@@ -82,7 +75,7 @@ def _reshards(found: Loaded[FSDPSettings]) -> bool:
             f"reshard_after_forward is {given!r}, a sharding strategy of version 1",
             fix="use true, as FULL_SHARD did, or false, as SHARD_GRAD_OP did",
         )
-    strategy = _strategy(found)
+    strategy = found.value.fsdp_sharding_strategy
     if strategy is None:
         return given is not False
     if strategy == "NO_SHARD":

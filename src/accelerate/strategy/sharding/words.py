@@ -19,7 +19,7 @@ def named(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def word(value: Any, kind: type[Enum], field: str, *more: str) -> str:
+def word(value: Any, kind: type[Enum], field: str) -> str:
     """The name that ``value`` is: in any case, or as a number counted from 1.
 
     A line before a name, with which torch marks what it may change, is left out.
@@ -27,7 +27,7 @@ def word(value: Any, kind: type[Enum], field: str, *more: str) -> str:
     Raises:
         UnknownNameError: it is none.
     """
-    names = [*(member.name.lstrip("_") for member in kind), *more]
+    names = [member.name.lstrip("_") for member in kind]
     text = str(value).upper().lstrip("_")
     if text.isdigit() and 1 <= int(text) <= len(names):
         return names[int(text) - 1]
