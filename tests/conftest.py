@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, the order in which they run, and how workers share them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,32 @@ from tests.support.ranks import RankServer
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+# Folders with long files first: the short files of the others fill the end of a run on several workers.
+ORDER = ("sim", "laws", "clients", "cpu", "gpu", "null")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {folder: place for place, folder in enumerate(ORDER)}
+    items.sort(key=lambda item: places.get(_folder(item.nodeid), len(ORDER)))
+
+
+def _folder(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/").partition("/")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file goes to one worker, for its module fixtures; so does ``tests/sim``, for its process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FileScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/sim" if _folder(nodeid) == "sim" else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # ORDER is better
+    return FileScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

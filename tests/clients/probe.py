@@ -6,17 +6,22 @@ import argparse
 import contextlib
 import dataclasses
 import enum
+import importlib
 import io
 import json
 import logging
+import tempfile
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from tests.support.ranks import RankServer
 
 Jobs = Mapping[str, Callable[[Path], Any]]
 PLAIN = (str, int, float, bool, type(None))
@@ -81,6 +86,22 @@ class Probe:
         """The attributes of an object, one note each."""
         for name in names.split():
             self(f"{prefix}.{name}", getattr, owner, name)
+
+
+def report(module: str, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """What jobs of a client module give on this rank: those named, or all; as JSON has it."""
+    jobs: Jobs = importlib.import_module(module).JOBS
+    logging.disable(logging.WARNING)
+    return json.loads(json.dumps({name: jobs[name](Path(folder) / name) for name in names or jobs}))
+
+
+def in_ranks(ranks: RankServer, size: int, module: str, *names: str, timeout: float = 200) -> dict[str, Any]:
+    """What jobs of a client module give on ranks of the fork server, as rank 0 sees it."""
+    from tests.support.ranks import ALONE
+
+    env = ALONE if size == 1 else None
+    with tempfile.TemporaryDirectory() as folder:
+        return ranks(size, report, module, folder, names, timeout=timeout, env=env)[0]
 
 
 def main(jobs: Jobs) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accelerate.core.packages import installed
-from tests.clients.record import launch
+from tests.clients.probe import in_ranks
 from tests.clients.test_trainer import differences
+from tests.support.ranks import RankServer
 
 pytest.importorskip("transformers", reason="the client needs Python 3.11")
 
 RECORDED = json.loads((Path(__file__).parent / "trainer.json").read_text())["results"]["2"]
+CLIENT = "tests.clients.zero"
+# What the rank server imports once.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.trainer", CLIENT)
 WITHIN = 1e-4  # the recorded numbers are rounded to few digits by the Trainer's log
 
 pytestmark = [
@@ -25,10 +28,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def zero() -> dict[str, Any]:
-    """All jobs, by our launcher."""
-    start = ("-m", "accelerate", "launch", "--cpu", "-n", "2")
-    return launch(Path(sys.executable), 2, "tests.clients.zero", start=start)
+def zero(ranks: RankServer) -> dict[str, Any]:
+    """All jobs, on two processes."""
+    return in_ranks(ranks, 2, CLIENT)
 
 
 @pytest.mark.parametrize("stage", ["two", "three"])

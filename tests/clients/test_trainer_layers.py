@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.clients.record import launch
+from tests.clients.probe import in_ranks
+from tests.support.ranks import RankServer
 
 pytest.importorskip("transformers", minversion="5", reason="the client needs Python 3.11")
 pytestmark = pytest.mark.timeout(240)
 
+CLIENT = "tests.clients.trainer_layers"
+# What the rank server imports once.
+PRELOAD = ("transformers.trainer", CLIENT)
 JOBS = ["whole", "loaded"]
 
 
-def run(size: int) -> dict[str, Any]:
-    return launch(Path(sys.executable), size, "tests.clients.trainer_layers", *JOBS)
-
-
-def test_it_trains_and_writes_as_alone() -> None:
+def test_it_trains_and_writes_as_alone(ranks: RankServer) -> None:
     """B1, PAINS 48: losses, norms, an evaluation that counts each row once, and the model that is written."""
-    alone, shared = run(1), run(2)
+    alone, shared = (in_ranks(ranks, size, CLIENT, *JOBS) for size in (1, 2))
     for job in JOBS:
         assert alone[job].keys() == shared[job].keys()
         for what, value in alone[job].items():

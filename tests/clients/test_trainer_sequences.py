@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from accelerate.core import packages
-from tests.clients.record import launch
+from tests.clients.probe import in_ranks
+from tests.support.ranks import RankServer
 
 pytest.importorskip("transformers", reason="the client needs Python 3.11")
 pytestmark = pytest.mark.timeout(240)
 
+CLIENT = "tests.clients.trainer_sequences"
+# What the rank server imports once.
+PRELOAD = ("transformers.trainer", CLIENT)
 JOBS = ["keys", "keys_in_windows"]
 if packages.installed("deepspeed"):
     JOBS.append("heads")  # the client asks that library for the group
 
 
-def run(size: int) -> dict[str, Any]:
-    return launch(Path(sys.executable), size, "tests.clients.trainer_sequences", *JOBS)
-
-
-def test_it_trains_and_evaluates_as_alone() -> None:
+def test_it_trains_and_evaluates_as_alone(ranks: RankServer) -> None:
     """Losses that are logged, norms, rates, and the loss of an evaluation, which is no sum over processes."""
-    alone, shared = run(1), run(2)
+    alone, shared = (in_ranks(ranks, size, CLIENT, *JOBS) for size in (1, 2))
     for job in JOBS:
         assert alone[job].keys() == shared[job].keys()
         for what, value in alone[job].items():

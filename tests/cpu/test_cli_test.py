@@ -17,6 +17,8 @@ from accelerate.check.rows import ROWS
 from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
 from tests.support.command import Running, accelerate, launch
+from tests.support.ranks import RankServer
+from tests.support.scripts import ends_as_main
 
 NAMES = [name for name, _ in ROWS]
 CHECKS = dict(ROWS)
@@ -177,14 +179,21 @@ main(CHECKS, grace=1)
 """
 
 
-def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checked() -> None:
-    script = BROKEN.replace("CHECKS", "[('value', value), *ROWS[:2]]")
-    result = launch("--cpu", "-n", "2", script_text=script)
-    assert result.returncode == 1, result.output
-    found = table(result.stdout)
+def broken(ranks: RankServer, script: str, folder: Path) -> str:
+    """What two ranks print of checks of which one fails."""
+    ends = ends_as_main(ranks, 2, script, folder)
+    assert [code for code, _ in ends] == [1, 1], ends
+    return "".join(text for _, text in ends)
+
+
+def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checked(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    text = broken(ranks, BROKEN.replace("CHECKS", "[('value', value), *ROWS[:2]]"), tmp_path)
+    found = table(text)
     assert found["value"] == ("failed", "rank 1: a wrong value")
     assert [found[name][0] for name in NAMES[:2]] == ["ok", "ok"]
-    assert "value, rank 1:\nTraceback" in result.stderr
+    assert "value, rank 1:\nTraceback" in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -9,6 +9,9 @@ import pytest
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING, Jobs, same, shared_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
 JOBS: Jobs = [
     ("llama", {"cp_size": 2}, 4, 1, False),
     ("llama", {"cp_size": 2}, 8, 4, False),

@@ -15,6 +15,9 @@ from tests.support.environment import ROOT
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 
+# What the rank server imports once for this module.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+
 pytestmark = [
     pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),

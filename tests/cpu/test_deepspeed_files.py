@@ -17,6 +17,9 @@ from tests.cpu.test_deepspeed import ASKED, engine, loop
 from tests.support.ranks import RankServer
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 
+# What the rank server imports once for this module.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+
 pytestmark = [
     pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),

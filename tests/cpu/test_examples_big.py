@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-from tests.support.command import Running, launch
 from tests.support.environment import ROOT
+from tests.support.ranks import RankServer
+from tests.support.scripts import printed
+
+# What the rank server imports once for this module.
+PRELOAD = ("matplotlib.pyplot",)
 
 PIPELINE, BIG = (ROOT / "examples" / name for name in ("pipeline.py", "big_model.py"))
 SMALL = ["--cpu", "--width", "32", "--layers", "4", "--sequences", "6", "--chunks", "4"]
 
 
-def lines(*options: str) -> list[str]:
-    """What big_model.py prints."""
-    done = Running([sys.executable, str(BIG), *options]).wait()
-    assert done.returncode == 0, done.output
-    return done.stdout.splitlines()
-
-
-def test_a_model_spread_over_processes_scores_as_one_process_does(tmp_path: Path) -> None:
+def test_a_model_spread_over_processes_scores_as_one_process_does(ranks: RankServer, tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
-    alone = Running([sys.executable, str(PIPELINE), *SMALL]).wait()
-    pair = launch(
-        "--cpu", "--num_processes", "2", path=PIPELINE, script_args=[*SMALL, "--picture", str(picture)]
-    )
-    assert (alone.returncode, pair.returncode) == (0, 0), alone.output + pair.output
+    alone = printed(ranks, 1, PIPELINE, *SMALL)
+    pair = printed(ranks, 2, PIPELINE, *SMALL, "--picture", str(picture))
 
     def scored(text: str) -> list[str]:
         return re.findall(r"scored 6 sequences, the mean score is [-\d.]+", text)
 
-    assert scored(alone.stdout) == scored(pair.stdout)
-    assert len(scored(alone.stdout)) == 1
-    shares = [float(held) for held in re.findall(r"holds ([\d.]+) of", pair.stdout)]
+    assert scored(alone) == scored(pair)
+    assert len(scored(alone)) == 1
+    shares = [float(held) for held in re.findall(r"holds ([\d.]+) of", pair)]
     assert len(shares) == 2
-    assert "cut before layers.1" in pair.stdout
-    assert f"timeline: {picture}" in pair.stdout
+    assert "cut before layers.1" in pair
+    assert f"timeline: {picture}" in pair
 
     from matplotlib.image import imread
 
@@ -45,8 +38,12 @@ def test_a_model_spread_over_processes_scores_as_one_process_does(tmp_path: Path
     assert colourful.mean() > 0.02, "bars in colour"
 
 
-def test_a_model_generates_the_same_wherever_its_layers_are(tmp_path: Path) -> None:
+def test_a_model_generates_the_same_wherever_its_layers_are(ranks: RankServer, tmp_path: Path) -> None:
     """On the host, partly and mostly in the files of its checkpoint; which are read in place, not copied."""
+
+    def lines(*options: str) -> list[str]:
+        return printed(ranks, 1, BIG, *options).splitlines()
+
     checkpoint, offload = tmp_path / "model", tmp_path / "offload"
     options = ["--checkpoint", str(checkpoint), "--offload-folder", str(offload)]
     whole = lines(*options)

@@ -16,6 +16,9 @@ from tests.support.numbers import Numbers, close
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import STEPS, Tiny, adamw, batches, loss_of, plain, share, tiny, whole
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.trainer", "peft", "datasets")
+
 
 def prepared(
     options: dict[str, Any], window: int, precision: str = "no", compiled: str = "no", each: bool = False

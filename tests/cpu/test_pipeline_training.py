@@ -15,6 +15,9 @@ from tests.support import parity
 from tests.support.parity import Numbers
 from tests.support.ranks import RankServer, same_on_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
 
 def made(window: int = 1, sizes: dict[str, int] | None = None, **options: Any) -> Any:
     """An ``Accelerator`` with stages."""

@@ -14,7 +14,11 @@ from torch.nn import functional as F
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from tests.support.ranks import RankServer, same_on_all
 
-CLOSE = {"rtol": 0.0, "atol": 1e-6}
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
+# A chunk of rows may be multiplied by another kernel than the whole batch, which adds in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Layer(nn.Module):

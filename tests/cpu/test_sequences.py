@@ -30,6 +30,9 @@ from tests.support.sequences import (
     texts,
 )
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
+
 BOTH = pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 Batch = dict[str, torch.Tensor]
 

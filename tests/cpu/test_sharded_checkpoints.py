@@ -13,6 +13,9 @@ from torch import nn
 
 from tests.support.ranks import RankServer, same_on_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.bloom.modeling_bloom", "transformers.trainer", "peft")
+
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
 

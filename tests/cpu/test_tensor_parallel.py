@@ -24,6 +24,9 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankServer
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "tensor": (2, {"tp_size": 2}),
     "copies": (2, {"dp_replicate_size": 2}),

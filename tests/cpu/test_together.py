@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from accelerate.core.errors import CollectiveError
 from tests.support.command import Running, launch
 from tests.support.ranks import RankServer, free_port, same_on_all
+from tests.support.scripts import ends_as_main
 
 
 def message(call: Any, *arguments: Any, **options: Any) -> str:
@@ -251,9 +253,12 @@ def two_processes(text: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(("how", "failing"), [("gather", 0), ("barrier", 1), ("save", 1), ("backward", 1)])
-def test_every_ranks_last_words_are_the_failing_ranks(how: str, failing: int) -> None:
-    """C3, without any launcher that would end them."""
-    ends = two_processes(f"{SCRIPT}\nfailing = {failing}\n{WAITS[how]}\n")
+def test_every_ranks_last_words_are_the_failing_ranks(
+    ranks: RankServer, tmp_path: Path, how: str, failing: int
+) -> None:
+    """C3, without any launcher that would end them; the first one in processes of their own."""
+    text = f"{SCRIPT}\nfailing = {failing}\n{WAITS[how]}\n"
+    ends = two_processes(text) if how == "gather" else ends_as_main(ranks, 2, text, tmp_path)
     for code, text in ends:
         assert code == 1
         assert text.rstrip().endswith("ValueError: a bad batch")
@@ -274,18 +279,23 @@ def test_the_launcher_shows_the_failing_ranks_traceback_once_and_last() -> None:
 ONLY_MAIN = "if rank == 0: accelerator.save_state('c')\n"
 
 
-def test_a_save_on_rank_0_alone_is_an_error_when_the_other_rank_ends() -> None:
+def test_a_save_on_rank_0_alone_is_an_error_when_the_other_rank_ends(
+    ranks: RankServer, tmp_path: Path
+) -> None:
     """D3."""
-    (code, text), (fine, _) = two_processes(SCRIPT + ONLY_MAIN)
+    (code, text), (fine, _) = ends_as_main(ranks, 2, SCRIPT + ONLY_MAIN, tmp_path)
     assert (code, fine) == (1, 0)
     assert "was reached by 1 of 2 ranks" in text
     assert "rank 1 has ended" in text
 
 
 @pytest.mark.parametrize(("before", "place"), [(1, "a forward of the model"), (2, "backward")])
-def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_trains_on(before: int, place: str) -> None:
+def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_trains_on(
+    ranks: RankServer, tmp_path: Path, before: int, place: str
+) -> None:
     """D3: the other waits in torch, in a step that rank 0 never comes to."""
-    ends = two_processes(f"{SCRIPT}for _ in range({before}): train()\n{ONLY_MAIN}train()\n")
+    script = f"{SCRIPT}for _ in range({before}): train()\n{ONLY_MAIN}train()\n"
+    ends = ends_as_main(ranks, 2, script, tmp_path)
     for code, text in ends:
         assert code == 1
         assert "was reached by 1 of 2 ranks" in text

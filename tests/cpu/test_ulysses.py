@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.support.ranks import RankServer
 from tests.support.sequences import Jobs, same, shared_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
 JOBS: Jobs = [
     ("llama", {"sp_size": 2}, 8, 4, False),
     ("llama", {"sp_size": 2}, 4, 1, True),

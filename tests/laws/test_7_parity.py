@@ -1,7 +1,8 @@
 """Law 7, the longer way: a small decoder under every way to spread it, to the numbers of one process.
 
-Tied embeddings, a frozen block, attention with rotated positions, AdamW with decay, clipped gradients; twenty
-steps. Losses, global norms of gradients and all weights after gathering are those of the plain loop.
+Tied embeddings, a frozen block, attention with rotated positions, AdamW with decay, clipped gradients; eight
+steps, twenty in `make test-all`. Losses, global norms of gradients and all weights after gathering are those
+of the plain loop.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, way: str) ->
     every = ranks(WAYS[way][0], trained_twice, way, timeout=120)
     for index, window in enumerate((1, 4)):
         theirs = plain(window)
-        assert theirs[0][-1] < 0.75 * theirs[0][0], "the loop learns nothing, so equality would say nothing"
+        assert theirs[0][-1] < 0.92 * theirs[0][0], "the loop learns nothing, so equality would say nothing"
         close(every[0][index], theirs, 1e-5)
         for one in every:
             for told, first in zip(one[index][:2], every[0][index][:2], strict=True):

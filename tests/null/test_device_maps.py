@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,6 +32,7 @@ from accelerate.utils.modeling import (
     infer_auto_device_map,
 )
 from tests.null.test_measure import Small, Tied
+from tests.support.extent import examples
 
 
 def three() -> nn.Sequential:
@@ -178,7 +179,7 @@ def random_module(chance: random.Random, depth: int, pool: list[nn.Parameter]) -
     return module
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50, in_all=150)
 @given(st.integers(0, 2**48))
 def test_maps_of_random_models_are_whole(seed):
     """E4: every tensor has exactly one home, tied ones the same, at any budget."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -24,6 +24,7 @@ from accelerate.data.order import behind, draw, finish, marked, seed_for, single
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.data.shard import BatchSamplerShard, cut_of
 from accelerate.data.states import Hosts
+from tests.support.extent import examples
 from tests.support.interrupted import (
     KINDS,
     Augmented,
@@ -370,7 +371,7 @@ def test_generators_that_are_not_there_are_named() -> None:
     even=st.booleans(),
     split=st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@examples(100, in_all=400)
 def test_the_cut_of_a_known_order_is_that_of_any_sampler(
     count: int, batch: int, size: int, offset: int, drop: bool, even: bool, split: bool
 ) -> None:
@@ -397,7 +398,7 @@ def test_the_cut_of_a_known_order_is_that_of_any_sampler(
     replacement=st.booleans(),
     own=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@examples(50, in_all=150)
 def test_orders_are_those_of_torchs_own_sampler(
     count: int, total: int | None, replacement: bool, own: bool
 ) -> None:

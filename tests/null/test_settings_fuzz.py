@@ -16,6 +16,7 @@ from accelerate.cli.config_classes import load_config_from_file
 from accelerate.cli.options import HANDED, rows
 from accelerate.core.errors import AccelerateError, UnknownNameError
 from accelerate.launch.job import Request, read
+from tests.support import extent
 from tests.support.configs import FORMATS, TRAINERS, WRONG
 
 FILES = FORMATS | TRAINERS
@@ -140,7 +141,7 @@ def _dumped(table: dict[Any, Any], name: str) -> str:
 
 
 @settings(
-    max_examples=2000,
+    max_examples=2000 if extent.everything else 500,
     deadline=None,
     derandomize=True,
     database=None,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import sim
-from tests.support.sim.session import Inner, run_inside
+from tests.support.sim.session import START, Inner, run_inside
 
 HERE = Path(__file__).parent
 INNER = pytest.StashKey[Inner]()
@@ -26,13 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    config = session.config
-    wanted = any(map(_is_ours, session.items)) and not config.option.collectonly
-    if not wanted or sim.missing() or sim.autoloaded():
+    config, wanted = session.config, [item for item in session.items if _is_ours(item)]
+    if not wanted or sim.missing() or sim.autoloaded() or config.option.collectonly:
         return (yield)
-    # Started here and not in the first test, whose time limit is not made for building a device.
+    # The process is started by the first test, on the one worker that runs this folder; it may have to build.
+    wanted[0].add_marker(pytest.mark.timeout(START))
     inner = config.stash[INNER] = Inner(config)
-    inner.start()
     try:
         return (yield)
     finally:

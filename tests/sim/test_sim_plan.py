@@ -11,6 +11,9 @@ import torch
 
 from tests.support.ranks import RankServer
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
 pytest.importorskip("transformers")
 BATCH, LENGTH = 4, 64
 SIZES: dict[str, Any] = {

@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PASSED = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "TERM", "VIRTUAL_ENV"),
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CC", "CXX"),
+    # What stands for another processor (tests/README.md): every process of a run computes alike.
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS"),
+    "TESTS_ALL",
 }
 PASSED_PREFIXES = ("LC_", "PYTHON", "NVIDIA_", "COVERAGE_")
 # Not these of Python's: one makes two ranks' lines run into each other, the other makes every start slow.
@@ -38,7 +41,8 @@ def clean(values: Mapping[str, object | None] | None = None, *, accelerators: bo
     kept = {n: v for n, v in os.environ.items() if n in PASSED or n.startswith(PASSED_PREFIXES)}
     kept = {n: v for n, v in kept.items() if n not in LEFT_OUT}
     kept |= {n: os.environ[n] for n in HIDING if n in os.environ} if accelerators else HIDING
-    kept |= {"HF_HOME": empty_home(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    kept |= {"HF_HOME": empty_home(), "HF_HUB_OFFLINE": "1"}
+    kept.setdefault("OMP_NUM_THREADS", "1")
     for name, value in (values or {}).items():
         if value is None:
             kept.pop(name, None)

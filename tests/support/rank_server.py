@@ -1,9 +1,14 @@
-"""The process behind the ``ranks`` fixture: it imports torch once, and every rank is a fresh fork of it.
+"""The processes behind the ``ranks`` fixture: torch is imported once, and every rank is a fresh fork.
 
 The test process is the client (``ranks.py``). It sends a ``Job`` and gets back how each rank ended; what
-the ranks returned, printed and dumped lies in the job's folder. Three rules keep a failing test from
-hurting the next one: a rank that ends takes its process group with it, whatever still descends from
-this server after a job is killed, and when the client goes away everything does.
+the ranks returned, printed and dumped lies in the job's folder. The root server, which has torch, forks a
+module server for the test module of the job. That one imports the module and what its ``PRELOAD`` names,
+such as transformers, and forks the ranks of all jobs of the module. The next module gets a new one, so that
+no test sees what another module has imported.
+
+Three rules keep a failing test from hurting the next one: a rank that ends takes its process group with it,
+whatever still descends from the module server after a job is killed, and when the client goes away
+everything does.
 """
 
 from __future__ import annotations
@@ -15,13 +20,15 @@ import gc
 import importlib
 import os
 import pickle
+import pkgutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -41,9 +48,16 @@ PRELOAD = (
     "huggingface_hub.serialization",
     "packaging.version",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.tensor.experimental",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.pattern_matcher",
+    "torch.export",
     "torch.profiler",
     "accelerate.facade.accelerator",
 )
+# Rooms of the package that ranks import on first use.
+PARTS = ("checkpoint", "data", "facade", "offload", "precision", "strategy", "utils", "watch", "world")
+NOT_IMPORTED = ("accelerate.utils.rich",)  # importing it is an error where it is switched off
 POLL = 0.003  # seconds between looks at the ranks
 GRACE = 3.0  # seconds, where a test does not say how long the others may go on after a rank has failed
 # The highest real-time signal: SIGUSR1 and SIGUSR2 belong to the programs under test.
@@ -53,9 +67,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True)
 class Job:
-    """One call of the fixture: ``call`` is the pickled (function, arguments)."""
+    """One call of the fixture: the pickled (function, arguments), and the module of the running test."""
 
     call: bytes
+    module: str
     environments: list[dict[str, str]]
     path: list[str]
     cwd: str
@@ -92,28 +107,105 @@ def file_of(folder: str, rank: int, what: str) -> Path:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """Answers jobs until the client closes its end; does not return."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for name in PRELOAD:
+    """The root server: passes each job to the server of its module, until the client closes its end."""
+    for name in (*PRELOAD, *_parts()):
         _preload(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would write to all objects, and so copy the memory it shares with us
-    sys.modules["torch"].set_num_threads(1)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # A fork copies only the thread that forks; a lock held by another one would stay locked in every rank.
-    assert threading.active_count() == 1, threading.enumerate()
-    client = Connection(descriptor)
+    client, module = Connection(descriptor), None
     try:
         while True:
-            client.send(_run(client.recv(), client))
+            job = client.recv()
+            if module is None or module.name != job.module or not module.alive():
+                if module is not None:
+                    module.close()
+                module = ModuleServer(job, client)
+            client.send(module.run(job))
     except EOFError:
+        if module is not None:
+            module.close()
         os._exit(0)  # nothing is left to do, and taking torch down takes seconds
+
+
+class ModuleServer:
+    """A fork of the root server that has imported one test module, as the root server sees it."""
+
+    def __init__(self, job: Job, client: Connection) -> None:
+        self.name = job.module
+        self._client = client
+        ours, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            client.close()
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _serve_module(job, Connection(theirs.detach()))
+        theirs.close()
+        self._channel = Connection(ours.detach())
+
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return not _has_ended(self._pid)
+
+    def run(self, job: Job) -> list[Ended]:
+        """How the ranks of a job ended.
+
+        Raises:
+            EOFError: the client has gone away, or the process of this server has ended.
+        """
+        self._channel.send(job)
+        while self._channel not in (ready := wait([self._channel, self._client])):
+            assert ready == [self._client]  # the client only speaks between jobs: it has gone away
+            raise EOFError
+        return self._channel.recv()
+
+    def close(self) -> None:
+        """Ends the process: it reads the end of its channel, kills its ranks and leaves."""
+        self._channel.close()
+        os.waitpid(self._pid, 0)
+
+
+def _serve_module(job: Job, root: Connection) -> NoReturn:
+    try:
+        os.chdir(job.cwd)
+        sys.path[:] = job.path
+        if job.module:
+            _preload(job.module)
+        for name in getattr(sys.modules.get(job.module), "PRELOAD", ()):
+            _preload(name)
+        gc.collect()
+        gc.freeze()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        # A fork copies only the thread that forks; a lock of another one would stay locked in every rank.
+        assert threading.active_count() == 1, threading.enumerate()
+        while True:
+            root.send(_run(root.recv(), root))
+    except EOFError:
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - the root server's log shows it, and the client the log
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _parts() -> list[str]:
+    """Every module of ``PARTS``."""
+    import accelerate
+
+    folders = {part: [str(Path(root, part)) for root in accelerate.__path__] for part in PARTS}
+    return [
+        module.name
+        for part, folder in folders.items()
+        for module in pkgutil.walk_packages(folder, f"accelerate.{part}.")
+        if module.name not in NOT_IMPORTED
+    ]
 
 
 def _preload(name: str) -> None:
     try:
         importlib.import_module(name)
-    except Exception:  # noqa: BLE001 - it only saves time: the test that needs the module shows why it fails
+    except BaseException:  # noqa: BLE001 - it only saves time: the test that needs the module shows why it fails
         traceback.print_exc()
 
 

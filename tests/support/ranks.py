@@ -28,6 +28,10 @@ from tests.support.environment import ROOT, clean
 from tests.support.rank_server import GRACE, Ended, Job, Report, file_of
 
 T = TypeVar("T")
+# For a single rank: a process that nobody has launched has none of these.
+ALONE: dict[str, None] = dict.fromkeys(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+)
 _SERVE = "import sys; from tests.support.rank_server import serve; serve(int(sys.argv[1]))"
 
 
@@ -138,7 +142,7 @@ class RankServer:
         folder = tempfile.mkdtemp(dir=self._folder)
         try:
             call, environments = _pickled(function, args), _environments(n, env, devices)
-            job = Job(call, environments, list(sys.path), os.getcwd(), folder, timeout, grace)
+            job = Job(call, _test_module(), environments, list(sys.path), os.getcwd(), folder, timeout, grace)
             ended = self._ask(job)
             return [_outcome(folder, rank, end, job) for rank, end in enumerate(ended)]
         finally:
@@ -191,8 +195,9 @@ class RankServer:
         return self._process.pid if self._process else None
 
     def survivors(self) -> list[psutil.Process]:
-        """Processes that still descend from the server; there are none between calls."""
-        return psutil.Process(self.pid).children(recursive=True) if self.pid else []
+        """Ranks that still run, with what descends from them; there are none between calls."""
+        servers = psutil.Process(self.pid).children() if self.pid else []
+        return [process for server in servers for process in server.children(recursive=True)]
 
     def close(self) -> None:
         """Ends the server and everything below it."""
@@ -267,6 +272,12 @@ def _environments(
             values["ACCELERATE_TORCH_DEVICE"] = devices[rank]
         all_ranks.append(clean({**values, **(env or {})}, accelerators=devices is not None))
     return all_ranks
+
+
+def _test_module() -> str:
+    """The module of the test that runs, empty outside of a test."""
+    path = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    return path.removesuffix(".py").replace("/", ".")
 
 
 def _pickled(function: Callable[..., object], args: tuple[Any, ...]) -> bytes:
