@@ -1,5 +1,5 @@
 # One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
-#   make demo | test | test-all | test-processors | check | bench | bench-peer | docs | clean
+#   make demo | test | test-all | test-processors | test-mutations | check | bench | bench-peer | docs | clean
 #   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
@@ -8,13 +8,13 @@ PEER   := .venv-peer
 BIN    := $(VENV)/bin
 PIP    := -m pip --disable-pip-version-check --quiet
 ARGS   ?=
-# Of the tests: processes that share them, threads of each process's kernels.
-WORKERS ?= logical
+# Of the tests: workers that share them, one more than cores since some tests wait; threads of each process.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 THREADS ?= 1
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-processors check format bench bench-peer docs clean
+.PHONY: help demo test test-all test-mutations test-processors check format bench bench-peer docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ test: $(VENV)/ready-test $(VENV)/system-packages  ## the test suite
 
 test-all: $(VENV)/ready-test $(VENV)/system-packages  ## with more examples and longer trainings (tests/README.md)
 	TESTS_ALL=1 $(PYTEST) $(ARGS)
+
+test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
+	$(BIN)/python -m tests.support.mutations $(ARGS)
 
 test-processors: $(VENV)/ready-test $(VENV)/system-packages  ## what computes, as other processors round
 	PYTEST="$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8" sh tests/support/processors.sh $(ARGS)

@@ -59,6 +59,13 @@ def ranks() -> Generator[RankServer]:
     server.remove()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _settled_heap() -> None:
+    """What modules before have imported while they ran stays, too: collections of this one do not walk it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _clean_process() -> Generator[None]:
     """Every test leaves the process as it found it: no world or state, no command, the same environment."""

@@ -13,6 +13,7 @@ import torch
 
 from tests.clients.probe import in_ranks
 from tests.clients.record import launch, versions
+from tests.support.extent import only_in_all
 from tests.support.ranks import RankServer
 
 pytest.importorskip("transformers", reason="the client needs Python 3.11")
@@ -93,7 +94,7 @@ def test_a_stream_gives_two_processes_the_batches_of_one(one: dict[str, Any], tw
 
 
 @pytest.mark.parametrize(
-    ("start", "jobs"), [(ACCELERATE, ("train", "accumulate", "resume")), (None, ("train",))]
+    ("start", "jobs"), [(ACCELERATE, ("train", "accumulate", "resume")), only_in_all(None, ("train",))]
 )
 def test_two_processes_of_a_launcher(start: Any, jobs: tuple[str, ...], two: dict[str, Any]) -> None:
     """By our launcher, and by torchrun."""

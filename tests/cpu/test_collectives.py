@@ -84,9 +84,32 @@ def sized(rows: list[int], dtype: torch.dtype) -> list[object]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.bool, torch.complex64])
 @pytest.mark.parametrize("rows", [[2, 2], [0, 3], [0, 0], [400, 400], [1, 2000], [2000, 0]])
 def test_gather_of_any_size(ranks: RankServer, rows: list[int], dtype: torch.dtype) -> None:
-    """Few values travel with their shape, many after it; ranks may be on either side of that limit."""
+    """Few values travel with their shape."""
     plain = [(torch.arange(n * 3).reshape(n, 3) + rank).to(dtype) for rank, n in enumerate(rows)]
     assert same_on_all(ranks(2, sized, rows, dtype)) == torch.cat(plain).tolist()
+
+
+def exchange_large(rows: list[int], dtype: torch.dtype) -> bool:
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast
+
+    accelerator = Accelerator()
+    plain = [(torch.arange(n * 3).reshape(n, 3) % 7 + rank).to(dtype) for rank, n in enumerate(rows)]
+    found = accelerator.gather(plain[accelerator.process_index])
+    assert torch.equal(found, torch.cat(plain))
+    ones = torch.ones(600_000) * (accelerator.process_index + 1)
+    assert torch.equal(accelerator.reduce(ones, "sum"), torch.full((600_000,), 3.0))
+    wanted = torch.arange(600_000.0).reshape(1000, 600).t()
+    sent = torch.zeros(1000, 600).t() if accelerator.process_index == 0 else wanted.clone()
+    broadcast(sent, from_process=1)
+    return torch.equal(sent, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+@pytest.mark.parametrize("rows", [[500_000, 500_000], [500_000, 400_000], [0, 500_000]])
+def test_large_values_follow_their_shapes(ranks: RankServer, rows: list[int], dtype: torch.dtype) -> None:
+    """More than a MiB of a rank does not fit beside its shape; a rank may have less than another, or none."""
+    assert ranks(2, exchange_large, rows, dtype) == [True, True]
 
 
 def test_gather_on_one_process_has_the_types_and_shapes_of_two(ranks: RankServer) -> None:

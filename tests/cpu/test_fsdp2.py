@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.command import launch
 from tests.support.environment import ROOT
+from tests.support.extent import only_in_all
 from tests.support.numbers import Numbers, close
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import STEPS, Tiny, adamw, batches, loss_of, plain, share, tiny, whole
@@ -238,7 +239,8 @@ fsdp_config:
 """
 
 
-def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["flags", only_in_all("file")])
+def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path, how: str) -> None:
     """F3: on the CPU too, and never by another strategy."""
     model = tiny()
     optimizer = adamw(model)
@@ -249,13 +251,14 @@ def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path) -> None:
         optimizer.zero_grad()
     (tmp_path / "config.yaml").write_text(FILE)
     wrap = "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"
-    for flags in (
-        ("--cpu", "-n", "2", "--use_fsdp", "--fsdp_version", "2", wrap),
-        ("--config_file", f"{tmp_path}/config.yaml"),
-    ):
-        result = launch(*flags, script_text=SCRIPT, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"})
-        assert result.returncode == 0, result.output
-        assert result.stdout.splitlines() == [f"FSDP FSDPBlock {loss.item():.4f}"] * 2
+    flags = {
+        "flags": ("--cpu", "-n", "2", "--use_fsdp", "--fsdp_version", "2", wrap),
+        "file": ("--config_file", f"{tmp_path}/config.yaml"),
+    }
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    result = launch(*flags[how], script_text=SCRIPT, env=env)
+    assert result.returncode == 0, result.output
+    assert result.stdout.splitlines() == [f"FSDP FSDPBlock {loss.item():.4f}"] * 2
 
 
 # --- loading

@@ -328,14 +328,16 @@ def kernel() -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
 
 
 def printed(client: BlockingKernelClient, cell: str, wanted: Callable[[str], bool]) -> str:
-    """The output of a running cell, once it is as ``wanted``."""
+    """The output of a running cell, once it is as ``wanted``.
+
+    On a busy machine ipykernel 7 was seen to name the cell before as the parent of what this one printed.
+    """
     text = ""
     while not wanted(text):
         message: Any = client.get_iopub_msg(timeout=30)
-        if message["parent_header"].get("msg_id") != cell:  # what is left of the one before
-            continue
-        assert message["msg_type"] != "error", message["content"]
-        if message["msg_type"] == "stream":
+        own = message["parent_header"].get("msg_id") == cell
+        assert not (own and message["msg_type"] == "error"), message["content"]
+        if message["msg_type"] == "stream" and (own or "pid " in message["content"]["text"]):
             text += message["content"]["text"]
     return text
 
@@ -358,7 +360,8 @@ def test_interrupting_the_cell_ends_the_ranks_and_not_the_kernel(
         message, ranks = begin(client, code)
         manager.interrupt_kernel()
         reply: Any = client.get_shell_msg(timeout=30)
-        assert reply["parent_header"]["msg_id"] == message
+        while reply["parent_header"]["msg_id"] != message:  # what is left of the one before
+            reply = client.get_shell_msg(timeout=30)
         assert reply["content"]["ename"] == "KeyboardInterrupt"
         assert not psutil.wait_procs(ranks, timeout=5)[1]
     answer: Any = client.execute_interactive("1 + 1", timeout=30, output_hook=lambda message: None)

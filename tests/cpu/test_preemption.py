@@ -15,6 +15,7 @@ import pytest
 
 from accelerate.launch.ranks import SAME
 from tests.support.command import Finished, Running, start
+from tests.support.extent import only_in_all
 from tests.support.ranks import RankServer
 from tests.support.scripts import printed
 
@@ -152,7 +153,7 @@ def asks_for_another_start(done: Finished, size: int, code: int = 75) -> None:
         (2, "asks", "evaluation", "SIGUSR1 to the launcher"),
         (2, "asks", "save", "SIGTERM to rank 1"),
         (2, "automatic", "step", "SIGTERM to the launcher"),
-        (2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
+        only_in_all(2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
     ],
 )
 def test_one_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(

@@ -7,6 +7,7 @@ of the plain loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decod
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING
 
+# What the rank server imports once for this module.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+
 MIDDLE = STEPS // 2
+WHOLE = {"sharded": False}  # of `save_state`
 # Way -> (processes, strategy, what says so: sizes of a mesh, options of the plugin, stage of the engine).
 WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "copies": (2, "ddp", {}),
@@ -72,9 +77,41 @@ def accelerator_of(way: str, **more: Any) -> Any:
     return accelerator
 
 
-def loop(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> tuple[list[float], list[float]]:
+# Ways that also train in 16 bits.
+HALF = (
+    *("copies", "shards", "shards, version 1", "layers", "sequences, keys", "sequences, ring"),
+    *("sequences, heads", "stages", "ZeRO 2"),
+)
+# Saved in the middle under one way, the run goes on under the other.
+PAIRS = (
+    ("copies of shards", "shards"),
+    ("layers x shards", "copies"),
+    ("stages x shards", "layers"),
+    ("sequences, keys x shards", "shards, version 1"),
+    ("sequences, keys x layers", "sequences, ring"),
+    ("shards, version 1", "stages"),
+    ("stages x sequences, keys", "copies of shards"),
+    ("copies", "layers"),
+    ("shards", "ZeRO 3"),
+    ("ZeRO 2", "shards"),
+    ("ZeRO 3", "stages"),
+)
+
+
+def saved_whole(one: str, other: str) -> bool:
+    """Whether a pair saves whole states: DeepSpeed reads its own files, and whole ones of others."""
+    return "zero" in WAYS[other][2] and "zero" not in WAYS[one][2]
+
+
+def do_nothing() -> None:
+    """Between two steps."""
+
+
+def loop(
+    accelerator: Any, model: Any, optimizer: Any, batches: Any, in_the_middle: Callable[[], None] = do_nothing
+) -> tuple[list[float], list[float]]:
     losses, norms = [], []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         with accelerator.accumulate(model):
             loss = loss_of(model, batch)
             accelerator.backward(loss)
@@ -83,6 +120,8 @@ def loop(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> tuple[li
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.mean_loss(loss.detach()).item())
+        if number == MIDDLE:
+            in_the_middle()
     return losses, norms
 
 
@@ -92,24 +131,46 @@ def whole(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().float().cpu().clone() for name, value in (state or {}).items()}
 
 
-def trained(way: str, window: int, precision: str = "no") -> Numbers:
+def trained(way: str, window: int, precision: str = "no", folder: Path | None = None) -> Numbers:
     accelerator = accelerator_of(way, gradient_accumulation_steps=window, mixed_precision=precision)
     share = accelerator.strategy.share
     # Every rank begins with other weights: those of rank 0 count.
     model = decoder(accelerator.process_index)
     batches = loader(ROWS // share.count)
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
-    losses, norms = loop(accelerator, model, optimizer, batches)
+
+    def save() -> None:
+        for sharded in {not saved_whole(*pair) for pair in PAIRS if pair[0] == way} if folder else ():
+            accelerator.save_state(str(Path(folder, f"sharded {sharded}")), **({} if sharded else WHOLE))
+
+    losses, norms = loop(accelerator, model, optimizer, batches, save)
     return losses, norms, whole(accelerator, model)
 
 
-def trained_twice(way: str) -> list[Numbers]:
-    return [trained(way, 1), trained(way, 4)]
+def trained_in_all_ways(way: str, folder: str) -> list[Numbers]:
+    """With gradients of one batch, saving in the middle; accumulated over four; in 16 bits."""
+    half = [trained(way, 1, "bf16")] if way in HALF else []
+    return [trained(way, 1, folder=Path(folder)), trained(way, 4), *half]
 
 
-def known(way: str) -> None:
-    if WAYS[way][1] == "deepspeed" and not packages.installed("deepspeed"):
-        pytest.skip("deepspeed is not installed: pip install deepspeed")
+Runs = Callable[[str], tuple[list[list[Numbers]], Path]]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The numbers of every rank under a way, and the folder of its checkpoints; each way trains once."""
+    known: dict[str, tuple[list[list[Numbers]], Path]] = {}
+
+    def run(way: str) -> tuple[list[list[Numbers]], Path]:
+        if WAYS[way][1] == "deepspeed" and not packages.installed("deepspeed"):
+            pytest.skip("deepspeed is not installed: pip install deepspeed")
+        if way not in known:
+            folder = tmp_path_factory.mktemp("middle")
+            numbers = ranks(WAYS[way][0], trained_in_all_ways, way, str(folder), timeout=115)
+            known[way] = numbers, folder
+        return known[way]
+
+    return run
 
 
 def test_every_strategy_is_under_this_law() -> None:
@@ -118,10 +179,9 @@ def test_every_strategy_is_under_this_law() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, way: str) -> None:
+def test_it_trains_to_the_numbers_of_one_process(runs: Runs, way: str) -> None:
     """B7, B8: with gradients of one batch, and accumulated over four."""
-    known(way)
-    every = ranks(WAYS[way][0], trained_twice, way, timeout=120)
+    every, _ = runs(way)
     for index, window in enumerate((1, 4)):
         theirs = plain(window)
         assert theirs[0][-1] < 0.92 * theirs[0][0], "the loop learns nothing, so equality would say nothing"
@@ -131,36 +191,12 @@ def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, way: str) ->
                 assert told == pytest.approx(first, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "copies",
-        "shards",
-        "shards, version 1",
-        "layers",
-        "sequences, keys",
-        "sequences, ring",
-        "sequences, heads",
-        "stages",
-        "ZeRO 2",
-    ],
-)
-def test_in_16_bits_too(ranks: RankServer, way: str) -> None:
+@pytest.mark.parametrize("way", HALF)
+def test_in_16_bits_too(runs: Runs, way: str) -> None:
     """B8: where each way rounds is its own."""
-    known(way)
-    ours = ranks(WAYS[way][0], trained, way, 1, "bf16", timeout=120)[0]
+    ours = runs(way)[0][0][2]
     losses, _, _ = plain(1, half=True)
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(losses), rtol=2e-2, atol=2e-2)
-
-
-def first_half(way: str, folder: str, more: dict[str, Any]) -> list[float]:
-    accelerator = accelerator_of(way)
-    model = decoder()
-    batches = loader(ROWS // accelerator.strategy.share.count, 0, MIDDLE)
-    model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
-    losses, _ = loop(accelerator, model, optimizer, batches)
-    accelerator.save_state(folder, **more)
-    return losses
 
 
 def second_half(way: str, folder: str) -> Numbers:
@@ -173,31 +209,11 @@ def second_half(way: str, folder: str) -> Numbers:
     return losses, norms, whole(accelerator, model)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("copies of shards", "shards"),
-        ("layers x shards", "copies"),
-        ("stages x shards", "layers"),
-        ("sequences, keys x shards", "shards, version 1"),
-        ("sequences, keys x layers", "sequences, ring"),
-        ("shards, version 1", "stages"),
-        ("stages x sequences, keys", "copies of shards"),
-        ("copies", "layers"),
-        ("shards", "ZeRO 3"),
-        ("ZeRO 2", "shards"),
-        ("ZeRO 3", "stages"),
-    ],
-)
-def test_it_goes_on_under_another_strategy(ranks: RankServer, tmp_path: Path, one: str, other: str) -> None:
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_it_goes_on_under_another_strategy(ranks: RankServer, runs: Runs, one: str, other: str) -> None:
     """Saved on four processes and loaded on two, and from one strategy to another; the optimizer too."""
-    known(one)
-    known(other)
-    folder = str(tmp_path / "middle")
+    runs(other)  # skips where it cannot run
+    folder = runs(one)[1] / f"sharded {not saved_whole(one, other)}"
     losses, norms, values = plain(1)
-    # The engine's own files are read by all; it reads its own, and whole ones.
-    more = {"sharded": False} if "zero" in WAYS[other][2] and "zero" not in WAYS[one][2] else {}
-    begun = ranks(WAYS[one][0], first_half, one, folder, more, timeout=120)[0]
-    torch.testing.assert_close(torch.tensor(begun), torch.tensor(losses[:MIDDLE]), rtol=0, atol=1e-5)
-    ours = ranks(WAYS[other][0], second_half, other, folder, timeout=120)[0]
+    ours = ranks(WAYS[other][0], second_half, other, str(folder), timeout=100)[0]
     close(ours, (losses[MIDDLE:], norms[MIDDLE:], values), 1e-5)

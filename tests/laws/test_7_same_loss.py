@@ -20,6 +20,9 @@ from accelerate.core.packages import installed
 from accelerate.strategy import STRATEGIES
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+
 GLOBAL_BATCH, STEPS, EPOCHS = 8, 6, 3
 # How a user asks for a strategy: (variables, with {n} for the number of processes; world sizes it is for).
 # A new one must be added here.

@@ -1,0 +1,442 @@
+"""Proves that the tests find mistakes: makes some in the source, one after the other, and looks.
+
+    python -m tests.support.mutations                  # all of them
+    python -m tests.support.mutations items commit     # these alone
+
+Run it from the root of the repository. The files are copied to a temporary folder, and only the copy is
+changed. First the tests that are to find the mutations must pass on it as it is. Then each mutation is
+written into its file, its tests run, and the file is put back. The result is a table. The exit code is 1 if
+a mutation was not found, and 2 if something else went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path("src/accelerate")
+COPIED = (
+    *("src", "tests", "examples", "docs", "benchmarks"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "Makefile"),
+)
+LIMIT = 170.0  # seconds of a run with a mutation
+LIMIT_PLAIN = 900.0  # seconds of the run without one, which has the tests of all
+GRACE = 10.0  # seconds that a run has to end by itself, with all it has started
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A small mistake, and the tests that find it.
+
+    Attributes:
+        name: what the command line calls it.
+        room: the part of the package that it is in.
+        mistake: what is wrong then, for people.
+        file: below ``src/accelerate``.
+        old: what stands there, exactly once.
+        new: what takes its place.
+        tests: files of tests, or single ones (``file::test``), as pytest takes them.
+        hangs: a run that does not end counts as found.
+    """
+
+    name: str
+    room: str
+    mistake: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    hangs: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one mutation.
+
+    Attributes:
+        mutation: which one.
+        result: ``"found"``, ``"NOT found"`` or what else went wrong.
+        test: the test that failed.
+        seconds: how long it took.
+        output: what pytest said.
+    """
+
+    mutation: Mutation
+    result: str
+    test: str
+    seconds: float
+    output: str
+
+
+MUTATIONS = (
+    Mutation(
+        name="settings",
+        room="core: settings",
+        mistake="a flag wins over what the script says in its code",
+        file="core/setting.py",
+        old='        "code": code or {},\n        "flag": flags or {},\n',
+        new='        "flag": flags or {},\n        "code": code or {},\n',
+        tests=("tests/null/test_core_setting.py::test_the_documented_source_wins_in_any_order",),
+    ),
+    Mutation(
+        name="rng",
+        room="world: random numbers",
+        mistake="the state of the accelerator's generator is not restored",
+        file="world/rng.py",
+        old="device.set_rng_all for device in _devices()",
+        new="device.set_rng_all for device in _devices()[:1]",
+        tests=("tests/null/test_rng.py",),
+    ),
+    Mutation(
+        name="letters",
+        room="world: letters",
+        mistake="ranks that do different operations are not told",
+        file="world/letters.py",
+        old="if set(codes) != {code} or set(kinds) != {kind}:",
+        new="if set(kinds) != {kind}:",
+        tests=("tests/cpu/test_together.py::test_collectives_in_another_order_are_detected_at_once",),
+    ),
+    Mutation(
+        name="ragged",
+        room="world: collectives",
+        mistake="what fills up the shorter ranks stays in a large gather",
+        file="world/collective.py",
+        old="if min(lengths) == longest:",
+        new="if min(lengths) <= longest:",
+        tests=("tests/cpu/test_collectives.py::test_large_values_follow_their_shapes",),
+    ),
+    Mutation(
+        name="stop",
+        room="world: stopping together",
+        mistake="all stop where the furthest rank has passed already",
+        file="world/stop.py",
+        old="max(int(words[0]) for words in told) + 1}",
+        new="max(int(words[0]) for words in told)}",
+        tests=("tests/null/test_stop.py::test_all_stop_at_the_same_boundary",),
+    ),
+    Mutation(
+        name="fillers",
+        room="data: sharding",
+        mistake="fillers of the last step count as real samples",
+        file="data/order.py",
+        old="real = min(max(rest - begin, 0), share)",
+        new="real = share",
+        tests=("tests/null/test_resume.py::test_the_cut_of_a_known_order_is_that_of_any_sampler",),
+    ),
+    Mutation(
+        name="resume",
+        room="data: resume",
+        mistake="generators of a loader are not put back",
+        file="data/position.py",
+        old='        put_back(generators, state["now"])\n',
+        new="",
+        tests=("tests/null/test_resume.py::test_one_process_goes_on",),
+    ),
+    Mutation(
+        name="dispatch",
+        room="data: dispatch",
+        mistake="rank 0 does not know its last batch",
+        file="data/dispatch.py",
+        old="yield given._replace(last=not mine)",
+        new="yield given",
+        tests=("tests/cpu/test_windows_ranks.py::test_gradients_travel_once_per_window_and_are_its_mean",),
+    ),
+    Mutation(
+        name="scaler",
+        room="precision: fp16",
+        mistake="gradients are unscaled in the first step only",
+        file="precision/fp16.py",
+        old="        self._unscaled.discard(id(optimizer))\n",
+        new="",
+        tests=("tests/cpu/test_gradients.py::test_weights_go_with_every_way_of_reducing_and_computing",),
+    ),
+    Mutation(
+        name="commit",
+        room="checkpoint: commit",
+        mistake="the folder of a checkpoint is not flushed before it is renamed",
+        file="checkpoint/commit.py",
+        old='for name in records} | {"."}:',
+        new='for name in records} - {"."}:',
+        tests=(
+            "tests/null/test_checkpoint_commit.py"
+            "::test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint",
+        ),
+    ),
+    Mutation(
+        name="digest",
+        room="checkpoint: digests",
+        mistake="the largest file is not compared with the manifest",
+        file="checkpoint/restore.py",
+        old="by_size[ranks.local_rank :: ranks.local_size]",
+        new="by_size[ranks.local_rank + 1 :: ranks.local_size]",
+        tests=(
+            "tests/null/test_checkpoint_state.py"
+            "::test_any_damage_is_an_error_that_names_the_file_and_changes_nothing",
+        ),
+    ),
+    Mutation(
+        name="placement",
+        room="offload: placement",
+        mistake="no room is kept for the largest block that is stored already",
+        file="offload/search.py",
+        old="max(brought, self.later[number + 1])",
+        new="self.later[number + 1]",
+        tests=("tests/null/test_place.py",),
+    ),
+    Mutation(
+        name="fsdp",
+        room="strategy: fsdp",
+        mistake="processes keep their own values instead of those of rank 0",
+        file="strategy/sharding/shard.py",
+        old="            spread(local(tensor), self.mesh)\n",
+        new="",
+        tests=("tests/cpu/test_fsdp2.py::test_only_rank_0_needs_the_weights",),
+    ),
+    Mutation(
+        name="tensor",
+        room="strategy: tensor parallel",
+        mistake="heads of keys and values are cut in the middle",
+        file="strategy/parallel/tensor_plan.py",
+        old='_HEADS = ("num_attention_heads", "num_key_value_heads")',
+        new='_HEADS = ("num_attention_heads",)',
+        tests=("tests/cpu/test_tensor_parallel.py::test_models_of_transformers_bring_their_plan",),
+    ),
+    Mutation(
+        name="pipeline",
+        room="strategy: pipeline",
+        mistake="gradients of earlier micro-batches are lost",
+        file="strategy/parallel/pipeline_losses.py",
+        old="                p.grad = old\n",
+        new="                p.grad = None\n",
+        tests=("tests/cpu/test_pipeline_training.py::test_two_stages_train_like_one_process",),
+    ),
+    Mutation(
+        name="ddp",
+        room="strategy: ddp",
+        mistake="gradients are reduced in every micro-batch",
+        file="strategy/ddp.py",
+        old="return NOTHING if sync else _quiet(models)",
+        new="return NOTHING",
+        tests=("tests/cpu/test_windows_ranks.py::test_gradients_travel_once_per_window_and_are_its_mean",),
+    ),
+    Mutation(
+        name="localsgd",
+        room="outer: LocalSGD",
+        mistake="16-bit weights are added up in 16 bits",
+        file="outer/average.py",
+        old="wire = torch.float32 if bucket[0].dtype in _HALVES else bucket[0].dtype",
+        new="wire = bucket[0].dtype",
+        tests=("tests/cpu/test_local_sgd.py::test_half_precision_weights_are_averaged_in_float32",),
+    ),
+    Mutation(
+        name="accumulate",
+        room="facade: accumulation",
+        mistake="the last batch of a loader does not close its window",
+        file="facade/gradient.py",
+        old="loader.micro_steps >= loader.micro_steps_before",
+        new="loader.micro_steps > loader.micro_steps_before",
+        tests=("tests/null/test_loop.py",),
+    ),
+    Mutation(
+        name="items",
+        room="facade: weights by items",
+        mistake="the mean over processes is not taken back",
+        file="facade/items.py",
+        old="part.factor = self.strategy.replicas * self.reference / total",
+        new="part.factor = self.reference / total",
+        tests=("tests/cpu/test_gradients.py::test_weights_make_any_split_the_gradient_of_one_batch",),
+    ),
+    Mutation(
+        name="schedule",
+        room="facade: schedules",
+        mistake="a schedule advances though its optimizer has skipped the step",
+        file="facade/scheduler.py",
+        old="            if optimizer.step_was_skipped:\n                return\n",
+        new="            if optimizer.step_was_skipped:\n                continue\n",
+        tests=("tests/null/test_accelerator.py::test_a_skipped_step_is_seen_and_the_schedule_waits",),
+    ),
+    Mutation(
+        name="exit",
+        room="launch: exit codes",
+        mistake="a rank killed by a signal gives another exit code",
+        file="launch/report.py",
+        old="return code if code > 0 else 128 - code",
+        new="return code if code > 0 else 128 + code",
+        tests=(
+            "tests/cpu/test_launch_failures.py::test_the_exit_code_and_the_last_words_are_the_failing_ranks",
+        ),
+    ),
+)
+
+
+def refuse(text: str) -> NoReturn:
+    """Says what is wrong, and ends with 2."""
+    print(text, file=sys.stderr)
+    sys.exit(2)
+
+
+class Copy:
+    """The repository in a temporary folder, to be broken.
+
+    Args:
+        folder: an empty one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *COPIED]
+        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():  # not one that is deleted and still listed
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, folder / name)
+        self.env = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+
+    def check(self) -> None:
+        """Makes sure that the source of the copy is what is tested, not an installed one.
+
+        Raises:
+            SystemExit: it is not.
+        """
+        command = [sys.executable, "-c", "import accelerate; print(accelerate.__file__)"]
+        found = subprocess.run(
+            command, cwd=self.folder, env=self.env, check=True, capture_output=True, text=True
+        )
+        if not Path(found.stdout.strip()).is_relative_to(self.folder):
+            refuse(f"the tests would import {found.stdout.strip()}, not the copy in {self.folder}")
+
+    def write(self, file: Path, text: str) -> None:
+        """Replaces a file of the copy, so that no compiled form of the old text is used."""
+        path = self.folder / file
+        path.write_text(text, encoding="utf-8")
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def test(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
+        """pytest's exit code, None if it was still running after ``limit`` seconds, and what it said."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            run = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = run.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end(run)
+            output.seek(0)
+            return code, output.read()
+
+
+def _end(run: subprocess.Popen[bytes]) -> None:
+    """Ends a run that is still there: asked first, so that its fixtures end what they have started."""
+    if run.poll() is not None:
+        return
+    run.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        run.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+
+
+def check_table(mutations: Sequence[Mutation]) -> None:
+    """Looks whether every mutation fits the source as it is.
+
+    Raises:
+        SystemExit: some do not, or there are two of a name.
+    """
+    wrong: list[str] = []
+    for mutation in mutations:
+        file = ROOT / PACKAGE / mutation.file
+        count = file.read_text(encoding="utf-8").count(mutation.old) if file.is_file() else 0
+        if count != 1:
+            wrong.append(f"{mutation.name}: the old text stands {count} times in {PACKAGE / mutation.file}")
+        files = [test.partition("::")[0] for test in mutation.tests]
+        wrong += [f"{mutation.name}: there is no {name}" for name in files if not (ROOT / name).is_file()]
+    names = [mutation.name for mutation in mutations]
+    wrong += [f"{name}: two mutations have this name" for name in {n for n in names if names.count(n) > 1}]
+    if wrong:
+        refuse("\n".join(wrong))
+
+
+def find(copy: Copy, mutation: Mutation) -> Finding:
+    """Runs the tests of one mutation with it in the copy, and puts the file back."""
+    file, begin = PACKAGE / mutation.file, time.monotonic()
+    text = (copy.folder / file).read_text(encoding="utf-8")
+    copy.write(file, text.replace(mutation.old, mutation.new))
+    try:
+        code, output = copy.test(mutation.tests, LIMIT)
+    finally:
+        copy.write(file, text)
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.MULTILINE)
+    test = failed[1] if failed else ", ".join(mutation.tests)
+    results = {0: "NOT found", 1: "found", None: "found" if mutation.hangs else f"no end in {LIMIT:g} s"}
+    result = results.get(code, f"pytest ended with {code}")
+    return Finding(mutation, result, test, time.monotonic() - begin, output)
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Prints the table."""
+    print("\n| room | mutation | found by |\n| --- | --- | --- |")
+    for finding in findings:
+        found = f"`{finding.test}`" if finding.result == "found" else f"**{finding.result}**"
+        print(f"| {finding.mutation.room} | {finding.mutation.mistake} | {found} |")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Looks for the mutations that are named, or for all; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Proves that the tests find mistakes in the source.")
+    names = [mutation.name for mutation in MUTATIONS]
+    parser.add_argument("name", nargs="*", help=f"a mutation: {', '.join(names)}; all when none is given")
+    asked: list[str] = parser.parse_args(arguments).name
+    if unknown := [name for name in asked if name not in names]:
+        parser.error(f"unknown mutation {unknown[0]!r}: there are {', '.join(names)}")
+    chosen = [mutation for mutation in MUTATIONS if not asked or mutation.name in asked]
+    check_table(chosen)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copy = Copy(Path(folder).resolve())
+        copy.check()
+        tests = list(dict.fromkeys(test for mutation in chosen for test in mutation.tests))
+        code, output = copy.test(tests, LIMIT_PLAIN)
+        if code != 0:
+            refuse(f"{output}\nthe tests do not pass without a mutation (pytest: {code})")
+        print(f"without a mutation: {output.strip().splitlines()[-1]}", flush=True)
+        findings: list[Finding] = []
+        for mutation in chosen:
+            findings.append(finding := find(copy, mutation))
+            print(f"{mutation.name}: {finding.result} in {finding.seconds:.0f} s", flush=True)
+            if finding.result != "found":
+                print(finding.output, file=sys.stderr)
+    show(findings)
+    results = [finding.result for finding in findings]
+    count = results.count("found")
+    print(f"\n{count} of {len(results)} found in {time.monotonic() - begin:.0f} s")
+    if "NOT found" in results:
+        return 1
+    return 0 if count == len(results) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
