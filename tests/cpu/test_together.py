@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate.core import errors
 from accelerate.core.errors import CollectiveError
 from tests.support.command import Running, launch
 from tests.support.ranks import RankServer, free_port, same_on_all
@@ -410,3 +411,34 @@ def reopened() -> tuple[list[float], int]:
 
 def test_a_world_can_be_opened_again_and_leaves_nothing_behind(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, reopened)) == ([0.0, 1.0, 0.0, 1.0], 1)
+
+
+def loses_its_peer_while_it_opens_the_channel() -> None:
+    import torch.distributed as dist
+
+    from accelerate import Accelerator
+    from accelerate.world import together
+
+    accelerator = Accelerator()
+    if accelerator.process_index == 0:
+        watch = together.current()
+        assert watch is not None
+        watch.board.put("here/0", "")
+        assert watch.board.wait(["here/1"], 30)
+        raise ValueError("a bad batch")
+
+    def torn(*arguments: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", torn)
+        accelerator.gather(torch.ones(1))
+
+
+def test_a_peer_that_is_gone_before_the_first_collective_is_named(ranks: RankServer) -> None:
+    """C3: torch's own words for it name no rank."""
+    first, second = ranks.outcomes(2, loses_its_peer_while_it_opens_the_channel, grace=30)
+    assert first.kind == "ValueError"
+    assert issubclass(getattr(errors, second.kind, object), CollectiveError), second
+    told = ("rank 0 failed: ValueError: a bad batch", "rank 0, or the launcher, is gone")
+    assert any(text in second.message for text in told), second

@@ -413,9 +413,9 @@ class Office:
 
     def _run(self, start: Callable[[Any], Any]) -> None:
         """Starts a transfer and waits for its end."""
-        group = self._group or self._own_group()
         work = None
-        try:
+        try:  # opening the group, too: its store may be gone
+            group = self._group or self._own_group()
             work = start(group)
             try:
                 work.wait(SLICE)
