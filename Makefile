@@ -11,7 +11,8 @@ ARGS   ?=
 # Of the tests: workers that share them, one more than cores since some tests wait; threads of each process.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 THREADS ?= 1
-PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+# A worker that crashes is not replaced: pytest-xdist 3.8 then ends without the list of failures.
+PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-worker-restart 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-mutations test-processors check format bench bench-peer docs clean
