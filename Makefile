@@ -12,7 +12,8 @@ ARGS   ?=
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 THREADS ?= 1
 # A worker that crashes is not replaced: pytest-xdist 3.8 then ends without the list of failures.
-PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-worker-restart 0
+WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-worker-restart 0
+PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-mutations test-processors check format bench bench-peer docs clean
@@ -53,7 +54,7 @@ test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 	$(BIN)/python -m tests.support.mutations $(ARGS)
 
 test-processors: $(VENV)/ready-test $(VENV)/system-packages  ## what computes, as other processors round
-	PYTEST="$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8" sh tests/support/processors.sh $(ARGS)
+	PYTEST="$(WORKERS_PYTEST)" sh tests/support/processors.sh $(ARGS)
 
 # Of what is not the package only the calls are checked: a test of a part that is skipped here is read here.
 check: $(VENV)/ready-dev  ## lint, format, types

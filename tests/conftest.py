@@ -1,4 +1,4 @@
-"""Fixtures of all tests, the order in which they run, and how workers share them."""
+"""Fixtures of all tests, their order, and the scheduler that shares them between workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _folder(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file goes to one worker, for its module fixtures; so does ``tests/sim``, for its process."""
+    """Give a file to one worker, for its module fixtures, and ``tests/sim`` to one, for its process."""
     from xdist.scheduler import LoadFileScheduling
 
     class FileScheduling(LoadFileScheduling):
@@ -60,8 +60,8 @@ def ranks() -> Generator[RankServer]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _settled_heap() -> None:
-    """What modules before have imported while they ran stays, too: collections of this one do not walk it."""
+def _freeze_heap() -> None:
+    """Freeze what tests of other modules have imported, so that collections in this module do not walk it."""
     gc.collect()
     gc.freeze()
 

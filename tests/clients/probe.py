@@ -88,20 +88,20 @@ class Probe:
             self(f"{prefix}.{name}", getattr, owner, name)
 
 
-def report(module: str, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """What jobs of a client module give on this rank: those named, or all; as JSON has it."""
+def run_jobs(module: str, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Run the named jobs of a client module on this rank, all without names; the result went through JSON."""
     jobs: Jobs = importlib.import_module(module).JOBS
     logging.disable(logging.WARNING)
     return json.loads(json.dumps({name: jobs[name](Path(folder) / name) for name in names or jobs}))
 
 
-def in_ranks(ranks: RankServer, size: int, module: str, *names: str, timeout: float = 200) -> dict[str, Any]:
-    """What jobs of a client module give on ranks of the fork server, as rank 0 sees it."""
-    from tests.support.ranks import ALONE
+def run_jobs_on_ranks(ranks: RankServer, size: int, module: str, *names: str) -> dict[str, Any]:
+    """Run jobs of a client module on forked ranks; the result is that of rank 0."""
+    from tests.support.ranks import NO_LAUNCHER
 
-    env = ALONE if size == 1 else None
+    env = NO_LAUNCHER if size == 1 else None
     with tempfile.TemporaryDirectory() as folder:
-        return ranks(size, report, module, folder, names, timeout=timeout, env=env)[0]
+        return ranks(size, run_jobs, module, folder, names, timeout=200, env=env)[0]
 
 
 def main(jobs: Jobs) -> None:

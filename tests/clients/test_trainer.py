@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.clients.probe import in_ranks
+from tests.clients.probe import run_jobs_on_ranks
 from tests.clients.record import launch, versions
-from tests.support.extent import only_in_all
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
 
 pytest.importorskip("transformers", reason="the client needs Python 3.11")
@@ -49,13 +49,13 @@ def tolerance() -> Callable[[str], float]:
 @pytest.fixture(scope="module")
 def one(ranks: RankServer) -> dict[str, Any]:
     """All jobs in one process."""
-    return in_ranks(ranks, 1, CLIENT)
+    return run_jobs_on_ranks(ranks, 1, CLIENT)
 
 
 @pytest.fixture(scope="module")
 def two(ranks: RankServer) -> dict[str, Any]:
     """All jobs on two processes with torchrun's variables, and none of ours."""
-    return in_ranks(ranks, 2, CLIENT)
+    return run_jobs_on_ranks(ranks, 2, CLIENT)
 
 
 def differences(ours: Any, theirs: Any, tolerance: float, path: str = "") -> list[str]:
@@ -94,7 +94,7 @@ def test_a_stream_gives_two_processes_the_batches_of_one(one: dict[str, Any], tw
 
 
 @pytest.mark.parametrize(
-    ("start", "jobs"), [(ACCELERATE, ("train", "accumulate", "resume")), only_in_all(None, ("train",))]
+    ("start", "jobs"), [(ACCELERATE, ("train", "accumulate", "resume")), long_run_param(None, ("train",))]
 )
 def test_two_processes_of_a_launcher(start: Any, jobs: tuple[str, ...], two: dict[str, Any]) -> None:
     """By our launcher, and by torchrun."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelerate.core.packages import installed
-from tests.clients.probe import in_ranks
+from tests.clients.probe import run_jobs_on_ranks
 from tests.clients.test_trainer import differences
 from tests.support.ranks import RankServer
 
@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def zero(ranks: RankServer) -> dict[str, Any]:
     """All jobs, on two processes."""
-    return in_ranks(ranks, 2, CLIENT)
+    return run_jobs_on_ranks(ranks, 2, CLIENT)
 
 
 @pytest.mark.parametrize("stage", ["two", "three"])

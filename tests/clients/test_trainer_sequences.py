@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accelerate.core import packages
-from tests.clients.probe import in_ranks
+from tests.clients.probe import run_jobs_on_ranks
 from tests.support.ranks import RankServer
 
 pytest.importorskip("transformers", reason="the client needs Python 3.11")
@@ -21,7 +21,7 @@ if packages.installed("deepspeed"):
 
 def test_it_trains_and_evaluates_as_alone(ranks: RankServer) -> None:
     """Losses that are logged, norms, rates, and the loss of an evaluation, which is no sum over processes."""
-    alone, shared = (in_ranks(ranks, size, CLIENT, *JOBS) for size in (1, 2))
+    alone, shared = (run_jobs_on_ranks(ranks, size, CLIENT, *JOBS) for size in (1, 2))
     for job in JOBS:
         assert alone[job].keys() == shared[job].keys()
         for what, value in alone[job].items():

@@ -21,7 +21,7 @@ from accelerate.checkpoint.store import LocalStore, Record
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.support.command import launch, start
-from tests.support.extent import only_in_all
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
 WRITE = LocalStore.write
@@ -370,9 +370,9 @@ def script(folder: Path, end: str = "", *, full: bool = False) -> str:
         (1, "", 0),
         (1, "raise ZeroDivisionError('mine')", 1),
         (1, "sys.exit(3)", 3),
-        only_in_all(2, "", 0),
+        long_run_param(2, "", 0),
         (2, "raise ZeroDivisionError('mine')", 1),
-        only_in_all(2, "sys.exit(3)", 3),
+        long_run_param(2, "sys.exit(3)", 3),
     ],
 )
 def test_a_script_that_ends_has_saved(tmp_path: Path, n: int, end: str, code: int) -> None:

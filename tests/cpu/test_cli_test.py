@@ -18,7 +18,7 @@ from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
 from tests.support.command import Running, accelerate, launch
 from tests.support.ranks import RankServer
-from tests.support.scripts import ends_as_main
+from tests.support.scripts import run_to_exit
 
 NAMES = [name for name, _ in ROWS]
 CHECKS = dict(ROWS)
@@ -179,17 +179,13 @@ main(CHECKS, grace=1)
 """
 
 
-def broken(ranks: RankServer, script: str, folder: Path) -> str:
-    """What two ranks print of checks of which one fails."""
-    ends = ends_as_main(ranks, 2, script, folder)
-    assert [code for code, _ in ends] == [1, 1], ends
-    return "".join(text for _, text in ends)
-
-
 def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checked(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    text = broken(ranks, BROKEN.replace("CHECKS", "[('value', value), *ROWS[:2]]"), tmp_path)
+    script = BROKEN.replace("CHECKS", "[('value', value), *ROWS[:2]]")
+    ends = run_to_exit(ranks, 2, script, tmp_path)
+    assert [code for code, _ in ends] == [1, 1], ends
+    text = "".join(text for _, text in ends)
     found = table(text)
     assert found["value"] == ("failed", "rank 1: a wrong value")
     assert [found[name][0] for name in NAMES[:2]] == ["ok", "ok"]

@@ -16,7 +16,7 @@ import pytest
 from tests.support import tracer
 from tests.support.command import start
 from tests.support.crash import Place, Recovered, Training, recover_all
-from tests.support.extent import only_in_all
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.tracer import Change
 
@@ -248,8 +248,8 @@ def begin_ranks(kind: str, root: Path) -> Prints:
     return begin(machine(kind, root / "start"))
 
 
-def copy_moving(source: Path, target: Path) -> None:
-    """A copy of a folder that a process changes meanwhile: made anew when an entry has gone."""
+def copy_changing_folder(source: Path, target: Path) -> None:
+    """Copy a folder that another process changes meanwhile; copy again when an entry has gone."""
     for _ in range(20):
         with contextlib.suppress(shutil.Error):
             shutil.copytree(source, target)
@@ -264,7 +264,7 @@ def watched(kind: str, root: Path, watcher: int) -> tuple[list[Change], list[str
 
     def look(number: int, change: Change) -> str:
         if not repeated(seen, change):
-            copy_moving(root / f"run{watcher}", root / f"{watcher}-{number}")
+            copy_changing_folder(root / f"run{watcher}", root / f"{watcher}-{number}")
             told.append(f"killed all when rank {watcher} was before {change}")
         seen.append(change)
         return ""
@@ -290,7 +290,7 @@ def recover_ranks(kind: str, roots: list[Path]) -> list[Recovered]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["fixed", "numbered", "each node", "fixed/async", only_in_all("fixed/sharded"), "numbered/fsdp"],
+    ["fixed", "numbered", "each node", "fixed/async", long_run_param("fixed/sharded"), "numbered/fsdp"],
 )
 def test_two_processes_killed_together_at_every_write(ranks: RankServer, shm: Path, kind: str) -> None:
     """D1, D5: as when the machine goes, or the launcher takes its processes with it."""

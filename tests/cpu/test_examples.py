@@ -15,7 +15,7 @@ import pytest
 from tests.support.command import Finished, Running, launch, start
 from tests.support.environment import ROOT
 from tests.support.ranks import RanksError, RankServer
-from tests.support.scripts import printed
+from tests.support.scripts import script_output
 
 # Modules that the rank server imports once.
 PRELOAD = ("sklearn.datasets", "sklearn.metrics", "sklearn.model_selection", "matplotlib.pyplot")
@@ -103,7 +103,7 @@ def test_python_alone_reaches_the_same_accuracy(tmp_path: Path) -> None:
 
 
 def test_three_processes_count_every_test_image_once(ranks: RankServer, tmp_path: Path) -> None:
-    text = printed(ranks, 3, DIGITS, *options(tmp_path, epochs=1))
+    text = script_output(ranks, 3, DIGITS, *options(tmp_path, epochs=1))
     assert [(found[1], found[5]) for found in EPOCH.finditer(text)] == [("1", "360")]
 
 
@@ -128,12 +128,12 @@ def test_torchrun_resumes_a_killed_run_to_the_same_numbers(launched: Launched, t
 
 def test_resuming_what_never_ran_says_so(ranks: RankServer, tmp_path: Path) -> None:
     with pytest.raises(RanksError, match=re.escape(str(tmp_path))):
-        printed(ranks, 1, DIGITS, *options(tmp_path), "--resume")
+        script_output(ranks, 1, DIGITS, *options(tmp_path), "--resume")
 
 
 def both_ways(ranks: RankServer, name: str, *options: str) -> list[list[str]]:
     """What an example prints alone, and on two processes."""
-    return [printed(ranks, n, EXAMPLES / name, *options).splitlines() for n in (1, 2)]
+    return [script_output(ranks, n, EXAMPLES / name, *options).splitlines() for n in (1, 2)]
 
 
 def test_micro_batches_take_the_steps_of_one_batch(ranks: RankServer) -> None:
@@ -167,7 +167,7 @@ ALONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2])
 
 @ALONE_OR_TWO
 def test_local_sgd_sends_a_tenth_for_the_same_accuracy(ranks: RankServer, processes: int) -> None:
-    text = printed(
+    text = script_output(
         ranks, processes, EXAMPLES / "local_sgd.py", *(["--epochs", "3"] if processes == 1 else [])
     )
     rows = {name: (float(a), b) for name, a, b in re.findall(r"(\w+) +([\d.]+) +([\d.]+|nan)\n", text)}
@@ -187,7 +187,7 @@ def test_local_sgd_sends_a_tenth_for_the_same_accuracy(ranks: RankServer, proces
 def test_the_profiler_leaves_a_trace_and_a_picture_per_process(
     ranks: RankServer, processes: int, tmp_path: Path
 ) -> None:
-    text = printed(ranks, processes, EXAMPLES / "profiler.py", "--folder", str(tmp_path))
+    text = script_output(ranks, processes, EXAMPLES / "profiler.py", "--folder", str(tmp_path))
     names = [f"{kind}_{rank}" for kind in ("memory", "profile") for rank in range(processes)]
     assert sorted(path.stem for path in tmp_path.iterdir()) == names
     assert re.findall(r"/(\w+)\.(?:png|json) \(\d+ KB\)", text) == names
@@ -197,7 +197,7 @@ def test_the_profiler_leaves_a_trace_and_a_picture_per_process(
 
 @ALONE_OR_TWO
 def test_all_processes_find_the_batch_of_the_smallest_memory(ranks: RankServer, processes: int) -> None:
-    text = printed(ranks, processes, EXAMPLES / "memory.py")
+    text = script_output(ranks, processes, EXAMPLES / "memory.py")
     tried = [int(size) for size in re.findall(r"\d+", text.splitlines()[0])]
     fits = 400_000 // (512 * 4)
     assert tried[-1] <= fits < tried[-2]
@@ -210,7 +210,7 @@ def test_all_processes_find_the_batch_of_the_smallest_memory(ranks: RankServer, 
 
 @ALONE_OR_TWO
 def test_cross_validation_predicts_every_wine_once(ranks: RankServer, processes: int) -> None:
-    text = printed(ranks, processes, EXAMPLES / "cross_validation.py")
+    text = script_output(ranks, processes, EXAMPLES / "cross_validation.py")
     lines = re.findall(r"mixed_precision=(\w+): folds ([\d. ]+), (\d+) of 178 wines right", text)
     assert [precision for precision, _, _ in lines] == ["no", "bf16"]
     for _, folds, right in lines:
@@ -220,7 +220,7 @@ def test_cross_validation_predicts_every_wine_once(ranks: RankServer, processes:
 
 @ALONE_OR_TWO
 def test_metrics_count_every_image_once(ranks: RankServer, processes: int) -> None:
-    text = printed(ranks, processes, EXAMPLES / "multi_process_metrics.py")
+    text = script_output(ranks, processes, EXAMPLES / "multi_process_metrics.py")
     counted = re.search(r"351 test images: gather gave (\d+) rows, gather_for_metrics (\d+)", text)
     assert counted is not None, text
     assert counted[2] == "351"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.environment import ROOT
 from tests.support.ranks import RankServer
-from tests.support.scripts import printed
+from tests.support.scripts import script_output
 
 # What the rank server imports once for this module.
 PRELOAD = ("matplotlib.pyplot",)
@@ -18,8 +18,8 @@ SMALL = ["--cpu", "--width", "32", "--layers", "4", "--sequences", "6", "--chunk
 
 def test_a_model_spread_over_processes_scores_as_one_process_does(ranks: RankServer, tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
-    alone = printed(ranks, 1, PIPELINE, *SMALL)
-    pair = printed(ranks, 2, PIPELINE, *SMALL, "--picture", str(picture))
+    alone = script_output(ranks, 1, PIPELINE, *SMALL)
+    pair = script_output(ranks, 2, PIPELINE, *SMALL, "--picture", str(picture))
 
     def scored(text: str) -> list[str]:
         return re.findall(r"scored 6 sequences, the mean score is [-\d.]+", text)
@@ -42,7 +42,7 @@ def test_a_model_generates_the_same_wherever_its_layers_are(ranks: RankServer, t
     """On the host, partly and mostly in the files of its checkpoint; which are read in place, not copied."""
 
     def lines(*options: str) -> list[str]:
-        return printed(ranks, 1, BIG, *options).splitlines()
+        return script_output(ranks, 1, BIG, *options).splitlines()
 
     checkpoint, offload = tmp_path / "model", tmp_path / "offload"
     options = ["--checkpoint", str(checkpoint), "--offload-folder", str(offload)]

@@ -396,8 +396,8 @@ def test_the_model_is_torchs_wrapper(ranks: RankServer) -> None:
 
 def loaded_once(kind: str) -> dict[str, torch.Tensor]:
     def fill(module: nn.Module) -> None:
-        for p in module.parameters(recurse=False):
-            nn.init.constant_(p, 0.25)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 0.25)
 
     init = fill if kind == "filled" else None
     accelerator = accelerator_of({**LAYERS, "cpu_ram_efficient_loading": True, "param_init_fn": init})

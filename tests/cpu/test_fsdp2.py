@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.command import launch
 from tests.support.environment import ROOT
-from tests.support.extent import only_in_all
+from tests.support.long_run import long_run_param
 from tests.support.numbers import Numbers, close
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import STEPS, Tiny, adamw, batches, loss_of, plain, share, tiny, whole
@@ -239,7 +239,7 @@ fsdp_config:
 """
 
 
-@pytest.mark.parametrize("how", ["flags", only_in_all("file")])
+@pytest.mark.parametrize("how", ["flags", long_run_param("file")])
 def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path, how: str) -> None:
     """F3: on the CPU too, and never by another strategy."""
     model = tiny()

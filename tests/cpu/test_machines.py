@@ -9,8 +9,8 @@ import pytest
 
 from tests.support import hosts as support
 from tests.support.command import CONSOLE, Finished, Running
-from tests.support.extent import only_in_all
 from tests.support.hosts import NAMES, Hosts
+from tests.support.long_run import long_run_param
 
 pytestmark = pytest.mark.skipif(bool(support.unable()), reason=support.unable() or "possible here")
 
@@ -82,7 +82,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("backend", ["static", only_in_all("c10d")])
+@pytest.mark.parametrize("backend", ["static", long_run_param("c10d")])
 def test_a_crash_on_one_host_is_recovered_on_both(hosts: Hosts, tmp_path: object, backend: str) -> None:
     """The library alone burns its restarts on what the last attempt left in its store, or hangs."""
     place = at(hosts) if backend == "static" else ("--rdzv_endpoint", f"{hosts.addresses['hosta']}:29400")
@@ -101,7 +101,7 @@ def test_a_crash_on_one_host_is_recovered_on_both(hosts: Hosts, tmp_path: object
     assert crashed in NAMES
 
 
-@pytest.mark.parametrize("backend", [only_in_all("static"), "c10d"])
+@pytest.mark.parametrize("backend", [long_run_param("static"), "c10d"])
 def test_a_host_that_is_cut_off_ends_on_both_sides(hosts: Hosts, backend: str) -> None:
     """F8: within --machine_timeout, though ranks and library would wait for much longer, in calls that no
     signal ends."""

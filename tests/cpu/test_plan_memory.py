@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.extent import only_in_all
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
 
 # What the rank server imports once for this module.
@@ -116,7 +116,7 @@ def measured(options: dict[str, Any] | None, window: int = 1) -> tuple[int, int]
     [
         ({"strategy": "ddp"}, None),
         ({"strategy": "fsdp"}, {}),
-        only_in_all({"strategy": "fsdp", "recompute": "full"}, {"activation_checkpointing": True}),
+        long_run_param({"strategy": "fsdp", "recompute": "full"}, {"activation_checkpointing": True}),
         ({"strategy": "fsdp", "accumulation": 2}, {}),
     ],
     ids=["copies", "sharded", "recomputed", "accumulated"],

@@ -15,9 +15,9 @@ import pytest
 
 from accelerate.launch.ranks import SAME
 from tests.support.command import Finished, Running, start
-from tests.support.extent import only_in_all
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
-from tests.support.scripts import printed
+from tests.support.scripts import script_output
 
 LONG = 90  # seconds that nothing takes but on a machine with other work; less than a test may take
 # A run of 3 epochs of 6 steps on a process, with an evaluation after each and a save in between. Every random
@@ -104,7 +104,7 @@ def train_to_the_end(ranks: RankServer, size: int, folder: Path, mode: str) -> N
     script = folder / "training.py"
     script.write_text(TRAINING)
     env = {"ACCELERATE_RESUME": "auto", "ACCELERATE_USE_CPU": "true"}
-    printed(ranks, size, script, str(folder / "run"), mode, "nowhere", str(folder / "log"), env=env)
+    script_output(ranks, size, script, str(folder / "run"), mode, "nowhere", str(folder / "log"), env=env)
 
 
 def logs(size: int, folder: Path) -> list[list[str]]:
@@ -153,7 +153,7 @@ def asks_for_another_start(done: Finished, size: int, code: int = 75) -> None:
         (2, "asks", "evaluation", "SIGUSR1 to the launcher"),
         (2, "asks", "save", "SIGTERM to rank 1"),
         (2, "automatic", "step", "SIGTERM to the launcher"),
-        only_in_all(2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
+        long_run_param(2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
     ],
 )
 def test_one_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(

@@ -13,6 +13,9 @@ import pytest
 from tests.support.environment import clean
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("wave",)
+
 
 def identity(extra: str) -> tuple[str, int, str]:
     return os.environ["RANK"], os.getpid(), extra
@@ -38,6 +41,10 @@ def only_open() -> int:
     else:
         dist.new_group([0, 1])
     return dist.get_world_size()
+
+
+def has_imported(module: str) -> bool:
+    return module in sys.modules
 
 
 def environment() -> dict[str, str]:
@@ -144,6 +151,15 @@ def test_devices_are_given_rank_by_rank(ranks: RankServer) -> None:
 
 def test_no_state_goes_from_one_call_to_the_next(ranks: RankServer) -> None:
     assert ranks(1, set_module_state) == ranks(1, set_module_state) == [5]
+
+
+def test_a_module_names_what_its_ranks_have_imported(
+    ranks: RankServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``PRELOAD`` is imported once for the tests of a module, and not for those of another one."""
+    assert ranks(1, has_imported, "wave") == [True]
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "tests/cpu/test_exit.py::test_of_another_module (call)")
+    assert ranks(1, has_imported, "wave") == [False]
 
 
 def test_a_failing_rank_shows_its_traceback_values_and_output(ranks: RankServer) -> None:

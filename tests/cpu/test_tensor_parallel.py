@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.extent import only_in_all
+from tests.support.long_run import long_run_param
 from tests.support.parity import (
     PLAN,
     ROWS,
@@ -76,7 +76,7 @@ def both_windows(sizes: dict[str, int]) -> tuple[Numbers, Numbers]:
 OWN = ("copies", "tensor_and_shards")
 
 
-@pytest.mark.parametrize("mesh", [mesh if mesh in OWN else only_in_all(mesh) for mesh in MESHES])
+@pytest.mark.parametrize("mesh", [mesh if mesh in OWN else long_run_param(mesh) for mesh in MESHES])
 def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, mesh: str) -> None:
     """The true norm at tp=1 and tp=2, also of what every process has whole (PAINS 48)."""
     processes, sizes = MESHES[mesh]

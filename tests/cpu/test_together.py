@@ -18,7 +18,7 @@ from accelerate.core import errors
 from accelerate.core.errors import CollectiveError
 from tests.support.command import Running, launch
 from tests.support.ranks import RankServer, free_port, same_on_all
-from tests.support.scripts import ends_as_main
+from tests.support.scripts import run_to_exit
 
 
 def message(call: Any, *arguments: Any, **options: Any) -> str:
@@ -259,7 +259,7 @@ def test_every_ranks_last_words_are_the_failing_ranks(
 ) -> None:
     """C3, without any launcher that would end them; the first one in processes of their own."""
     text = f"{SCRIPT}\nfailing = {failing}\n{WAITS[how]}\n"
-    ends = two_processes(text) if how == "gather" else ends_as_main(ranks, 2, text, tmp_path)
+    ends = two_processes(text) if how == "gather" else run_to_exit(ranks, 2, text, tmp_path)
     for code, text in ends:
         assert code == 1
         assert text.rstrip().endswith("ValueError: a bad batch")
@@ -284,7 +284,7 @@ def test_a_save_on_rank_0_alone_is_an_error_when_the_other_rank_ends(
     ranks: RankServer, tmp_path: Path
 ) -> None:
     """D3."""
-    (code, text), (fine, _) = ends_as_main(ranks, 2, SCRIPT + ONLY_MAIN, tmp_path)
+    (code, text), (fine, _) = run_to_exit(ranks, 2, SCRIPT + ONLY_MAIN, tmp_path)
     assert (code, fine) == (1, 0)
     assert "was reached by 1 of 2 ranks" in text
     assert "rank 1 has ended" in text
@@ -296,7 +296,7 @@ def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_trains_on(
 ) -> None:
     """D3: the other waits in torch, in a step that rank 0 never comes to."""
     script = f"{SCRIPT}for _ in range({before}): train()\n{ONLY_MAIN}train()\n"
-    ends = ends_as_main(ranks, 2, script, tmp_path)
+    ends = run_to_exit(ranks, 2, script, tmp_path)
     for code, text in ends:
         assert code == 1
         assert "was reached by 1 of 2 ranks" in text
@@ -413,7 +413,7 @@ def test_a_world_can_be_opened_again_and_leaves_nothing_behind(ranks: RankServer
     assert same_on_all(ranks(2, reopened)) == ([0.0, 1.0, 0.0, 1.0], 1)
 
 
-def loses_its_peer_while_it_opens_the_channel() -> None:
+def lose_peer_before_first_collective() -> None:
     import torch.distributed as dist
 
     from accelerate import Accelerator
@@ -437,7 +437,7 @@ def loses_its_peer_while_it_opens_the_channel() -> None:
 
 def test_a_peer_that_is_gone_before_the_first_collective_is_named(ranks: RankServer) -> None:
     """C3: torch's own words for it name no rank."""
-    first, second = ranks.outcomes(2, loses_its_peer_while_it_opens_the_channel, grace=30)
+    first, second = ranks.outcomes(2, lose_peer_before_first_collective, grace=30)
     assert first.kind == "ValueError"
     assert issubclass(getattr(errors, second.kind, object), CollectiveError), second
     told = ("rank 0 failed: ValueError: a bad batch", "rank 0, or the launcher, is gone")

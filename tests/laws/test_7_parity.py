@@ -24,7 +24,6 @@ from tests.support.sequences import RING
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 MIDDLE = STEPS // 2
-WHOLE = {"sharded": False}  # of `save_state`
 # Way -> (processes, strategy, what says so: sizes of a mesh, options of the plugin, stage of the engine).
 WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "copies": (2, "ddp", {}),
@@ -78,12 +77,12 @@ def accelerator_of(way: str, **more: Any) -> Any:
 
 
 # Ways that also train in 16 bits.
-HALF = (
+BF16_WAYS = (
     *("copies", "shards", "shards, version 1", "layers", "sequences, keys", "sequences, ring"),
     *("sequences, heads", "stages", "ZeRO 2"),
 )
 # Saved in the middle under one way, the run goes on under the other.
-PAIRS = (
+RESUME_PAIRS = (
     ("copies of shards", "shards"),
     ("layers x shards", "copies"),
     ("stages x shards", "layers"),
@@ -98,17 +97,22 @@ PAIRS = (
 )
 
 
-def saved_whole(one: str, other: str) -> bool:
-    """Whether a pair saves whole states: DeepSpeed reads its own files, and whole ones of others."""
+def saves_whole_state(one: str, other: str) -> bool:
+    """Tell whether a pair needs whole states: DeepSpeed reads no shards of other strategies."""
     return "zero" in WAYS[other][2] and "zero" not in WAYS[one][2]
 
 
+def checkpoint_of(folder: Path, whole_state: bool) -> Path:
+    """The checkpoint that a way saves in its middle."""
+    return folder / ("whole" if whole_state else "default")
+
+
 def do_nothing() -> None:
-    """Between two steps."""
+    """The default of ``at_middle``."""
 
 
 def loop(
-    accelerator: Any, model: Any, optimizer: Any, batches: Any, in_the_middle: Callable[[], None] = do_nothing
+    accelerator: Any, model: Any, optimizer: Any, batches: Any, at_middle: Callable[[], None] = do_nothing
 ) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for number, batch in enumerate(batches, 1):
@@ -121,7 +125,7 @@ def loop(
             optimizer.zero_grad()
             losses.append(accelerator.mean_loss(loss.detach()).item())
         if number == MIDDLE:
-            in_the_middle()
+            at_middle()
     return losses, norms
 
 
@@ -140,16 +144,19 @@ def trained(way: str, window: int, precision: str = "no", folder: Path | None = 
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
 
     def save() -> None:
-        for sharded in {not saved_whole(*pair) for pair in PAIRS if pair[0] == way} if folder else ():
-            accelerator.save_state(str(Path(folder, f"sharded {sharded}")), **({} if sharded else WHOLE))
+        if folder is None:
+            return
+        for whole_state in sorted({saves_whole_state(*pair) for pair in RESUME_PAIRS if pair[0] == way}):
+            options = {"sharded": False} if whole_state else {}
+            accelerator.save_state(str(checkpoint_of(folder, whole_state)), **options)
 
     losses, norms = loop(accelerator, model, optimizer, batches, save)
     return losses, norms, whole(accelerator, model)
 
 
-def trained_in_all_ways(way: str, folder: str) -> list[Numbers]:
-    """With gradients of one batch, saving in the middle; accumulated over four; in 16 bits."""
-    half = [trained(way, 1, "bf16")] if way in HALF else []
+def train_in_each_setting(way: str, folder: str) -> list[Numbers]:
+    """Train on single batches and save in the middle, then with accumulation over four, then in 16 bits."""
+    half = [trained(way, 1, "bf16")] if way in BF16_WAYS else []
     return [trained(way, 1, folder=Path(folder)), trained(way, 4), *half]
 
 
@@ -166,7 +173,7 @@ def runs(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
             pytest.skip("deepspeed is not installed: pip install deepspeed")
         if way not in known:
             folder = tmp_path_factory.mktemp("middle")
-            numbers = ranks(WAYS[way][0], trained_in_all_ways, way, str(folder), timeout=115)
+            numbers = ranks(WAYS[way][0], train_in_each_setting, way, str(folder), timeout=115)
             known[way] = numbers, folder
         return known[way]
 
@@ -191,7 +198,7 @@ def test_it_trains_to_the_numbers_of_one_process(runs: Runs, way: str) -> None:
                 assert told == pytest.approx(first, abs=1e-6)
 
 
-@pytest.mark.parametrize("way", HALF)
+@pytest.mark.parametrize("way", BF16_WAYS)
 def test_in_16_bits_too(runs: Runs, way: str) -> None:
     """B8: where each way rounds is its own."""
     ours = runs(way)[0][0][2]
@@ -209,11 +216,11 @@ def second_half(way: str, folder: str) -> Numbers:
     return losses, norms, whole(accelerator, model)
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(("one", "other"), RESUME_PAIRS)
 def test_it_goes_on_under_another_strategy(ranks: RankServer, runs: Runs, one: str, other: str) -> None:
     """Saved on four processes and loaded on two, and from one strategy to another; the optimizer too."""
     runs(other)  # skips where it cannot run
-    folder = runs(one)[1] / f"sharded {not saved_whole(one, other)}"
+    folder = checkpoint_of(runs(one)[1], saves_whole_state(one, other))
     losses, norms, values = plain(1)
     ours = ranks(WAYS[other][0], second_half, other, str(folder), timeout=100)[0]
     close(ours, (losses[MIDDLE:], norms[MIDDLE:], values), 1e-5)

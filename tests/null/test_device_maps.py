@@ -32,7 +32,7 @@ from accelerate.utils.modeling import (
     infer_auto_device_map,
 )
 from tests.null.test_measure import Small, Tied
-from tests.support.extent import examples
+from tests.support.long_run import hypothesis_settings
 
 
 def three() -> nn.Sequential:
@@ -179,7 +179,7 @@ def random_module(chance: random.Random, depth: int, pool: list[nn.Parameter]) -
     return module
 
 
-@examples(50, in_all=150)
+@hypothesis_settings(50, in_long_run=150)
 @given(st.integers(0, 2**48))
 def test_maps_of_random_models_are_whole(seed):
     """E4: every tensor has exactly one home, tied ones the same, at any budget."""

@@ -20,7 +20,7 @@ from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.offload.parts import Part, Weight, units
 from accelerate.offload.place import Rules, place
 from accelerate.offload.placement import CPU, DISK, Placement
-from tests.support.extent import examples
+from tests.support.long_run import hypothesis_settings
 
 KINDS = ("Linear", "Block", "List")
 
@@ -88,7 +88,7 @@ def distinct(weights: list[Weight]) -> int:
     return sum({weight.tie: weight.size for weight in weights}.values())
 
 
-@examples(150, in_all=600)
+@hypothesis_settings(150, in_long_run=600)
 @given(questions())
 def test_every_plan_keeps_the_invariants(question: tuple[Part, dict[Any, int], Rules]) -> None:
     tree, budgets, rules = question
@@ -144,7 +144,7 @@ def _check_budgets(
             assert plan.accounts[device].taken <= limit
 
 
-@examples(50, in_all=200)
+@hypothesis_settings(50, in_long_run=200)
 @given(MODELS)
 def test_a_model_that_fits_a_device_is_on_it(tree: Part):
     size = distinct(list(tree.all()))
@@ -154,7 +154,7 @@ def test_a_model_that_fits_a_device_is_on_it(tree: Part):
         assert plan.executor is None
 
 
-@examples(50, in_all=200)
+@hypothesis_settings(50, in_long_run=200)
 @given(MODELS, st.lists(st.integers(0, 400), min_size=1, max_size=3))
 def test_more_memory_never_stores_more(tree: Part, accelerators: list[int]):
     budgets = dict(enumerate(accelerators)) | {"cpu": 10**6}

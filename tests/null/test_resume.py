@@ -24,7 +24,6 @@ from accelerate.data.order import behind, draw, finish, marked, seed_for, single
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.data.shard import BatchSamplerShard, cut_of
 from accelerate.data.states import Hosts
-from tests.support.extent import examples
 from tests.support.interrupted import (
     KINDS,
     Augmented,
@@ -36,6 +35,7 @@ from tests.support.interrupted import (
     seeded,
     train,
 )
+from tests.support.long_run import hypothesis_settings
 
 POINTS: list[tuple[int, Any]] = [(0, 0), (1, 0), (1, 1), (1, 3), (1, "last"), (1, -1)]
 
@@ -371,7 +371,7 @@ def test_generators_that_are_not_there_are_named() -> None:
     even=st.booleans(),
     split=st.booleans(),
 )
-@examples(100, in_all=400)
+@hypothesis_settings(100, in_long_run=400)
 def test_the_cut_of_a_known_order_is_that_of_any_sampler(
     count: int, batch: int, size: int, offset: int, drop: bool, even: bool, split: bool
 ) -> None:
@@ -398,7 +398,7 @@ def test_the_cut_of_a_known_order_is_that_of_any_sampler(
     replacement=st.booleans(),
     own=st.booleans(),
 )
-@examples(50, in_all=150)
+@hypothesis_settings(50, in_long_run=150)
 def test_orders_are_those_of_torchs_own_sampler(
     count: int, total: int | None, replacement: bool, own: bool
 ) -> None:

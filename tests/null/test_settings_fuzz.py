@@ -16,8 +16,8 @@ from accelerate.cli.config_classes import load_config_from_file
 from accelerate.cli.options import HANDED, rows
 from accelerate.core.errors import AccelerateError, UnknownNameError
 from accelerate.launch.job import Request, read
-from tests.support import extent
 from tests.support.configs import FORMATS, TRAINERS, WRONG
+from tests.support.long_run import LONG_RUN
 
 FILES = FORMATS | TRAINERS
 
@@ -141,7 +141,7 @@ def _dumped(table: dict[Any, Any], name: str) -> str:
 
 
 @settings(
-    max_examples=2000 if extent.everything else 500,
+    max_examples=2000 if LONG_RUN else 500,
     deadline=None,
     derandomize=True,
     database=None,

@@ -27,7 +27,7 @@ from accelerate.data.shard import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from tests.support.extent import examples
+from tests.support.long_run import hypothesis_settings
 
 
 def views(sampler: Any, size: int, split: bool = False, even: bool = True) -> list[list[list[int]]]:
@@ -44,7 +44,7 @@ def batches(count: int, batch: int, drop: bool = False) -> BatchSampler:
     size=st.integers(1, 5),
     drop=st.booleans(),
 )
-@examples(75, in_all=300)
+@hypothesis_settings(75, in_long_run=300)
 def test_even_shards_are_the_samples_in_order_with_a_tail_of_first_ones(
     count: int, batch: int, size: int, drop: bool
 ) -> None:
@@ -68,7 +68,7 @@ def test_even_shards_are_the_samples_in_order_with_a_tail_of_first_ones(
 
 
 @given(count=st.integers(0, 40), batch=st.integers(1, 7), size=st.integers(1, 5), split=st.booleans())
-@examples(50, in_all=200)
+@hypothesis_settings(50, in_long_run=200)
 def test_uneven_shards_hold_every_sample_once(count: int, batch: int, size: int, split: bool) -> None:
     sampler = batches(count, batch * size if split else batch)
     seen = views(sampler, size, split=split, even=False)
@@ -130,7 +130,7 @@ class Stream(IterableDataset[int]):
 
 
 @given(count=st.integers(0, 30), batch=st.integers(1, 4), size=st.integers(1, 4), drop=st.booleans())
-@examples(50, in_all=150)
+@hypothesis_settings(50, in_long_run=150)
 def test_a_stream_is_cut_into_steps_in_order(count: int, batch: int, size: int, drop: bool) -> None:
     shards = [IterableDatasetShard(Stream(count), batch, drop, size, rank) for rank in range(size)]
     seen = [list(shard) for shard in shards]

@@ -1,4 +1,4 @@
-"""What the suite costs: seconds of wall and of CPU by folder, file and cause.
+"""Record what each test costs in wall and CPU seconds, and print sums by folder, cause, file and test.
 
     make test ARGS="-p tests.support.cost --cost /tmp/cost"
     python -m tests.support.cost /tmp/cost
@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+Row = dict[str, Any]
 _counts: Counter[str] = Counter()
 
 
@@ -42,7 +43,7 @@ def _count_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds so far of this process, of its descendants."""
+    """The CPU seconds that this process and its descendants have used so far."""
     total = sum(os.times()[:4])
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -52,7 +53,7 @@ def cpu_seconds() -> float:
 
 
 class CostRecorder:
-    """Appends a line of JSON for each test: its name, cause, wall and CPU seconds, number of processes."""
+    """A pytest plugin that appends a line of JSON for each test."""
 
     def __init__(self, folder: Path) -> None:
         name = os.environ.get("PYTEST_XDIST_WORKER", "main")
@@ -79,7 +80,7 @@ def _cause(row: dict[str, Any]) -> str:
     return "processes of its own" if row["processes"] else "in the worker"
 
 
-def _table(rows: list[dict[str, Any]], title: str, key: Callable[[dict[str, Any]], str], most: int) -> None:
+def _print_table(rows: list[Row], title: str, key: Callable[[Row], str], most: int) -> None:
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
@@ -91,13 +92,13 @@ def _table(rows: list[dict[str, Any]], title: str, key: Callable[[dict[str, Any]
 
 
 def main(folder: str) -> None:
-    """Prints the tables of what ``--cost FOLDER`` wrote."""
+    """Print the tables of what ``--cost FOLDER`` wrote."""
     lines = (line for file in Path(folder).glob("*.jsonl") for line in file.read_text().splitlines())
     rows = [json.loads(line) for line in lines]
-    _table(rows, "folder", lambda row: "/".join(row["test"].split("/")[:2]), 20)
-    _table(rows, "cause", _cause, 20)
-    _table(rows, "file", lambda row: row["test"].split("::")[0], 60)
-    _table(rows, "test", lambda row: row["test"], 80)
+    _print_table(rows, "folder", lambda row: "/".join(row["test"].split("/")[:2]), 20)
+    _print_table(rows, "cause", _cause, 20)
+    _print_table(rows, "file", lambda row: row["test"].split("::")[0], 60)
+    _print_table(rows, "test", lambda row: row["test"], 80)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.support import extent
+from tests.support.long_run import LONG_RUN
 from tests.support.numbers import Numbers, plainly
 from tests.support.numbers import close as close
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 32, 16, 4, 8, 8
-STEPS = 20 if extent.everything else 8
+STEPS = 20 if LONG_RUN else 8
 
 
 class Attention(nn.Module):

@@ -55,9 +55,9 @@ PRELOAD = (
     "torch.profiler",
     "accelerate.facade.accelerator",
 )
-# Rooms of the package that ranks import on first use.
-PARTS = ("checkpoint", "data", "facade", "offload", "precision", "strategy", "utils", "watch", "world")
-NOT_IMPORTED = ("accelerate.utils.rich",)  # importing it is an error where it is switched off
+# Subpackages that ranks import on first use.
+SUBPACKAGES = ("checkpoint", "data", "facade", "offload", "precision", "strategy", "utils", "watch", "world")
+EXCLUDED = ("accelerate.utils.rich",)  # importing it is an error where it is switched off
 POLL = 0.003  # seconds between looks at the ranks
 GRACE = 3.0  # seconds, where a test does not say how long the others may go on after a rank has failed
 # The highest real-time signal: SIGUSR1 and SIGUSR2 belong to the programs under test.
@@ -108,7 +108,7 @@ def file_of(folder: str, rank: int, what: str) -> Path:
 
 def serve(descriptor: int) -> NoReturn:
     """The root server: passes each job to the server of its module, until the client closes its end."""
-    for name in (*PRELOAD, *_parts()):
+    for name in (*PRELOAD, *_package_modules()):
         _preload(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would write to all objects, and so copy the memory it shares with us
@@ -116,7 +116,7 @@ def serve(descriptor: int) -> NoReturn:
     try:
         while True:
             job = client.recv()
-            if module is None or module.name != job.module or not module.alive():
+            if module is None or module.name != job.module or not module.is_alive():
                 if module is not None:
                     module.close()
                 module = ModuleServer(job, client)
@@ -143,24 +143,23 @@ class ModuleServer:
         theirs.close()
         self._channel = Connection(ours.detach())
 
-    def alive(self) -> bool:
-        """Whether the process has not ended."""
+    def is_alive(self) -> bool:
+        """Tell whether the process still runs."""
         return not _has_ended(self._pid)
 
     def run(self, job: Job) -> list[Ended]:
-        """How the ranks of a job ended.
+        """Run a job and return how its ranks ended.
 
         Raises:
             EOFError: the client has gone away, or the process of this server has ended.
         """
         self._channel.send(job)
-        while self._channel not in (ready := wait([self._channel, self._client])):
-            assert ready == [self._client]  # the client only speaks between jobs: it has gone away
-            raise EOFError
+        if self._channel not in wait([self._channel, self._client]):
+            raise EOFError  # the client only speaks between jobs: it has gone away
         return self._channel.recv()
 
     def close(self) -> None:
-        """Ends the process: it reads the end of its channel, kills its ranks and leaves."""
+        """End the process: it reads the end of its channel, kills its ranks and leaves."""
         self._channel.close()
         os.waitpid(self._pid, 0)
 
@@ -189,16 +188,15 @@ def _serve_module(job: Job, root: Connection) -> NoReturn:
         os._exit(1)
 
 
-def _parts() -> list[str]:
-    """Every module of ``PARTS``."""
+def _package_modules() -> list[str]:
     import accelerate
 
-    folders = {part: [str(Path(root, part)) for root in accelerate.__path__] for part in PARTS}
     return [
         module.name
-        for part, folder in folders.items()
-        for module in pkgutil.walk_packages(folder, f"accelerate.{part}.")
-        if module.name not in NOT_IMPORTED
+        for name in SUBPACKAGES
+        for root in accelerate.__path__
+        for module in pkgutil.walk_packages([str(Path(root, name))], f"accelerate.{name}.")
+        if module.name not in EXCLUDED
     ]
 
 

@@ -29,7 +29,7 @@ from tests.support.rank_server import GRACE, Ended, Job, Report, file_of
 
 T = TypeVar("T")
 # For a single rank: a process that nobody has launched has none of these.
-ALONE: dict[str, None] = dict.fromkeys(
+NO_LAUNCHER: dict[str, None] = dict.fromkeys(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
 _SERVE = "import sys; from tests.support.rank_server import serve; serve(int(sys.argv[1]))"

@@ -1,6 +1,6 @@
-"""Run a script in ranks of the fork server: as Python runs it, but torch is there already.
+"""Run a script on forked ranks, which have torch already, for tests of what the script does.
 
-For tests of what a script does. How it is started is tested by ``command.launch``.
+Tests of how a script is started, stopped or killed use ``command.launch``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.support.ranks import ALONE, RankServer
+from tests.support.ranks import NO_LAUNCHER, RankServer
 
 
 def run_script(path: str, arguments: tuple[str, ...]) -> str:
-    """What the script writes to stdout on this rank."""
+    """Run the script as ``__main__`` on this rank and return what it writes to stdout."""
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -29,8 +29,8 @@ def run_script(path: str, arguments: tuple[str, ...]) -> str:
     return out.getvalue()
 
 
-def run_as_main(path: str) -> NoReturn:
-    """Runs the script and ends this rank as the interpreter does: hooks, exit functions, exit code."""
+def run_as_interpreter(path: str) -> NoReturn:
+    """Run the script and end this rank as the interpreter would: excepthook, exit functions, exit status."""
     os.chdir(Path(path).parent)
     code: Any = 0
     try:
@@ -47,17 +47,17 @@ def run_as_main(path: str) -> NoReturn:
     os._exit(code)
 
 
-def ends_as_main(ranks: RankServer, n: int, text: str, folder: Path) -> list[tuple[int, str]]:
-    """Exit status and output of ``n`` ranks that run a script and that nobody watches."""
+def run_to_exit(ranks: RankServer, n: int, text: str, folder: Path) -> list[tuple[int, str]]:
+    """Run a script on ``n`` ranks without a launcher; return the exit status and output of each."""
     script = folder / "script.py"
     script.write_text(text)
-    outcomes = ranks.outcomes(n, run_as_main, str(script), timeout=60, grace=60)
+    outcomes = ranks.outcomes(n, run_as_interpreter, str(script), timeout=60, grace=60)
     codes = [re.search(r"exit status (\d+)", outcome.message) for outcome in outcomes]
     assert all(codes), "\n".join(map(str, outcomes))
     return [(int(code[1]), outcome.output) for code, outcome in zip(codes, outcomes, strict=True) if code]
 
 
-def printed(
+def script_output(
     ranks: RankServer,
     n: int,
     path: Path,
@@ -65,10 +65,10 @@ def printed(
     timeout: float = 100,
     env: Mapping[str, object | None] | None = None,
 ) -> str:
-    """What the script writes to stdout on ``n`` ranks, rank 0 first; one rank is as if by python alone.
+    """Run a script on ``n`` ranks and return their stdout, rank 0 first; one rank gets no torchrun variables.
 
     Raises:
         RanksError: the script raised, or left, on some rank.
     """
-    env = {**(ALONE if n == 1 else {}), **(env or {})}
+    env = {**(NO_LAUNCHER if n == 1 else {}), **(env or {})}
     return "".join(ranks(n, run_script, str(path), arguments, timeout=timeout, env=env))
