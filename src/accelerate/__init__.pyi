@@ -40,11 +40,11 @@ from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accelerate.strategy.parallel.config import ParallelismConfig as ParallelismConfig
+from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.strategy.parallelism.config import ParallelismConfig as ParallelismConfig
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
-from accelerate.strategy.zero.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.utils.imports import is_rich_available as is_rich_available
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size

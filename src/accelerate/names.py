@@ -93,7 +93,7 @@ HOMES: dict[str, dict[str, Home]] = {
     "accelerate.optimizer": at(
         "facade.optimizer", "AcceleratedOptimizer move_to_device patch_optimizer_step"
     ),
-    "accelerate.parallelism_config": at("strategy.parallel.config", "ParallelismConfig"),
+    "accelerate.parallelism_config": at("strategy.parallelism.config", "ParallelismConfig"),
     "accelerate.scheduler": at("facade.scheduler", "AcceleratedScheduler"),
     "accelerate.state": at(
         "facade.state",
@@ -237,26 +237,29 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("checkpoint.project", "ProjectConfiguration")
     | at("watch.profile", "ProfileKwargs")
     | later("models quantized by bitsandbytes", "BnbQuantizationConfig")
-    | at("strategy.zero.plugin", "DeepSpeedPlugin")
+    | at("strategy.deepspeed.plugin", "DeepSpeedPlugin")
     | at("strategy.sharding.plugin", "FullyShardedDataParallelPlugin")
     | at(
-        "strategy.parallel.config",
+        "strategy.parallelism.config",
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
         "TorchTensorParallelPlugin",
     )
-    | at("strategy.parallel.pipeline_options", "PipelineParallelConfig")
+    | at("strategy.parallelism.pipeline_options", "PipelineParallelConfig")
     | at(
-        "strategy.megatron_core.parsers",
+        "strategy.megatron.parsers",
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser "
         "parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config",
     )
-    | at("strategy.megatron_core.plugin", "MegatronLMPlugin"),
+    | at("strategy.megatron.plugin", "MegatronLMPlugin"),
     "accelerate.utils.deepspeed": at(
         "facade.deepspeed",
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper "
         "get_active_deepspeed_plugin",
     )
-    | at("strategy.zero.tree", "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed"),
+    | at(
+        "strategy.deepspeed.tree",
+        "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed",
+    ),
     "accelerate.utils.environment": at(
         "facade.environment",
         "CPUInformation are_libraries_initialized clear_environment convert_dict_to_env_variables "
@@ -322,14 +325,14 @@ HOMES: dict[str, dict[str, Home]] = {
     )
     | at("launch.kinds.sagemaker", "prepare_sagemager_args_inputs"),
     "accelerate.utils.megatron_lm": at(
-        "strategy.megatron_core.functions",
+        "strategy.megatron.functions",
         "MegatronLMDummyDataLoader avg_losses_across_data_parallel_group finish_mpu_init initialize "
         "gather_across_data_parallel_groups model_provider_func prepare_data_loader prepare_optimizer "
         "prepare_model_optimizer_scheduler prepare_scheduler",
     )
-    | at("strategy.megatron_core.step", "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
-    | at("strategy.megatron_core.engine", "MegatronEngine")
-    | at("strategy.megatron_core.schedule", "MegatronLMDummyScheduler")
+    | at("strategy.megatron.step", "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
+    | at("strategy.megatron.engine", "MegatronEngine")
+    | at("strategy.megatron.schedule", "MegatronLMDummyScheduler")
     | at("facade.megatron_lm", "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper"),
     "accelerate.utils.memory": at(
         "watch.retry",
@@ -377,7 +380,7 @@ HOMES: dict[str, dict[str, Home]] = {
     | at("facade.modules", "TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
     | at("world.copies", "copy_tensor_to_devices")
     | {"is_torch_xpu_tensor": Made("facade.available:tensor_checker", "xpu")}
-    | at("strategy.deepspeed", "GatheredParameters"),
+    | at("strategy.deepspeed.strategy", "GatheredParameters"),
     "accelerate.utils.other": at(
         "facade.modules",
         "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "

@@ -1,7 +1,7 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.strategy.parallel.config import ParallelismConfig as ParallelismConfig
+from accelerate.strategy.parallelism.config import ParallelismConfig as ParallelismConfig
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

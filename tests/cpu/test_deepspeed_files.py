@@ -150,7 +150,7 @@ def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_pa
 def test_what_only_the_engine_reads_is_said(tmp_path: Path) -> None:
     """Experts, cut layers and missing files, in one process that does not import the engine."""
     from accelerate.core.errors import CheckpointError
-    from accelerate.strategy.zero.read import ZeroFiles, strange
+    from accelerate.strategy.deepspeed.read import ZeroFiles, strange
 
     own = tmp_path / "pytorch_model"
     own.mkdir()

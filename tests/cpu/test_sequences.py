@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from accelerate.strategy.parallel.context_ring import WHERE
+from accelerate.strategy.parallelism.context_ring import WHERE
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sequences import (
     IGNORED,

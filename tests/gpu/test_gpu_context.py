@@ -43,8 +43,8 @@ def test_two_accelerators_train_to_the_numbers_of_one_process(ranks: RankServer,
 def around() -> list[dict[str, float]]:
     """Distances of a ring of one from torch's attention, of result and gradients, by number format."""
     from accelerate import Accelerator
-    from accelerate.strategy.parallel.attention import Call
-    from accelerate.strategy.parallel.context_ring import Ring
+    from accelerate.strategy.parallelism.attention import Call
+    from accelerate.strategy.parallelism.context_ring import Ring
 
     where = Accelerator().device
     ring = Ring(1, 0, dist.group.WORLD, True)

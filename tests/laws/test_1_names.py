@@ -53,11 +53,17 @@ FACTS = {
     ("offload/estimate/bill", "ddp"): "what each rank of it holds, as a sum",
     ("offload/estimate/bill", "fsdp"): "what each rank of it holds, as a sum",
     ("strategy/settings/parallelism", "deepspeed"): "whose functions split attention by heads, and no other",
-    ("strategy/zero", "deepspeed"): "the library of the engine, in the names of its modules and classes",
-    ("strategy/megatron_core/layout", "cuda"): "whose torch module the engine calls, on any tensors",
+    ("strategy/deepspeed", "deepspeed"): "the library of the engine, in the names of its modules and classes",
+    ("strategy/megatron/layout", "cuda"): "whose torch module the engine calls, on any tensors",
     ("strategy/sharding", "fsdp"): "torch's own word for it, in the names of its classes and fields",
-    ("strategy/parallel/ulysses", "deepspeed"): "which library a client asks for the group, by its own name",
-    ("strategy/parallel/config", "deepspeed"): "what the public interface calls that way to split attention",
+    (
+        "strategy/parallelism/ulysses",
+        "deepspeed",
+    ): "which library a client asks for the group, by its own name",
+    (
+        "strategy/parallelism/config",
+        "deepspeed",
+    ): "what the public interface calls that way to split attention",
     **{
         ("strategy/settings/deepspeed", name): "by which program its own launcher reaches other machines"
         for name in ("openmpi", "mvapich", "slurm")
@@ -243,7 +249,7 @@ def test_the_law_ignores_comments_docstrings_parts_of_words_and_promises(text: s
 
 def test_a_bare_name_is_not_a_promise_and_an_own_file_is_free() -> None:
     assert list(findings(read("x = 'deepspeed'"), {"deepspeed"}, {"deepspeed"}))
-    assert not list(findings(read("x = 'deepspeed'", "strategy/deepspeed.py"), {"deepspeed"}, set()))
+    assert not list(findings(read("x = 'deepspeed'", "strategy/deepspeed/strategy.py"), {"deepspeed"}, set()))
     assert not list(findings(read("x = 'fsdp'", "utils/fsdp_utils.py"), {"fsdp"}, set()))
     assert list(findings(read("x = 'fp8'", "facade/accelerator.py"), {"fp8"}, set()))
     assert not list(findings(read("x = 'fp8'", "device/cuda.py"), {"fp8"}, set()))

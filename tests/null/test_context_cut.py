@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallel.attention_masks import documents
-from accelerate.strategy.parallel.context_cut import IGNORED, Cutter, cut, join, runs, shifted
+from accelerate.strategy.parallelism.attention_masks import documents
+from accelerate.strategy.parallelism.context_cut import IGNORED, Cutter, cut, join, runs, shifted
 
 SIZES = [(size, balanced) for size in (1, 2, 3, 4, 8) for balanced in (False, True)]
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from accelerate.core.errors import PrepareError, SettingError
-from accelerate.strategy.parallel import context_ring
-from accelerate.strategy.parallel.attention import Call
-from accelerate.strategy.parallel.context_ring import KERNELS, WHERE, Kernel, Ring
+from accelerate.strategy.parallelism import context_ring
+from accelerate.strategy.parallelism.attention import Call
+from accelerate.strategy.parallelism.context_ring import KERNELS, WHERE, Kernel, Ring
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch import nn
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.packages import installed
-from accelerate.strategy.zero import tree
-from accelerate.strategy.zero.fill import Wanted, fill, hidden_size
+from accelerate.strategy.deepspeed import tree
+from accelerate.strategy.deepspeed.fill import Wanted, fill, hidden_size
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 CONFIG: dict[str, Any] = {
@@ -291,7 +291,7 @@ def test_the_accelerator_takes_and_refuses() -> None:
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_DEEPSPEED", ""])
 def test_without_the_package_nothing_trains(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """F3: asked for, it is never another strategy; the error is the line to type."""
-    monkeypatch.setattr("accelerate.strategy.deepspeed.installed", lambda _: False)
+    monkeypatch.setattr("accelerate.strategy.deepspeed.strategy.installed", lambda _: False)
     if variable:
         monkeypatch.setenv(variable, "true")
     with pytest.raises(MissingExtraError) as error:

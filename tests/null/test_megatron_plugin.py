@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import NotBuiltError, PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.megatron_core import functions, rules
-from accelerate.strategy.megatron_core.families import FAMILIES, family_of
-from accelerate.strategy.megatron_core.layout import Layout, layout_of
-from accelerate.strategy.megatron_core.parsers import (
+from accelerate.strategy.megatron import functions, rules
+from accelerate.strategy.megatron.families import FAMILIES, family_of
+from accelerate.strategy.megatron.layout import Layout, layout_of
+from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
     add_model_config_to_megatron_parser,
 )
-from accelerate.strategy.megatron_core.plugin import DEFAULTS, MegatronLMPlugin
-from accelerate.strategy.megatron_core.refused import check
-from accelerate.strategy.megatron_core.schedule import MegatronLMDummyScheduler, schedule_of
-from accelerate.strategy.megatron_core.step import T5TrainStep
+from accelerate.strategy.megatron.plugin import DEFAULTS, MegatronLMPlugin
+from accelerate.strategy.megatron.refused import check
+from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler, schedule_of
+from accelerate.strategy.megatron.step import T5TrainStep
 
 IDS = {"input_ids": torch.zeros(2, 16), "labels": torch.zeros(2, 12)}
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError, WorldError
-from accelerate.strategy.parallel.tensor_plan import resolve
+from accelerate.strategy.parallelism.tensor_plan import resolve
 from tests.support.parity import PLAN, decoder
 
 

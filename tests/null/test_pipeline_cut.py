@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.parallel.pipeline_cut import Names, cut_of
-from accelerate.strategy.parallel.pipeline_plan import Value, fake_mode
-from accelerate.strategy.parallel.pipeline_twin import Twin
+from accelerate.strategy.parallelism.pipeline_cut import Names, cut_of
+from accelerate.strategy.parallelism.pipeline_plan import Value, fake_mode
+from accelerate.strategy.parallelism.pipeline_twin import Twin
 from accelerate.utils import PipelineParallelConfig
 from tests.support import parity
 

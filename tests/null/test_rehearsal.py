@@ -16,7 +16,7 @@ from accelerate.core.errors import AccelerateError
 from accelerate.facade.rehearsal import main, processes, rehearse
 from accelerate.offload.estimate.bill import Training, facts_of
 from accelerate.offload.estimate.layouts import Devices, ways
-from accelerate.strategy.parallel.config import ParallelismConfig
+from accelerate.strategy.parallelism.config import ParallelismConfig
 from tests.support.command import launch
 from tests.support.parity import Decoder
 

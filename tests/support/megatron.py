@@ -60,7 +60,7 @@ def on_cpu() -> None:
     random._set_cuda_rng_state = lambda *_, **__: None  # it sets the program's own beside it
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()  # type: ignore[method-assign]
     # 6. The device type that our strategy asks for.
-    from accelerate.strategy.megatron_core import layout
+    from accelerate.strategy.megatron import layout
 
     layout.DEVICE_TYPE = "cpu"
 

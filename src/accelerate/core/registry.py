@@ -1,8 +1,9 @@
 """Plug-ins are files: to add one is to add one file to a folder.
 
 A registry stands for a folder of a package. Every module in it that defines ``PLUGIN`` is one plug-in,
-known by its file's name. Other packages add theirs through an entry point group, tests through
-``add``. Nothing is imported before it is asked for.
+known by its file's name. One that takes several files is a folder: its ``PLUGIN`` is in the file called
+after the kind (``strategy/fsdp1/strategy.py``). Other packages add theirs through an entry point group, tests
+through ``add``. Nothing is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -57,10 +58,21 @@ class Registry(Generic[T]):
 
     @cached_property
     def files(self) -> tuple[str, ...]:
-        """Names of the plug-ins that are files of the folder, sorted."""
-        path = importlib.import_module(self.package).__path__
-        names = (module.name for module in pkgutil.iter_modules(path) if not module.ispkg)
-        return tuple(sorted(n for n in names if n not in self.exclude and not n.startswith("_")))
+        """Names of the plug-ins that are files or folders of the folder, sorted."""
+        return tuple(sorted(self._modules))
+
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        """Plug-in name -> the module below the package that defines it."""
+        modules: dict[str, str] = {}
+        for folder in importlib.import_module(self.package).__path__:
+            for module in pkgutil.iter_modules([folder]):
+                name = module.name
+                if not module.ispkg:
+                    modules[name] = name
+                elif os.path.exists(os.path.join(folder, name, f"{self.kind}.py")):
+                    modules[name] = f"{name}.{self.kind}"
+        return {n: m for n, m in modules.items() if n not in self.exclude and not n.startswith("_")}
 
     @cached_property
     def foreign(self) -> dict[str, object]:
@@ -94,14 +106,14 @@ class Registry(Generic[T]):
         return self._loaded[name]
 
     def summary(self, name: str) -> str:
-        """What the first line of a file of the folder says after its name and a colon, without importing it.
+        """The text after the colon in the first line of the plug-in's file, read without importing it.
 
         Empty for plug-ins that are no files: those have to be asked themselves.
         """
         if name in self._added or name not in self.files:
             return ""
         for folder in importlib.import_module(self.package).__path__:
-            source = os.path.join(folder, f"{name}.py")
+            source = os.path.join(folder, *self._modules[name].split(".")) + ".py"
             if os.path.exists(source):
                 with open(source, encoding="utf-8") as text:
                     said = text.readline().strip().strip('"').partition(": ")[2]
@@ -110,7 +122,7 @@ class Registry(Generic[T]):
 
     def _load(self, name: str) -> T:
         if name in self.files:
-            return cast(T, importlib.import_module(f"{self.package}.{name}").PLUGIN)
+            return cast(T, importlib.import_module(f"{self.package}.{self._modules[name]}").PLUGIN)
         if name in self.foreign:
             return cast(T, self.foreign[name].load())  # type: ignore[attr-defined]
         raise UnknownNameError(self.kind, name, self.names())

@@ -18,7 +18,7 @@ from accelerate.world.stop import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
-    from accelerate.strategy.parallel.config import ParallelismConfig
+    from accelerate.strategy.parallelism.config import ParallelismConfig
 
 
 def of_layout(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismConfig | None:
@@ -35,7 +35,7 @@ def of_layout(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismCo
         )
     wanted = getattr(tp_plugin, "tp_size", 1)
     if config is None and (wanted > 1 or load(ParallelismSwitch).value.use_parallelism_config):
-        from accelerate.strategy.parallel.config import ParallelismConfig
+        from accelerate.strategy.parallelism.config import ParallelismConfig
 
         return ParallelismConfig(tp_size=wanted) if wanted > 1 else ParallelismConfig()
     if config is not None and wanted not in (1, config.tp_size):

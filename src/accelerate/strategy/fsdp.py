@@ -10,7 +10,7 @@ from accelerate.core.setting import load
 from accelerate.strategy.base import Request
 from accelerate.strategy.settings.fsdp import FSDPSwitch
 from accelerate.strategy.sharding.base import asked, plugin_of
-from accelerate.strategy.sharding.strategy import Sharding
+from accelerate.strategy.sharding.fsdp2 import Sharding
 from accelerate.world.world import World
 
 

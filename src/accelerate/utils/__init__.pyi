@@ -150,49 +150,56 @@ from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accelerate.strategy.deepspeed import GatheredParameters as GatheredParameters
-from accelerate.strategy.megatron_core.engine import MegatronEngine as MegatronEngine
-from accelerate.strategy.megatron_core.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from accelerate.strategy.megatron_core.functions import (
+from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
+from accelerate.strategy.deepspeed.tree import DummyOptim as DummyOptim
+from accelerate.strategy.deepspeed.tree import DummyScheduler as DummyScheduler
+from accelerate.strategy.deepspeed.tree import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.strategy.deepspeed.tree import (
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
+)
+from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
+from accelerate.strategy.megatron.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accelerate.strategy.megatron.functions import (
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
 )
-from accelerate.strategy.megatron_core.functions import finish_mpu_init as finish_mpu_init
-from accelerate.strategy.megatron_core.functions import (
+from accelerate.strategy.megatron.functions import finish_mpu_init as finish_mpu_init
+from accelerate.strategy.megatron.functions import (
     gather_across_data_parallel_groups as gather_across_data_parallel_groups,
 )
-from accelerate.strategy.megatron_core.functions import initialize as initialize
-from accelerate.strategy.megatron_core.functions import model_provider_func as model_provider_func
-from accelerate.strategy.megatron_core.functions import prepare_data_loader as prepare_data_loader
-from accelerate.strategy.megatron_core.functions import (
+from accelerate.strategy.megatron.functions import initialize as initialize
+from accelerate.strategy.megatron.functions import model_provider_func as model_provider_func
+from accelerate.strategy.megatron.functions import prepare_data_loader as prepare_data_loader
+from accelerate.strategy.megatron.functions import (
     prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
 )
-from accelerate.strategy.megatron_core.functions import prepare_optimizer as prepare_optimizer
-from accelerate.strategy.megatron_core.functions import prepare_scheduler as prepare_scheduler
-from accelerate.strategy.megatron_core.parsers import (
+from accelerate.strategy.megatron.functions import prepare_optimizer as prepare_optimizer
+from accelerate.strategy.megatron.functions import prepare_scheduler as prepare_scheduler
+from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )
-from accelerate.strategy.megatron_core.parsers import (
+from accelerate.strategy.megatron.parsers import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
-from accelerate.strategy.megatron_core.parsers import parse_bert_config as parse_bert_config
-from accelerate.strategy.megatron_core.parsers import parse_glm4_moe_config as parse_glm4_moe_config
-from accelerate.strategy.megatron_core.parsers import parse_gpt2_config as parse_gpt2_config
-from accelerate.strategy.megatron_core.parsers import parse_llama_config as parse_llama_config
-from accelerate.strategy.megatron_core.parsers import parse_t5_config as parse_t5_config
-from accelerate.strategy.megatron_core.plugin import MegatronLMPlugin as MegatronLMPlugin
-from accelerate.strategy.megatron_core.schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from accelerate.strategy.megatron_core.step import AbstractTrainStep as AbstractTrainStep
-from accelerate.strategy.megatron_core.step import BertTrainStep as BertTrainStep
-from accelerate.strategy.megatron_core.step import GPTTrainStep as GPTTrainStep
-from accelerate.strategy.megatron_core.step import T5TrainStep as T5TrainStep
-from accelerate.strategy.parallel.config import (
+from accelerate.strategy.megatron.parsers import parse_bert_config as parse_bert_config
+from accelerate.strategy.megatron.parsers import parse_glm4_moe_config as parse_glm4_moe_config
+from accelerate.strategy.megatron.parsers import parse_gpt2_config as parse_gpt2_config
+from accelerate.strategy.megatron.parsers import parse_llama_config as parse_llama_config
+from accelerate.strategy.megatron.parsers import parse_t5_config as parse_t5_config
+from accelerate.strategy.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.strategy.megatron.step import AbstractTrainStep as AbstractTrainStep
+from accelerate.strategy.megatron.step import BertTrainStep as BertTrainStep
+from accelerate.strategy.megatron.step import GPTTrainStep as GPTTrainStep
+from accelerate.strategy.megatron.step import T5TrainStep as T5TrainStep
+from accelerate.strategy.parallelism.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
-from accelerate.strategy.parallel.config import ParallelismConfig as ParallelismConfig
-from accelerate.strategy.parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
-from accelerate.strategy.parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
-from accelerate.strategy.parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accelerate.strategy.parallel.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
+from accelerate.strategy.parallelism.config import ParallelismConfig as ParallelismConfig
+from accelerate.strategy.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
+from accelerate.strategy.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accelerate.strategy.parallelism.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.strategy.parallelism.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.sharding.functions import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
@@ -215,11 +222,6 @@ from accelerate.strategy.sharding.functions import get_parameters_from_modules a
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
-from accelerate.strategy.zero.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from accelerate.strategy.zero.tree import DummyOptim as DummyOptim
-from accelerate.strategy.zero.tree import DummyScheduler as DummyScheduler
-from accelerate.strategy.zero.tree import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accelerate.strategy.zero.tree import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from accelerate.utils import ao as ao
 from accelerate.utils import bnb as bnb
 from accelerate.utils import constants as constants

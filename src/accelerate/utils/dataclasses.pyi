@@ -26,29 +26,29 @@ from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accelerate.strategy.megatron_core.parsers import (
+from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )
-from accelerate.strategy.megatron_core.parsers import (
+from accelerate.strategy.megatron.parsers import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
-from accelerate.strategy.megatron_core.parsers import parse_bert_config as parse_bert_config
-from accelerate.strategy.megatron_core.parsers import parse_glm4_moe_config as parse_glm4_moe_config
-from accelerate.strategy.megatron_core.parsers import parse_gpt2_config as parse_gpt2_config
-from accelerate.strategy.megatron_core.parsers import parse_llama_config as parse_llama_config
-from accelerate.strategy.megatron_core.parsers import parse_t5_config as parse_t5_config
-from accelerate.strategy.megatron_core.plugin import MegatronLMPlugin as MegatronLMPlugin
-from accelerate.strategy.parallel.config import (
+from accelerate.strategy.megatron.parsers import parse_bert_config as parse_bert_config
+from accelerate.strategy.megatron.parsers import parse_glm4_moe_config as parse_glm4_moe_config
+from accelerate.strategy.megatron.parsers import parse_gpt2_config as parse_gpt2_config
+from accelerate.strategy.megatron.parsers import parse_llama_config as parse_llama_config
+from accelerate.strategy.megatron.parsers import parse_t5_config as parse_t5_config
+from accelerate.strategy.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.strategy.parallelism.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
-from accelerate.strategy.parallel.config import TorchContextParallelConfig as TorchContextParallelConfig
-from accelerate.strategy.parallel.config import TorchTensorParallelConfig as TorchTensorParallelConfig
-from accelerate.strategy.parallel.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accelerate.strategy.parallel.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
+from accelerate.strategy.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
+from accelerate.strategy.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accelerate.strategy.parallelism.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.strategy.parallelism.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
-from accelerate.strategy.zero.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.world.stop import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.tensors import TensorInformation as TensorInformation

@@ -5,10 +5,12 @@ from accelerate.facade.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngin
 from accelerate.facade.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate.facade.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accelerate.facade.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from accelerate.strategy.zero.tree import DummyOptim as DummyOptim
-from accelerate.strategy.zero.tree import DummyScheduler as DummyScheduler
-from accelerate.strategy.zero.tree import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accelerate.strategy.zero.tree import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+from accelerate.strategy.deepspeed.tree import DummyOptim as DummyOptim
+from accelerate.strategy.deepspeed.tree import DummyScheduler as DummyScheduler
+from accelerate.strategy.deepspeed.tree import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.strategy.deepspeed.tree import (
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
+)
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -3,28 +3,28 @@
 
 from accelerate.facade.megatron_lm import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
 from accelerate.facade.megatron_lm import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
-from accelerate.strategy.megatron_core.engine import MegatronEngine as MegatronEngine
-from accelerate.strategy.megatron_core.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from accelerate.strategy.megatron_core.functions import (
+from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
+from accelerate.strategy.megatron.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accelerate.strategy.megatron.functions import (
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
 )
-from accelerate.strategy.megatron_core.functions import finish_mpu_init as finish_mpu_init
-from accelerate.strategy.megatron_core.functions import (
+from accelerate.strategy.megatron.functions import finish_mpu_init as finish_mpu_init
+from accelerate.strategy.megatron.functions import (
     gather_across_data_parallel_groups as gather_across_data_parallel_groups,
 )
-from accelerate.strategy.megatron_core.functions import initialize as initialize
-from accelerate.strategy.megatron_core.functions import model_provider_func as model_provider_func
-from accelerate.strategy.megatron_core.functions import prepare_data_loader as prepare_data_loader
-from accelerate.strategy.megatron_core.functions import (
+from accelerate.strategy.megatron.functions import initialize as initialize
+from accelerate.strategy.megatron.functions import model_provider_func as model_provider_func
+from accelerate.strategy.megatron.functions import prepare_data_loader as prepare_data_loader
+from accelerate.strategy.megatron.functions import (
     prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
 )
-from accelerate.strategy.megatron_core.functions import prepare_optimizer as prepare_optimizer
-from accelerate.strategy.megatron_core.functions import prepare_scheduler as prepare_scheduler
-from accelerate.strategy.megatron_core.schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from accelerate.strategy.megatron_core.step import AbstractTrainStep as AbstractTrainStep
-from accelerate.strategy.megatron_core.step import BertTrainStep as BertTrainStep
-from accelerate.strategy.megatron_core.step import GPTTrainStep as GPTTrainStep
-from accelerate.strategy.megatron_core.step import T5TrainStep as T5TrainStep
+from accelerate.strategy.megatron.functions import prepare_optimizer as prepare_optimizer
+from accelerate.strategy.megatron.functions import prepare_scheduler as prepare_scheduler
+from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.strategy.megatron.step import AbstractTrainStep as AbstractTrainStep
+from accelerate.strategy.megatron.step import BertTrainStep as BertTrainStep
+from accelerate.strategy.megatron.step import GPTTrainStep as GPTTrainStep
+from accelerate.strategy.megatron.step import T5TrainStep as T5TrainStep
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -4,7 +4,7 @@
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
-from accelerate.strategy.deepspeed import GatheredParameters as GatheredParameters
+from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
 from accelerate.world.collective import broadcast as broadcast
 from accelerate.world.collective import broadcast_object_list as broadcast_object_list

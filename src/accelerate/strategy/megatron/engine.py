@@ -1,0 +1,264 @@
+"""The engine: the prepared model, whose forward also runs the backward, and whose gradients it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.megatron.layout import Layout
+from accelerate.strategy.megatron.step import GPTTrainStep, check_batch
+
+if TYPE_CHECKING:
+    from accelerate.strategy.megatron.optimizer import Stepper
+
+
+class MegatronEngine(nn.Module):
+    """A model that the engine trains.
+
+    In training, a call with labels runs forward and backward of all micro-batches of the batch, and returns
+    the loss; gradients add up until the optimizer steps. ``accelerator.backward(loss)`` then has nothing left
+    to do but to see that it is this loss. In evaluation, or without gradients, only the forward runs.
+
+    Args:
+        accelerator: the ``Accelerator``, or its strategy.
+        model: this process's part of the engine's model, in its data parallel wrapper.
+        optimizer: what steps it; None as long as none was prepared.
+        scheduler: kept for compatibility.
+
+    Attributes:
+        base_model: the user's own module, without values.
+        calls: forwards with a backward since the gradients were cleared.
+    """
+
+    base_model: nn.Module
+
+    def __init__(self, accelerator: Any, model: Any, optimizer: Any = None, scheduler: Any = None) -> None:
+        super().__init__()
+        strategy = getattr(accelerator, "strategy", accelerator)
+        self.module, self.scheduler = model, scheduler
+        self.stepper: Stepper | None = optimizer
+        self.plugin, self.layout, self.device = strategy.plugin, _layout(strategy), strategy.world.device
+        self.module_config = self.get_module_config()
+        self.iteration = self.calls = 0
+        self.tokens: torch.Tensor | None = None
+        self.complete, self.stale, self.waiting = False, False, False
+        self.train_step_handler: Any = None
+
+    def _own(self, base: nn.Module, words: int, rotary: bool) -> None:
+        """Takes the user's module for its names and its configuration."""
+        # Not a part of this module: it has no values.
+        object.__setattr__(self, "base_model", base)
+        config: Any = base.config
+        args = SimpleNamespace(eod_token=config.eos_token_id, words=words, rotary=rotary)
+        custom = self.plugin.custom_train_step_class
+        more = self.plugin.custom_train_step_kwargs or {}
+        made = SimpleNamespace(plugin=self.plugin)
+        self.train_step_handler = GPTTrainStep(made, args) if custom is None else custom(made, args, **more)
+
+    @property
+    def config(self) -> Any:
+        """The user's configuration."""
+        return self.base_model.config
+
+    def get_module_config(self) -> Any:
+        """The engine's ``TransformerConfig``."""
+        from megatron.core.utils import get_model_config
+
+        return get_model_config(self.module)
+
+    @property
+    def optimizer(self) -> Any:
+        """The engine's optimizer, None without one."""
+        return None if self.stepper is None else self.stepper.engine
+
+    # --- one batch
+
+    def forward(self, **batch_data: Any) -> Any:
+        """Loss, and logits where they are wanted; with a backward in training.
+
+        Args:
+            batch_data: ``input_ids``, ``labels``, ``attention_mask``, ``position_ids``; (batch, length) each.
+
+        Raises:
+            PrepareError: the batch has other parts, does not divide into micro-batches, or has no labels in
+                training.
+        """
+        training = self.training and torch.is_grad_enabled()
+        loss, logits = (self.train_step if training else self.eval_step)(**batch_data)
+        return self.train_step_handler.model_output_class(loss=loss, logits=logits)
+
+    def train_step(self, **batch_data: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Forward and backward of one batch; its gradients are added to those that are there."""
+        if self.plugin.custom_get_batch_function is None and batch_data.get("labels") is None:
+            raise PrepareError(
+                "a batch without labels was given to a model in training",
+                why="Megatron-LM runs the backward together with the forward, so it computes the loss itself",
+                fix="model(input_ids=ids, labels=ids); or call model.eval() for a forward alone",
+            )
+        if self.waiting:
+            raise PrepareError(
+                "a model was called again before its loss was given to backward",
+                why="Megatron-LM runs the backward together with the forward: the gradients of the first "
+                "call are counted already",
+                fix="call accelerator.backward(loss) after each call in training; model.eval() or "
+                "torch.no_grad() for a call that only looks",
+            )
+        if self.stale:
+            self.clear()
+        if self.complete:
+            raise PrepareError(
+                "a model was called in training between clipping its gradients and the optimizer's step",
+                fix="call optimizer.step() or optimizer.zero_grad() after clipping",
+            )
+        self.module.config.no_sync_func = None
+        loss, logits = self._run(batch_data, forward_only=False)
+        self.calls += 1
+        self.waiting = True
+        assert loss is not None
+        return _Done.apply(loss, torch.zeros((), requires_grad=True), self), logits
+
+    def eval_step(self, **batch_data: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Forward of one batch."""
+        with torch.no_grad():
+            return self._run(batch_data, forward_only=True)
+
+    def get_batch_data_iterator(self, batch_data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The micro-batches of a batch.
+
+        Raises:
+            PrepareError: they would not be equal.
+        """
+        if self.plugin.custom_get_batch_function is None:
+            check_batch(batch_data)
+        given = {name: value for name, value in batch_data.items() if value is not None}
+        count, rows = self.plugin.num_micro_batches, len(next(iter(given.values())))
+        if rows % count:
+            raise PrepareError(
+                f"a batch of {rows} samples does not divide into {count} micro-batches",
+                fix=f"use a batch size that {count} divides, drop_last=True in evaluation too, or another "
+                "num_micro_batches",
+            )
+        parts = {name: value.to(self.device).chunk(count) for name, value in given.items()}
+        return ({name: values[index] for name, values in parts.items()} for index in range(count))
+
+    def _run(self, batch: Mapping[str, Any], forward_only: bool) -> tuple[Any, Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterator = self.get_batch_data_iterator(batch)
+        rows, length = next(iter(batch.values())).shape[:2]
+        reports: list[Mapping[str, Any]] = get_forward_backward_func()(
+            forward_step_func=self.train_step_handler.forward_step,
+            data_iterator=iterator,
+            model=[self.module],
+            num_microbatches=self.plugin.num_micro_batches,
+            seq_length=length,
+            micro_batch_size=rows // self.plugin.num_micro_batches,
+            forward_only=forward_only,
+        )
+        loss, tokens = self._loss(reports) if self._counts(batch) else (None, None)
+        if not forward_only and tokens is not None:
+            self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        wanted = loss is None or self.plugin.return_logits
+        return loss, self._logits(reports, (rows, length)) if wanted else None
+
+    def _counts(self, batch: Mapping[str, Any]) -> bool:
+        return self.plugin.custom_get_batch_function is not None or batch.get("labels") is not None
+
+    def _loss(self, reports: list[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss of this process's batch and its tokens, on all stages."""
+        both = torch.zeros(2, dtype=torch.float64, device="cpu" if self.device.type == "cpu" else self.device)
+        for report in reports:
+            if "sum" in report:
+                both += torch.stack([report["sum"].double(), report["count"].double()])
+            else:
+                value = next(v for name, v in report.items() if name != "logits")
+                both += torch.stack([value.double(), torch.ones_like(value, dtype=torch.float64)])
+        both = self._from_last(both)
+        return (both[0] / both[1].clamp(min=1)).float(), both[1].round().to(torch.int)
+
+    def _logits(self, reports: list[Mapping[str, Any]], shape: tuple[int, int]) -> torch.Tensor:
+        """Whole logits, (batch, length, words), on all stages."""
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gathered
+
+        words = self.train_step_handler.args.words
+        if self.layout.pp_rank < self.layout.pp - 1:
+            return self._from_last(torch.empty(*shape, words, device=self.device))
+        local = torch.cat([report["logits"] for report in reports]).float()
+        return self._from_last(gathered(local)[..., :words].contiguous())
+
+    def _from_last(self, value: torch.Tensor) -> torch.Tensor:
+        """What the last stage has, on all stages."""
+        if self.layout.pp > 1:
+            from megatron.core import parallel_state
+
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            group: Any = parallel_state.get_pipeline_model_parallel_group()
+            torch.distributed.broadcast(value, src=source, group=group)
+        return value
+
+    # --- gradients
+
+    def finish(self) -> None:
+        """Makes the gradients of a window complete: once, on all processes."""
+        if self.complete or not self.calls:
+            return
+        from megatron.core.distributed import finalize_model_grads
+
+        weighs = self.plugin.weighs_tokens
+        finalize_model_grads([self.module], self.tokens if weighs else None)
+        if not weighs and self.calls > 1:
+            self.module.scale_gradients(1.0 / self.calls)
+        self.complete = True
+
+    def clear(self) -> None:
+        """Drops gradients."""
+        self.module.zero_grad_buffer()
+        self.tokens, self.calls = None, 0
+        self.complete = self.stale = self.waiting = False
+
+    def stepped(self) -> None:
+        """The gradients were used: the next call begins with none."""
+        self.iteration += 1
+        self.stale, self.complete, self.waiting = True, False, False
+
+    # --- the public package's names for states and reports
+
+    def save_checkpoint(self, output_dir: Any) -> None:
+        """Refused: ``accelerator.save_state`` saves the whole training."""
+        raise PrepareError("MegatronEngine.save_checkpoint", fix="accelerator.save_state(output_dir)")
+
+    def load_checkpoint(self, input_dir: Any) -> None:
+        """Refused: ``accelerator.load_state`` loads the whole training."""
+        raise PrepareError("MegatronEngine.load_checkpoint", fix="accelerator.load_state(input_dir)")
+
+    def log_eval_results(self) -> None:
+        """Nothing: losses are returned, and ``accelerator.log`` takes them."""
+
+
+def _layout(strategy: Any) -> Layout:
+    return strategy.layout
+
+
+class _Done(torch.autograd.Function):
+    """A loss whose backward has run; backward looks whether it is still that loss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, anchor: torch.Tensor, engine: MegatronEngine) -> torch.Tensor:
+        ctx.engine = engine
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        if grad.item() != 1.0:
+            raise PrepareError(
+                f"backward was given a loss that is the model's times {grad.item():g}, or contains it so",
+                why="Megatron-LM runs the backward together with the forward, so its gradients are there",
+                fix="give outputs.loss itself; MegatronLMPlugin(custom_loss_function=...) changes the loss",
+            )
+        ctx.engine.waiting = False
+        return None, None, None

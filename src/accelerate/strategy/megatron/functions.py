@@ -1,0 +1,162 @@
+"""Functions of the public package around the engine: groups of processes, and what scripts of old call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate.core import tree
+from accelerate.core.errors import NotBuiltError, PrepareError
+from accelerate.strategy.megatron.layout import open_groups
+from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler, schedule_of
+
+_SCRIPT = (
+    "it is part of Megatron-LM's training script, and the package megatron-core is a library without one"
+)
+
+
+def _data_group() -> Any:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise PrepareError(
+            "there are no data parallel groups of Megatron-LM yet",
+            fix="model, optimizer = accelerator.prepare(model, optimizer) makes them",
+        )
+    return parallel_state.get_data_parallel_group()
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean of each of some losses over the copies of the model.
+
+    Args:
+        losses: scalars.
+
+    Returns:
+        A tensor of as many elements.
+    """
+    group = _data_group()
+    values = torch.stack([loss.detach().reshape(()).float() for loss in losses])
+    dist.all_reduce(values, group=group)
+    return values / group.size()
+
+
+def gather_across_data_parallel_groups(tensor: Any) -> Any:
+    """Tensors (any tree) of all copies of the model, joined along dimension 0."""
+    group = _data_group()
+
+    def gathered(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        own = leaf.reshape(1) if leaf.dim() == 0 else leaf.contiguous()
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(found, own, group=group)
+        return torch.cat(found)
+
+    return tree.map_tree(gathered, tensor)
+
+
+def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults: Any = None) -> None:
+    """Makes the engine's groups of processes; ``prepare`` does it too.
+
+    Args:
+        accelerator: one whose strategy is the engine's.
+        extra_args_provider, args_defaults: of Megatron-LM's training script; refused.
+    """
+    if extra_args_provider is not None or args_defaults:
+        raise NotBuiltError(
+            "further arguments of Megatron-LM's training script cannot be given",
+            why=_SCRIPT,
+            fix="MegatronLMPlugin(other_megatron_args=...) takes arguments of the engine's TransformerConfig",
+        )
+    layout = getattr(accelerator.strategy, "layout", None)
+    if layout is None:
+        raise PrepareError(
+            f"the strategy is {accelerator.strategy.name}, not Megatron-LM's",
+            fix="Accelerator(megatron_lm_plugin=MegatronLMPlugin())",
+        )
+    open_groups(layout, accelerator.strategy.world.hardware.backend)
+
+
+def finish_mpu_init() -> None:
+    """Nothing: ``initialize`` and ``prepare`` make the groups at once. Refused as long as there are none."""
+    _data_group()
+
+
+def model_provider_func(
+    pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
+) -> Any:
+    """Refused: ``prepare`` builds the engine's model of the user's."""
+    raise NotBuiltError(
+        "model_provider_func builds a model of the arguments of a script",
+        why=_SCRIPT,
+        fix="model, optimizer = accelerator.prepare(model, optimizer)",
+    )
+
+
+def prepare_model_optimizer_scheduler(accelerator: Any) -> Any:
+    """Refused: ``prepare`` takes the objects themselves."""
+    raise NotBuiltError(
+        "prepare_model_optimizer_scheduler makes objects of the arguments of a script",
+        why=_SCRIPT,
+        fix="model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
+    )
+
+
+def prepare_optimizer(accelerator: Any, model: Any) -> Any:
+    """The engine's optimizer of a prepared model; None if the model was prepared without one."""
+    if not hasattr(model, "stepper"):
+        raise PrepareError(
+            f"a {type(model).__name__} has no optimizer of Megatron-LM's",
+            fix="give the model that accelerator.prepare(model, optimizer) returned",
+        )
+    return model.optimizer
+
+
+def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
+    """The schedule that a stand-in stands for; others stay."""
+    if isinstance(scheduler, MegatronLMDummyScheduler):
+        return schedule_of(scheduler, accelerator.strategy.plugin, accelerator.strategy.share.count)
+    return scheduler
+
+
+def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
+    """A loader whose processes read by their copy of the model."""
+    if isinstance(dataloader, MegatronLMDummyDataLoader):
+        raise _no_datasets()
+    return accelerator.prepare_data_loader(dataloader)
+
+
+class MegatronLMDummyDataLoader:
+    """Stands for Megatron-LM's own indexed datasets, which are refused.
+
+    Args:
+        dataset_kwargs: of those datasets.
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = dataset_kwargs
+
+    def set_megatron_data_args(self) -> None:
+        """Refused."""
+        raise _no_datasets()
+
+    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
+        """Refused."""
+        raise _no_datasets()
+
+    def build_train_valid_test_data_iterators(self, accelerator: Any) -> Any:
+        """Refused."""
+        raise _no_datasets()
+
+
+def _no_datasets() -> NotBuiltError:
+    return NotBuiltError(
+        "Megatron-LM's own datasets cannot be read",
+        why=_SCRIPT,
+        fix="prepare a DataLoader; with MegatronLMPlugin(megatron_dataset_flag=True) its batches may have "
+        "the key text, with one token more than is computed",
+    )

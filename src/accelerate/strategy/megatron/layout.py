@@ -1,0 +1,162 @@
+"""Who does what among the processes: degrees, places, and the engine's groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate.core import packages
+from accelerate.core.errors import DeviceError, MissingExtraError, SettingError
+from accelerate.core.frozen import frozen
+from accelerate.strategy.base import Share
+from accelerate.world.world import World
+
+if TYPE_CHECKING:
+    from accelerate.strategy.megatron.plugin import MegatronLMPlugin
+
+PACKAGE = "megatron-core"
+# The engine asks torch.cuda for its device by name, whatever its tensors are on.
+DEVICE_TYPE = "cuda"
+
+
+@frozen
+class Layout:
+    """Places of a process in the engine's order: tensor parallel first, then data, then stages.
+
+    Attributes:
+        size, rank: of the world.
+        tp, pp: processes that share each layer, and stages of layers.
+    """
+
+    size: int
+    rank: int
+    tp: int
+    pp: int
+
+    @property
+    def dp(self) -> int:
+        """Copies of the model."""
+        return self.size // (self.tp * self.pp)
+
+    @property
+    def tp_rank(self) -> int:
+        """Place among those that share a layer."""
+        return self.rank % self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which copy of the model."""
+        return self.rank // self.tp % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        """Which stage."""
+        return self.rank // (self.tp * self.dp)
+
+    @property
+    def share(self) -> Share:
+        """By the copy of the model: those that work on one copy read the same samples."""
+        return Share(self.dp, self.dp_rank, speaks=self.tp_rank == 0 and self.pp_rank == 0)
+
+
+def layout_of(plugin: MegatronLMPlugin, world: World) -> Layout:
+    """The places of this process.
+
+    Raises:
+        SettingError: the degrees do not divide the world.
+    """
+    tp, pp = plugin.tp_degree, plugin.pp_degree
+    if tp < 1 or pp < 1:
+        raise SettingError(f"tp_degree is {tp} and pp_degree {pp}", fix="use 1 or more for each")
+    if world.size % (tp * pp):
+        fits = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        raise SettingError(
+            f"tp_degree={tp} times pp_degree={pp} is {tp * pp}, which does not divide {world.size} processes",
+            why="every copy of the model takes as many processes as the two multiply to",
+            fix=f"start {tp * pp} processes or a multiple, or use degrees whose product is one of {fits}",
+        )
+    return Layout(world.size, world.rank, tp, pp)
+
+
+def check_engine(world: World) -> None:
+    """Refuses where the engine is not installed or cannot run.
+
+    Raises:
+        MissingExtraError: the package is missing.
+        DeviceError: the device is none of its kind.
+    """
+    if not packages.installed("megatron.core"):
+        raise MissingExtraError(PACKAGE, "training by Megatron-LM")
+    if world.device.type != DEVICE_TYPE:
+        raise DeviceError(
+            f"Megatron-LM trains on {DEVICE_TYPE} devices only, and this process has {world.device}",
+            why=f"{PACKAGE} calls torch.{DEVICE_TYPE} for devices, streams and random states, whatever its "
+            "tensors are on",
+            fix="run on such devices, or leave --use_megatron_lm out; ParallelismConfig(tp_size=..., "
+            "pp_size=...) shares layers and stages on any device",
+        )
+
+
+def open_groups(layout: Layout, backend: str) -> None:
+    """Makes the engine's groups of processes, once for a world; all processes must call it.
+
+    Args:
+        layout: of this process.
+        backend: how a process that is alone would talk to others; the engine wants a group also then.
+
+    Raises:
+        SettingError: groups of other degrees are there.
+    """
+    from megatron.core import parallel_state
+
+    if layout.size == 1 and not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if parallel_state.model_parallel_is_initialized():
+        if _stale():
+            parallel_state.destroy_model_parallel()
+        else:
+            _check_same(layout)
+            return
+    parallel_state.initialize_model_parallel(
+        layout.tp, layout.pp, create_gloo_process_groups=dist.get_backend() != "gloo"
+    )
+    _opened[:] = [dist.group.WORLD]
+
+
+# The world whose groups the engine keeps in its module.
+_opened: list[Any] = []
+
+
+def _stale() -> bool:
+    """Whether the groups belong to a world that is closed."""
+    return not _opened or _opened[0] is not dist.group.WORLD
+
+
+def _check_same(layout: Layout) -> None:
+    from megatron.core import parallel_state
+
+    there = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if there != (layout.tp, layout.pp):
+        raise SettingError(
+            f"degrees tp={layout.tp}, pp={layout.pp} after tp={there[0]}, pp={there[1]} in one process",
+            why=f"{PACKAGE} keeps its groups of processes in a module, one set for a program",
+            fix="use the same degrees for every Accelerator of a program",
+        )
+
+
+def seed_engine(device: torch.device) -> None:
+    """Gives the engine's random streams of dropout their seed, and leaves the program's stream as it was."""
+    if device.type == "cpu":
+        return
+    from megatron.core import tensor_parallel
+
+    module: Any = torch.get_device_module(device)
+    before = module.get_rng_state(device)
+    tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+    module.set_rng_state(before, device)

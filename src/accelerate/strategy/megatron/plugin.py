@@ -1,0 +1,306 @@
+"""``MegatronLMPlugin``: how the engine trains, from code or from the launcher."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.core.errors import NotBuiltError, PrepareError, SettingError
+from accelerate.core.setting import load
+from accelerate.strategy.megatron.parsers import parsed
+from accelerate.strategy.settings.megatron import MegatronSettings
+
+# What a field is that neither code nor the launcher gave.
+DEFAULTS: Mapping[str, Any] = {
+    "tp_degree": 1,
+    "pp_degree": 1,
+    "use_custom_fsdp": False,
+    "overlap_cpu_optimizer_d2h_h2d": False,
+    "no_load_optim": False,
+    "eod_mask_loss": False,
+    "no_save_optim": False,
+    "optimizer_cpu_offload": False,
+    "use_precision_aware_optimizer": False,
+    "decoder_last_pipeline_num_layers": None,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "attention_backend": True,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "expert_tensor_parallel_size": 1,
+    "calculate_per_token_loss": True,
+    "use_rotary_position_embeddings": True,
+    "num_micro_batches": 1,
+    "gradient_clipping": 1.0,
+    "sequence_parallelism": False,
+    "recompute_activations": False,
+    "use_distributed_optimizer": False,
+}
+# Options that the engine does not read: why.
+UNREAD: Mapping[str, str] = {
+    "attention_backend": "attention is that of megatron-core itself, which has no other back ends",
+    "use_rotary_position_embeddings": "the model's configuration says how positions are told",
+}
+
+
+@dataclass
+class MegatronLMPlugin:
+    """How the engine of Megatron-LM trains; a field that is None takes its variable, then its default.
+
+    The defaults are those of the public package. Where they would change a model that nobody wanted changed,
+    they do not count unless somebody gives them: dropout is the model's own, nothing is computed again, and
+    no sequence is shared, until the field or its variable says so.
+
+    Attributes:
+        tp_degree: processes that share each layer.
+        pp_degree: stages of layers, one after another.
+        num_micro_batches: into how many a batch is cut.
+        gradient_clipping: the largest norm of all gradients together; 0: any. ``clip_grad_norm_`` in the loop
+            takes its place.
+        use_distributed_optimizer: shard what AdamW keeps over the copies of the model.
+        calculate_per_token_loss: gradients are those of the mean over all tokens of all copies and
+            micro-batches; False takes the mean of their means.
+        sequence_parallelism: split activations between layers along the sequence; needs Apex.
+        recompute_activations, recompute_granularity, recompute_method, recompute_num_layers: what the
+            backward computes again instead of keeping it.
+        attention_dropout, hidden_dropout: in place of the model's own.
+        attention_softmax_in_fp32: the softmax of attention in 32 bits.
+        decoder_last_pipeline_num_layers: layers of the last stage; by default as many as of the others.
+        no_save_optim, no_load_optim: leave optimizer state out of checkpoints, or of loading.
+        eod_mask_loss: no loss after the model's end-of-text token.
+        attention_backend, use_rotary_position_embeddings: not read.
+        use_custom_fsdp, optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, use_precision_aware_optimizer,
+            context_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size,
+            pipeline_model_parallel_split_rank, num_layers_per_virtual_pipeline_stage: refused, with reasons.
+        lr_decay_style, min_lr, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction, train_iters: of the
+            schedule that a ``MegatronLMDummyScheduler`` stands for.
+        return_logits: forwards give logits next to the loss.
+        custom_train_step_class, custom_train_step_kwargs: in place of ``GPTTrainStep``.
+        custom_prepare_model_function: changes the engine's model before it is wrapped.
+        custom_get_batch_function, custom_loss_function: in place of those of ``GPTTrainStep``.
+        custom_model_provider_function, custom_megatron_datasets_provider_function: refused.
+        megatron_dataset_flag: batches are those of Megatron-LM's own datasets, with a key ``text``.
+        other_megatron_args: further arguments of the engine's ``TransformerConfig``.
+    """
+
+    # A value once it is made.
+    tp_degree: int = None  # type: ignore[assignment]
+    pp_degree: int = None  # type: ignore[assignment]
+    use_custom_fsdp: bool = None  # type: ignore[assignment]
+    overlap_cpu_optimizer_d2h_h2d: bool = None  # type: ignore[assignment]
+    no_load_optim: bool = None  # type: ignore[assignment]
+    eod_mask_loss: bool = None  # type: ignore[assignment]
+    no_save_optim: bool = None  # type: ignore[assignment]
+    optimizer_cpu_offload: bool = None  # type: ignore[assignment]
+    use_precision_aware_optimizer: bool = None  # type: ignore[assignment]
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str = None  # type: ignore[assignment]
+    recompute_method: str = None  # type: ignore[assignment]
+    recompute_num_layers: int = None  # type: ignore[assignment]
+    attention_backend: bool = None  # type: ignore[assignment]
+    expert_model_parallel_size: int = None  # type: ignore[assignment]
+    context_parallel_size: int = None  # type: ignore[assignment]
+    attention_dropout: float = None  # type: ignore[assignment]
+    hidden_dropout: float = None  # type: ignore[assignment]
+    attention_softmax_in_fp32: bool = None  # type: ignore[assignment]
+    expert_tensor_parallel_size: int = None  # type: ignore[assignment]
+    calculate_per_token_loss: bool = None  # type: ignore[assignment]
+    use_rotary_position_embeddings: bool = None  # type: ignore[assignment]
+    num_micro_batches: int = None  # type: ignore[assignment]
+    gradient_clipping: float = None  # type: ignore[assignment]
+    sequence_parallelism: bool = None  # type: ignore[assignment]
+    recompute_activations: bool = None  # type: ignore[assignment]
+    use_distributed_optimizer: bool = None  # type: ignore[assignment]
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: Any = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        found = load(MegatronSettings, code={f"megatron_lm_{name}": getattr(self, name) for name in DEFAULTS})
+        given: dict[str, Any] = {}
+        for name, default in DEFAULTS.items():
+            value = getattr(found.value, f"megatron_lm_{name}")
+            if value is not None:
+                given[name] = value
+            setattr(self, name, default if value is None else value)
+        # Not a field: what somebody wrote, as far as that differs from having the value.
+        self._given = given
+        self._settle()
+
+    def given(self, name: str) -> Any:
+        """A field as somebody gave it; None where it has its default."""
+        return self._given.get(name) if name in DEFAULTS else getattr(self, name)
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether gradients are those of a mean over tokens; functions of the user's own give plain means."""
+        own = self.custom_loss_function is None and self.custom_train_step_class is None
+        return bool(self.calculate_per_token_loss) and own
+
+    def _settle(self) -> None:
+        """The engine's arguments, under the names of Megatron-LM's training script."""
+        self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
+        renamed = {
+            "tensor_model_parallel_size": self.tp_degree,
+            "pipeline_model_parallel_size": self.pp_degree,
+            "sequence_parallel": self.sequence_parallelism,
+            "clip_grad": self.gradient_clipping,
+            "DDP_impl": self.DDP_impl,
+        }
+        self.megatron_lm_default_args: dict[str, Any] = renamed | {
+            name: getattr(self, name) for name in _SAME
+        }
+        if self.tensorboard_dir is not None:
+            self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
+            if self.set_all_logging_options:
+                self.set_tensorboard_logging_options()
+        self.megatron_lm_default_args |= self.other_megatron_args or {}
+
+    # --- arguments of what is trained
+
+    def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
+        """Adds what the model's configuration says; see ``parsers.py``.
+
+        Raises:
+            UnknownNameError: there is no parser for such models (a ValueError).
+        """
+        parsed(self, model, batch_data)
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Adds the number format."""
+        if mixed_precision in ("fp16", "bf16"):
+            self.megatron_lm_default_args[mixed_precision] = True
+        if mixed_precision == "bf16":
+            self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Adds the sizes of batches.
+
+        Args:
+            micro_batch_size: samples of a micro-batch.
+            dp_degree: copies of the model.
+        """
+        self.data_parallel_size, self.micro_batch_size = dp_degree, micro_batch_size
+        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
+            self.megatron_lm_default_args[name] = getattr(self, name)
+
+    def set_optimizer_type(self, optimizer: Any) -> None:
+        """Adds the optimizer's name and rates.
+
+        Raises:
+            SettingError: the engine has none of this kind (a ValueError).
+        """
+        defaults, kind = optimizer.defaults, type(optimizer).__name__.lower()
+        if "adam" in kind:
+            first, second = defaults["betas"]
+            found = {
+                "optimizer": "adam",
+                "adam_beta1": first,
+                "adam_beta2": second,
+                "adam_eps": defaults["eps"],
+            }
+        elif "sgd" in kind:
+            found = {"optimizer": "sgd", "sgd_momentum": defaults["momentum"]}
+        else:
+            raise SettingError(
+                f"Megatron-LM's training script has no optimizer {type(optimizer).__name__}",
+                fix="use Adam, AdamW or SGD",
+            )
+        found |= {"lr": defaults["lr"], "weight_decay": defaults["weight_decay"]}
+        self.megatron_lm_default_args.update(found)
+
+    def set_scheduler_args(self, scheduler: Any) -> None:
+        """Adds the lengths of a ``MegatronLMDummyScheduler``, in optimizer steps of one copy of the model.
+
+        Raises:
+            PrepareError: the sizes of batches are not set.
+        """
+        if not hasattr(self, "data_parallel_size"):
+            raise PrepareError(
+                "set_scheduler_args before set_training_args", fix="call set_training_args first"
+            )
+        copies = self.data_parallel_size
+        if self.train_iters is None:
+            self.train_iters = scheduler.total_num_steps // copies
+            self._ignored("train_samples", "train_iters")
+        if self.lr_warmup_iters is None:
+            self.lr_warmup_iters = scheduler.warmup_num_steps // copies
+            self._ignored("lr_warmup_samples", "lr_warmup_iters", 0)
+        for name in _SCHEDULE:
+            self.megatron_lm_default_args[name] = getattr(self, name)
+
+    def _ignored(self, name: str, instead: str, value: Any = None) -> None:
+        if getattr(self, name) is not None:
+            warnings.warn(f"{name} is ignored: the schedule says {instead}", stacklevel=4)
+        setattr(self, name, value)
+
+    def set_tensorboard_logging_options(self) -> None:
+        """Refused: the options are those of Megatron-LM's training script.
+
+        Raises:
+            NotBuiltError: always.
+        """
+        raise NotBuiltError(
+            "set_all_logging_options asks for the logs of Megatron-LM's training script",
+            why="the package megatron-core is a library without that script",
+            fix="Accelerator(log_with=...) and accelerator.log(...)",
+        )
+
+
+# Fields that are arguments by their own name.
+_SAME = (
+    *("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage"),
+    *("use_distributed_optimizer", "num_micro_batches", "consumed_samples", "no_wd_decay_cond"),
+    *("scale_lr_cond", "lr_mult", "megatron_dataset_flag", "eval_iters", "eval_interval", "use_custom_fsdp"),
+    *("no_load_optim", "eod_mask_loss", "no_save_optim", "optimizer_cpu_offload"),
+    *("overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer", "decoder_last_pipeline_num_layers"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend"),
+    *("expert_model_parallel_size", "context_parallel_size", "attention_dropout", "hidden_dropout"),
+    *("attention_softmax_in_fp32", "expert_tensor_parallel_size", "calculate_per_token_loss"),
+    "use_rotary_position_embeddings",
+)
+_SCHEDULE = (
+    *("train_iters", "lr_warmup_iters", "train_samples", "lr_warmup_samples", "lr_decay_iters"),
+    *("lr_decay_samples", "lr_warmup_fraction", "lr_decay_style", "weight_decay_incr_style"),
+    *("start_weight_decay", "end_weight_decay", "min_lr"),
+)

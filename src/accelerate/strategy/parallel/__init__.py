@@ -1,1 +1,0 @@
-"""The dimensions of a mesh of processes, one file each; ``strategy/parallelism.py`` puts them together."""
