@@ -16,7 +16,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-mutations test-processors check format bench bench-peer docs clean
+.PHONY: help demo test test-all test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,11 +56,16 @@ test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 test-processors: $(VENV)/ready-test $(VENV)/system-packages  ## what computes, as other processors round
 	PYTEST="$(WORKERS_PYTEST)" sh tests/support/processors.sh $(ARGS)
 
-# Of what is not the package only the calls are checked: a test of a part that is skipped here is read here.
 check: $(VENV)/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs 2 types-of-package calls-of-others
+
+types-of-package: $(VENV)/ready-dev
 	$(BIN)/pyright
+
+# Of what is not the package only the calls are checked: a test of a part that is skipped here is read here.
+calls-of-others: $(VENV)/ready-dev
 	$(BIN)/pyright -p pyright-calls.json
 
 format: $(VENV)/ready-dev  ## let ruff rewrite what it can

@@ -81,12 +81,12 @@ def refused(text: str, use: Callable[[], object], proof: str) -> Claim:
 
 def later(text: str, *names: str) -> Claim:
     """Public names, as ``module:name`` below the package, that the table of names calls planned."""
-    from accelerate.core.lazy import Plan
-    from accelerate.names import HOMES
+    from accelerate.core.lazy_names import NotBuilt
+    from accelerate.names import NAME_SOURCES
 
     def holds() -> bool:
         pairs = (name.split(":") for name in names)
-        return all(isinstance(HOMES[f"accelerate.{module}"][name], Plan) for module, name in pairs)
+        return all(isinstance(NAME_SOURCES[f"accelerate.{module}"][name], NotBuilt) for module, name in pairs)
 
     return Claim(text, "planned", holds, f"{', '.join(names)} are planned in accelerate.names")
 
@@ -102,7 +102,13 @@ def plugins(registry: Registry[Any], column: Callable[[Any], Column], leave_out:
 
 def by_plan(plugin: Any) -> Column:
     """A strategy or precision says itself when it is only planned, or has not run on what it is made for."""
-    return "planned" if plugin.planned else "built" if getattr(plugin, "proved", True) else "unrun"
+    return (
+        "planned"
+        if plugin.planned_feature
+        else "built"
+        if getattr(plugin, "hardware_tested", True)
+        else "unrun"
+    )
 
 
 def by_run(device: Any) -> Column:
@@ -123,7 +129,7 @@ def schedulers() -> Iterator[Claim]:
 
     kinds = (kind for kind in vars(clusters).values() if isinstance(kind, type))
     for kind in kinds:
-        if issubclass(kind, clusters.Scheduler) and kind is not clusters.Scheduler:
+        if issubclass(kind, clusters.ClusterEnvironment) and kind is not clusters.ClusterEnvironment:
             proof = "world/clusters.py, tested on recorded environments"
             if kind.name in RUN_HERE:
                 yield tested(kind.name, RUN_HERE[kind.name])
@@ -167,12 +173,12 @@ def _devices() -> Iterator[Claim]:
 
 def _more_strategies() -> Iterator[Claim]:
     law = "laws/test_7_parity.py::numbers_of_one_process"
-    yield tested("a mesh of named dimensions: copies of shards, tensor, context, sequence, pipeline", law)
+    yield tested("a device mesh: HSDP, tensor, context, sequence and pipeline parallel", law)
     other = "laws/test_7_parity.py::another_strategy"
     yield tested("from one strategy to another in the middle of a training", other)
     plan = ("null/test_cli_plan.py", "sim/test_sim_plan.py", "cpu/test_plan_memory.py")
     yield tested("the recommended way to spread a model (`plan`)", *plan)
-    rehearsal = "null/test_rehearsal.py::dry_run"
+    rehearsal = "null/test_model_dry_run.py::dry_run"
     yield tested("a layout of 512 processes on one CPU (`--dry_run_model`)", rehearsal)
     yield tested("LocalSGD and DiLoCo", "cpu/test_local_sgd.py::what_the_paper_says")
 
@@ -225,13 +231,13 @@ def _checkpoints() -> Iterator[Claim]:
         "a disk for each machine (`save_on_each_node`)", "cpu/test_checkpoint_ranks.py::each_machine"
     )
     yield tested("`save_model`, in shards", "null/test_checkpoint_export.py")
-    yield tested("`load_checkpoint_in_model`, a tensor at a time", "null/test_checkpoint_into.py")
+    yield tested("`load_checkpoint_in_model`, a tensor at a time", "null/test_weight_loading.py")
     yield tested("files that would run code are refused", "null/test_checkpoint_safe.py::would_run_code")
     yield tested(
-        "in parts, loaded under another strategy and number of processes",
+        "sharded, loaded under another strategy and world size",
         "cpu/test_sharded_checkpoints.py::another_strategy_and_number",
     )
-    yield tested("joining parts (`merge-weights`)", "null/test_sharded_state.py::merg")
+    yield tested("merging shards (`merge-weights`)", "null/test_sharded_state.py::merg")
 
 
 def _big_models() -> Iterator[Claim]:
@@ -353,7 +359,7 @@ def figures() -> str:
 
 def settings_page() -> str:
     """docs/settings.md."""
-    from accelerate.cli.options import rows as every_setting
+    from accelerate.cli.options import launch_settings as every_setting
     from accelerate.core import environ
 
     topics: dict[str, list[list[str]]] = {}
@@ -363,7 +369,9 @@ def settings_page() -> str:
     for topic, rows in topics.items():
         parts += [f"## {topic}", table(["Flag", "Variable", "Key", "Default", "What it does"], rows)]
     parts += ["## Variables that describe a run", _PROTOCOL]
-    parts.append(table(["Variable", "Meaning"], ([code(n), cell(t)] for n, t in environ.PROTOCOL.items())))
+    parts.append(
+        table(["Variable", "Meaning"], ([code(n), cell(t)] for n, t in environ.PROTOCOL_VARIABLES.items()))
+    )
     parts += ["## Which devices a process sees", _VISIBLE, table(["Device", "Variable"], _visible())]
     parts += ["## What a device's processes are given", _GIVEN]
     parts.append(table(["Device", "Variable", "Value"], _given()))

@@ -143,8 +143,8 @@ def verify_blocks(folder: Path) -> None:
     import xxhash
 
     from accelerate.checkpoint import manifest as manifests
-    from accelerate.checkpoint.ranks import Ranks
-    from accelerate.checkpoint.restore import verify as verify_files
+    from accelerate.checkpoint.rank_group import RankGroup
+    from accelerate.checkpoint.restore import verify_files as verify_files
 
     manifest: Any = manifests.read(folder)
     pieces = [(path, at) for path in folder.iterdir() for at in range(0, path.stat().st_size, 2**26)]
@@ -164,7 +164,7 @@ def verify_blocks(folder: Path) -> None:
             list(pool.map(by_hand, pieces))
         base.append(time.perf_counter() - start)
         start = time.perf_counter()
-        verify_files(folder, manifest, Ranks())
+        verify_files(folder, manifest, RankGroup())
         value.append(time.perf_counter() - start)
     sample = compare(base[1:], value[1:], "ratio")
     speed = {"speed": f"{BYTES / sample.value / 1e9:.2g} GB/s with {threads} threads"}

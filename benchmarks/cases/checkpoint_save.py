@@ -108,7 +108,7 @@ def announced() -> Any:
 
     accelerator, _, optimizer = training(full=True, project_config=ProjectConfiguration(async_save=True))
     optimizer.step()
-    toucher = snapshot.staging._toucher
+    toucher = snapshot.staging._prepare_thread
     assert toucher is not None, "no memory is made ready"
     toucher.join()  # a training does other work for so long
     return accelerator

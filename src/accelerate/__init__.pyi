@@ -22,20 +22,20 @@ from accelerate import utils as utils
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.facade.accelerator import Accelerator as Accelerator
-from accelerate.facade.big import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
+from accelerate.facade.big_model_loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.state import PartialState as PartialState
-from accelerate.launch.notebook.start import debug_launcher as debug_launcher
-from accelerate.launch.notebook.start import notebook_launcher as notebook_launcher
+from accelerate.launch.notebook.launchers import debug_launcher as debug_launcher
+from accelerate.launch.notebook.launchers import notebook_launcher as notebook_launcher
+from accelerate.offload.device_maps import infer_auto_device_map as infer_auto_device_map
 from accelerate.offload.dispatch import cpu_offload as cpu_offload
 from accelerate.offload.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from accelerate.offload.dispatch import disk_offload as disk_offload
 from accelerate.offload.dispatch import dispatch_model as dispatch_model
-from accelerate.offload.empty import init_empty_weights as init_empty_weights
-from accelerate.offload.empty import init_on_device as init_on_device
-from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
-from accelerate.offload.pipeline.prepare import prepare_pippy as prepare_pippy
+from accelerate.offload.empty_init import init_empty_weights as init_empty_weights
+from accelerate.offload.empty_init import init_on_device as init_on_device
+from accelerate.offload.pipeline.prepare_pippy import prepare_pippy as prepare_pippy
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
@@ -46,8 +46,8 @@ from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from accelerate.utils.imports import is_rich_available as is_rich_available
+from accelerate.watch.batch_size_search import find_executable_batch_size as find_executable_batch_size
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
-from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
 

@@ -1,10 +1,10 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.loose import load_accelerator_state as load_accelerator_state
-from accelerate.checkpoint.loose import load_custom_state as load_custom_state
-from accelerate.checkpoint.loose import save_accelerator_state as save_accelerator_state
-from accelerate.checkpoint.loose import save_custom_state as save_custom_state
+from accelerate.checkpoint.accelerator_state import load_accelerator_state as load_accelerator_state
+from accelerate.checkpoint.accelerator_state import load_custom_state as load_custom_state
+from accelerate.checkpoint.accelerator_state import save_accelerator_state as save_accelerator_state
+from accelerate.checkpoint.accelerator_state import save_custom_state as save_custom_state
 from typing import Any
 
 logger: Any

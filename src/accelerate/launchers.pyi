@@ -1,9 +1,9 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.launch.notebook.start import debug_launcher as debug_launcher
-from accelerate.launch.notebook.start import notebook_launcher as notebook_launcher
-from accelerate.launch.notebook.start import test_launch as test_launch
+from accelerate.launch.notebook.launchers import debug_launcher as debug_launcher
+from accelerate.launch.notebook.launchers import notebook_launcher as notebook_launcher
+from accelerate.launch.notebook.launchers import test_launch as test_launch
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -1,195 +1,196 @@
-"""The public names and where they live: the one place where the API of Accelerate 1.x meets this code.
+"""The public names and their sources: the one place where the API of Accelerate 1.x meets this code.
 
 Every public module (``accelerate.state``, ``accelerate.utils.modeling``, ...) is two lines over this table,
-and everything is loaded when it is first used. ``core/lazy.py`` explains the kinds of homes, and
+and everything is loaded when it is first used. ``core/lazy_names.py`` explains the kinds of sources, and
 ``core/stubs.py`` writes the ``.pyi`` files that show the same names to type checkers.
 """
 
 from __future__ import annotations
 
-from accelerate.core.lazy import Home, Made, Names, Plan, Value
+from accelerate.core.lazy_names import ConstantValue, Factory, NameSource, NotBuilt, PublicNames
 
 
-def at(file: str, names: str) -> dict[str, Home]:
-    """Names of one file; ``public=own`` where this code uses another word."""
+def exports(text: str) -> dict[str, NameSource]:
+    """Return the names of one file, from ``"file: name name"``; ``public=own`` where the own name differs."""
+    file, _, names = text.partition(": ")
     pairs = (name.partition("=") for name in names.split())
     return {public: f"{file}:{own or public}" for public, _, own in pairs}
 
 
-def later(text: str, names: str) -> dict[str, Home]:
-    """Names that are not built yet."""
-    return dict.fromkeys(names.split(), Plan(text))
+def not_built(text: str, names: str) -> dict[str, NameSource]:
+    """Return names that are not built yet."""
+    return dict.fromkeys(names.split(), NotBuilt(text))
 
 
 def words(text: str) -> list[str]:
-    """A fresh list of the words of ``text``."""
+    """Return a new list of the words of ``text``."""
     return text.split()
 
 
-def constants(texts: str = "", **values: object) -> dict[str, Home]:
-    """Facts of the contract that no code here needs; ``NAME=text`` for those that are one word."""
+def constants(texts: str = "", **values: object) -> dict[str, NameSource]:
+    """Return constants of the API that no code here needs; ``NAME=text`` for one-word texts."""
     pairs = dict(pair.split("=") for pair in texts.split())
-    return {name: Value(value) for name, value in {**pairs, **values}.items()}
+    return {name: ConstantValue(value) for name, value in {**pairs, **values}.items()}
 
 
-def packages(names: str) -> dict[str, Home]:
-    """``is_<name>_available`` for packages; ``name=requirement`` where it is not just that package."""
+def package_checks(names: str) -> dict[str, NameSource]:
+    """Return ``is_<name>_available`` for packages; ``name=requirement`` if it is not just that package."""
     pairs = (name.partition("=") for name in names.split())
-    return {f"is_{name}_available": Made("core.packages:checker", need or name) for name, _, need in pairs}
+    return {
+        f"is_{name}_available": Factory("core.packages:make_checker", need or name) for name, _, need in pairs
+    }
 
 
-def devices(types: str) -> dict[str, Home]:
-    """``is_<type>_available`` for device types."""
-    return {f"is_{type}_available": Made("facade.available:device_checker", type) for type in types.split()}
+def device_checks(types: str) -> dict[str, NameSource]:
+    """Return ``is_<type>_available`` for device types."""
+    return {
+        f"is_{type}_available": Factory("facade.device_checks:device_checker", type) for type in types.split()
+    }
 
 
-def every(modules: str) -> dict[str, str]:
-    """All names of these public modules."""
+def all_names(modules: str) -> dict[str, str]:
+    """Return the request for all names of these public modules."""
     return dict.fromkeys((f"accelerate.{module}" for module in modules.split()), "*")
 
 
-# What will come, in the words that an error shows.
+# The planned feature, in the words of an error.
 FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 
-HOMES: dict[str, dict[str, Home]] = {
+NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate": {},
-    "accelerate.accelerator": at("facade.accelerator", "Accelerator"),
-    "accelerate.big_modeling": at("offload.casting", "attach_layerwise_casting_hooks")
-    | at("offload.dispatch", "cpu_offload cpu_offload_with_hook disk_offload dispatch_model")
-    | at("offload.empty", "init_empty_weights init_on_device")
-    | at("facade.big", "load_checkpoint_and_dispatch"),
-    "accelerate.checkpointing": at(
-        "checkpoint.loose",
-        "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
+    "accelerate.accelerator": exports("facade.accelerator: Accelerator"),
+    "accelerate.big_modeling": exports("offload.layerwise_casting: attach_layerwise_casting_hooks")
+    | exports("offload.dispatch: cpu_offload cpu_offload_with_hook disk_offload dispatch_model")
+    | exports("offload.empty_init: init_empty_weights init_on_device")
+    | exports("facade.big_model_loading: load_checkpoint_and_dispatch"),
+    "accelerate.checkpointing": exports(
+        "checkpoint.accelerator_state: load_accelerator_state load_custom_state save_accelerator_state "
+        "save_custom_state"
     ),
-    "accelerate.data_loader": at(
-        "data.loader",
-        "DataLoaderAdapter DataLoaderShard DataLoaderStateMixin SkipDataLoader get_sampler "
-        "skip_first_batches",
+    "accelerate.data_loader": exports(
+        "data.loader: DataLoaderAdapter DataLoaderShard DataLoaderStateMixin SkipDataLoader get_sampler "
+        "skip_first_batches"
     )
-    | at("data.prepare", "prepare_data_loader")
-    | at("data.dispatch", "DataLoaderDispatcher")
-    | at("data.shard", "BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
-    | at("data.stream", "IterableDatasetShard"),
-    "accelerate.hooks": at(
-        "offload.hooks",
-        "ModelHook SequentialHook _accelerate_added_attributes _compiler_disable add_hook_to_module "
-        "remove_hook_from_module remove_hook_from_submodules",
+    | exports("data.prepare: prepare_data_loader")
+    | exports("data.dispatch: DataLoaderDispatcher")
+    | exports("data.shard: BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
+    | exports("data.stream: IterableDatasetShard"),
+    "accelerate.hooks": exports(
+        "offload.hooks: ModelHook SequentialHook _accelerate_added_attributes _compiler_disable "
+        "add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
     )
-    | at("offload.align", "AlignDevicesHook CpuOffload UserCpuOffloadHook")
-    | at("offload.casting", "LayerwiseCastingHook")
-    | at(
-        "offload.attach",
-        "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook",
+    | exports("offload.align_hook: AlignDevicesHook CpuOffload UserCpuOffloadHook")
+    | exports("offload.layerwise_casting: LayerwiseCastingHook")
+    | exports(
+        "offload.attach_hooks: attach_align_device_hook attach_align_device_hook_on_blocks "
+        "attach_execution_device_hook"
     ),
-    "accelerate.inference": at(
-        "offload.pipeline.prepare",
-        "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
+    "accelerate.inference": exports(
+        "offload.pipeline.prepare_pippy: build_pipeline find_pippy_batch_size generate_device_map "
+        "pippy_forward prepare_pippy"
     ),
-    "accelerate.launchers": at("launch.notebook.start", "debug_launcher notebook_launcher test_launch"),
-    "accelerate.local_sgd": at("outer.local_sgd", "LocalSGD") | at("outer.diloco", "DiLoCo"),
-    "accelerate.logging": at("watch.logging", "MultiProcessAdapter get_logger"),
+    "accelerate.launchers": exports(
+        "launch.notebook.launchers: debug_launcher notebook_launcher test_launch"
+    ),
+    "accelerate.local_sgd": exports("outer.local_sgd: LocalSGD") | exports("outer.diloco: DiLoCo"),
+    "accelerate.logging": exports("watch.logging: MultiProcessAdapter get_logger"),
     "accelerate.memory_utils": {},
-    "accelerate.optimizer": at(
-        "facade.optimizer", "AcceleratedOptimizer move_to_device patch_optimizer_step"
+    "accelerate.optimizer": exports(
+        "facade.optimizer: AcceleratedOptimizer move_to_device patch_optimizer_step"
     ),
-    "accelerate.parallelism_config": at("strategy.parallelism.config", "ParallelismConfig"),
-    "accelerate.scheduler": at("facade.scheduler", "AcceleratedScheduler"),
-    "accelerate.state": at(
-        "facade.state",
-        "AcceleratorState GradientState PartialState ThreadLocalSharedDict do_nothing is_initialized",
+    "accelerate.parallelism_config": exports("strategy.parallelism.config: ParallelismConfig"),
+    "accelerate.scheduler": exports("facade.scheduler: AcceleratedScheduler"),
+    "accelerate.state": exports(
+        "facade.state: AcceleratorState GradientState PartialState ThreadLocalSharedDict do_nothing "
+        "is_initialized"
     ),
-    "accelerate.tracking": at("track", "register_tracker_class")
-    | at("track.aim", "AimTracker")
-    | at("track.base", "GeneralTracker on_main_process")
-    | at("track.clearml", "ClearMLTracker")
-    | at("track.comet_ml", "CometMLTracker")
-    | at("track.dvclive", "DVCLiveTracker")
-    | at("track.jsonl", "JSONLTracker")
-    | at("track.mlflow", "MLflowTracker")
-    | at("track.swanlab", "SwanLabTracker")
-    | at("track.tensorboard", "TensorBoardTracker")
-    | at("track.trackio", "TrackioTracker")
-    | at("track.wandb", "WandBTracker")
-    | at("facade.tracking", "filter_trackers get_available_trackers")
-    | {"LOGGER_TYPE_TO_CLASS": Made("track:classes")},
+    "accelerate.tracking": exports("track: register_tracker_class")
+    | exports("track.aim: AimTracker")
+    | exports("track.base: GeneralTracker on_main_process")
+    | exports("track.clearml: ClearMLTracker")
+    | exports("track.comet_ml: CometMLTracker")
+    | exports("track.dvclive: DVCLiveTracker")
+    | exports("track.jsonl: JSONLTracker")
+    | exports("track.mlflow: MLflowTracker")
+    | exports("track.swanlab: SwanLabTracker")
+    | exports("track.tensorboard: TensorBoardTracker")
+    | exports("track.trackio: TrackioTracker")
+    | exports("track.wandb: WandBTracker")
+    | exports("facade.tracking: filter_trackers get_available_trackers")
+    | {"LOGGER_TYPE_TO_CLASS": Factory("track:tracker_classes")},
     # --- accelerate.commands
     "accelerate.commands": {},
-    "accelerate.commands.accelerate_cli": at("cli.main", "main"),
-    "accelerate.commands.config": at("cli.wizard.parsers", "get_config_parser main"),
-    "accelerate.commands.config.cluster": at("cli.wizard.parsers", "get_cluster_input"),
-    "accelerate.commands.config.config": at(
-        "cli.wizard.parsers",
-        "config_command config_command_parser description=CONFIG get_user_input main",
+    "accelerate.commands.accelerate_cli": exports("cli.main: main"),
+    "accelerate.commands.config": exports("cli.wizard.config_parsers: get_config_parser main"),
+    "accelerate.commands.config.cluster": exports("cli.wizard.config_parsers: get_cluster_input"),
+    "accelerate.commands.config.config": exports(
+        "cli.wizard.config_parsers: config_command config_command_parser "
+        "description=CONFIG get_user_input main"
     ),
     "accelerate.commands.config.config_args": {
         **dict.fromkeys(
             words("default_config_file default_json_config_file default_yaml_config_file"),
-            Made("launch.files:default_file", then=str),
+            Factory("launch.config_files:default_file", then=str),
         ),
-        "cache_dir": Made("launch.files:cache_folder", then=str),
-        "hf_cache_home": Made("launch.files:cache_folder", then=lambda folder: str(folder.parent)),
-        **at("cli.config_classes", "BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
+        "cache_dir": Factory("launch.config_files:cache_folder", then=str),
+        "hf_cache_home": Factory("launch.config_files:cache_folder", then=lambda folder: str(folder.parent)),
+        **exports("cli.config_classes: BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
     },
-    "accelerate.commands.config.config_utils": at("cli.wizard.parsers", "SubcommandHelpFormatter")
+    "accelerate.commands.config.config_utils": exports("cli.wizard.config_parsers: SubcommandHelpFormatter")
     | constants(
         DYNAMO_BACKENDS=words(
             "EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
             "AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM"
         )
     ),
-    "accelerate.commands.config.default": at("cli.config_classes", "write_basic_config")
-    | at("cli.wizard.parsers", "default_command_parser default_config_command description=DEFAULT"),
-    "accelerate.commands.config.sagemaker": at("cli.wizard.parsers", "get_sagemaker_input"),
-    "accelerate.commands.config.update": at(
-        "cli.wizard.parsers",
-        "description=UPDATE update_command_parser update_config update_config_command",
+    "accelerate.commands.config.default": exports("cli.config_classes: write_basic_config")
+    | exports("cli.wizard.config_parsers: default_command_parser default_config_command description=DEFAULT"),
+    "accelerate.commands.config.sagemaker": exports("cli.wizard.config_parsers: get_sagemaker_input"),
+    "accelerate.commands.config.update": exports(
+        "cli.wizard.config_parsers: description=UPDATE update_command_parser "
+        "update_config update_config_command"
     ),
-    "accelerate.commands.env": at("cli.env", "env_command env_command_parser main"),
-    "accelerate.commands.estimate": at(
-        "cli.estimate_memory",
-        "add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command "
-        "estimate_command_parser estimate_training_usage gather_data main verify_on_hub",
+    "accelerate.commands.env": exports("cli.env: env_command env_command_parser main"),
+    "accelerate.commands.estimate": exports(
+        "cli.estimate_memory: add_timm_hub_prefix check_has_model create_ascii_table create_empty_model "
+        "estimate_command estimate_command_parser estimate_training_usage gather_data main verify_on_hub"
     ),
-    "accelerate.commands.launch": at("cli.launch", "launch_command launch_command_parser main")
-    | at(
-        "cli.functions",
-        "deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher tpu_launcher "
-        "tpu_pod_launcher",
+    "accelerate.commands.launch": exports("cli.launch: launch_command launch_command_parser main")
+    | exports(
+        "cli.launcher_functions: deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher "
+        "tpu_launcher tpu_pod_launcher"
     )
-    | at("cli.arguments", "CustomHelpFormatter clean_option options_to_group"),
-    "accelerate.commands.merge": at(
-        "cli.merge_weights", "description main merge_command merge_command_parser"
+    | exports("cli.arguments: CustomHelpFormatter clean_option options_to_group"),
+    "accelerate.commands.merge": exports(
+        "cli.merge_weights: description main merge_command merge_command_parser"
     ),
-    "accelerate.commands.test": at("cli.test", "main test_command test_command_parser"),
-    "accelerate.commands.to_fsdp2": at(
-        "cli.to_fsdp2",
-        "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config "
-        "to_fsdp2_command to_fsdp2_command_parser",
+    "accelerate.commands.test": exports("cli.test: main test_command test_command_parser"),
+    "accelerate.commands.to_fsdp2": exports(
+        "cli.to_fsdp2: ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 "
+        "load_config to_fsdp2_command to_fsdp2_command_parser"
     ),
-    "accelerate.commands.tpu": at("cli.tpu_config", "main tpu_command_launcher tpu_command_parser"),
-    "accelerate.commands.utils": at("cli.arguments", "CustomArgumentGroup CustomArgumentParser"),
+    "accelerate.commands.tpu": exports("cli.tpu_config: main tpu_command_launcher tpu_command_parser"),
+    "accelerate.commands.utils": exports("cli.arguments: CustomArgumentGroup CustomArgumentParser"),
     # --- accelerate.utils
     "accelerate.utils": {},
-    "accelerate.utils.ao": later(
+    "accelerate.utils.ao": not_built(
         FP8,
         "convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
         "find_first_last_linear_layers has_ao_layers",
     ),
-    "accelerate.utils.bnb": later(
+    "accelerate.utils.bnb": not_built(
         "models quantized by bitsandbytes",
         "get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers "
         "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers",
     ),
-    "accelerate.utils.constants": at(
-        "checkpoint.names",
-        "MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME "
-        "SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME "
-        "WEIGHTS_PATTERN_NAME",
+    "accelerate.utils.constants": exports(
+        "checkpoint.names: MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
+        "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME "
+        "WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
     )
-    | at("watch.profile", "PROFILE_PATTERN_NAME")
-    | at("core.versions", "STR_OPERATION_TO_FUNC=OPERATIONS")
-    | at("offload.casting", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=LAYERS")
+    | exports("watch.profile: PROFILE_PATTERN_NAME")
+    | exports("core.versions: STR_OPERATION_TO_FUNC=OPERATIONS")
+    | exports("offload.layerwise_casting: SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=CASTABLE_LAYERS")
     | constants(
         "BETA_CP_AVAILABLE_PYTORCH_VERSION=2.6.0 BETA_SP_AVAILABLE_DEEPSPEED_VERSION=0.18.2 "
         "BETA_TP_AVAILABLE_PYTORCH_VERSION=2.3.0 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION=4.52.0 "
@@ -215,219 +216,210 @@ HOMES: dict[str, dict[str, Home]] = {
             "node_rank master_addr master_port"
         ),
     ),
-    "accelerate.utils.dataclasses": at(
-        "facade.enums",
-        "ComputeEnvironment CustomDtype DistributedType FP8BackendType LoggerType "
-        "PrecisionType RNGType SageMakerDistributedType",
+    "accelerate.utils.dataclasses": exports(
+        "facade.enums: ComputeEnvironment CustomDtype DistributedType FP8BackendType LoggerType "
+        "PrecisionType RNGType SageMakerDistributedType"
     )
-    | at("core.enums", "BaseEnum EnumWithContains")
-    | at("core.handler", "KwargsHandler")
-    | at("precision.autocast", "AutocastKwargs")
-    | at("precision.settings", "DynamoBackend")
-    | at("precision.fp16", "GradScalerKwargs")
-    | at("strategy.ddp", "DDPCommunicationHookType DistributedDataParallelKwargs")
-    | at("world.stop", "PreemptionKwargs")
-    | at("world.world", "InitProcessGroupKwargs")
-    | at("world.tensors", "TensorInformation")
-    | at("data.configuration", "DataLoaderConfiguration")
-    | at("facade.gradient", "GradientAccumulationPlugin")
-    | at("facade.fp8", "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
-    | at("facade.compile", "TorchDynamoPlugin")
-    | at("facade.modules", "get_module_class_from_name")
-    | at("checkpoint.project", "ProjectConfiguration")
-    | at("watch.profile", "ProfileKwargs")
-    | later("models quantized by bitsandbytes", "BnbQuantizationConfig")
-    | at("strategy.deepspeed.plugin", "DeepSpeedPlugin")
-    | at("strategy.sharding.plugin", "FullyShardedDataParallelPlugin")
-    | at(
-        "strategy.parallelism.config",
-        "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
-        "TorchTensorParallelPlugin",
+    | exports("core.enums: BaseEnum EnumWithContains")
+    | exports("core.kwargs_handler: KwargsHandler")
+    | exports("precision.autocast: AutocastKwargs")
+    | exports("precision.settings: DynamoBackend")
+    | exports("precision.fp16: GradScalerKwargs")
+    | exports("strategy.ddp: DDPCommunicationHookType DistributedDataParallelKwargs")
+    | exports("world.preemption: PreemptionKwargs")
+    | exports("world.world: InitProcessGroupKwargs")
+    | exports("world.tensors: TensorInformation")
+    | exports("data.configuration: DataLoaderConfiguration")
+    | exports("facade.gradient: GradientAccumulationPlugin")
+    | exports("facade.fp8: AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
+    | exports("facade.compilation: TorchDynamoPlugin")
+    | exports("facade.modules: get_module_class_from_name")
+    | exports("checkpoint.project: ProjectConfiguration")
+    | exports("watch.profile: ProfileKwargs")
+    | not_built("models quantized by bitsandbytes", "BnbQuantizationConfig")
+    | exports("strategy.deepspeed.plugin: DeepSpeedPlugin")
+    | exports("strategy.sharding.plugin: FullyShardedDataParallelPlugin")
+    | exports(
+        "strategy.parallelism.config: DeepSpeedSequenceParallelConfig TorchContextParallelConfig "
+        "TorchTensorParallelConfig TorchTensorParallelPlugin"
     )
-    | at("strategy.parallelism.pipeline_options", "PipelineParallelConfig")
-    | at(
-        "strategy.megatron.parsers",
-        "MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser "
-        "parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config",
+    | exports("strategy.parallelism.pipeline.config: PipelineParallelConfig")
+    | exports(
+        "strategy.megatron.parsers: MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser "
+        "parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"
     )
-    | at("strategy.megatron.plugin", "MegatronLMPlugin"),
-    "accelerate.utils.deepspeed": at(
-        "facade.deepspeed",
-        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper "
-        "get_active_deepspeed_plugin",
+    | exports("strategy.megatron.plugin: MegatronLMPlugin"),
+    "accelerate.utils.deepspeed": exports(
+        "facade.deepspeed_wrappers: DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper "
+        "DeepSpeedSchedulerWrapper get_active_deepspeed_plugin"
     )
-    | at(
-        "strategy.deepspeed.tree",
-        "DummyOptim DummyScheduler HfDeepSpeedConfig map_pytorch_optim_to_deepspeed",
+    | exports(
+        "strategy.deepspeed.config_tree: DummyOptim DummyScheduler HfDeepSpeedConfig "
+        "map_pytorch_optim_to_deepspeed"
     ),
-    "accelerate.utils.environment": at(
-        "facade.environment",
-        "CPUInformation are_libraries_initialized clear_environment convert_dict_to_env_variables "
-        "get_cpu_distributed_information get_current_device_type get_int_from_env parse_choice_from_env "
-        "parse_flag_from_env patch_environment purge_accelerate_environment str_to_bool",
+    "accelerate.utils.environment": exports(
+        "facade.environment: CPUInformation are_libraries_initialized clear_environment "
+        "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type "
+        "get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment "
+        "purge_accelerate_environment str_to_bool"
     )
-    | at(
-        "facade.hardware",
-        "check_cuda_p2p_ib_support=has_p2p_and_infiniband get_driver_version get_gpu_info",
+    | exports(
+        "facade.hardware: check_cuda_p2p_ib_support=has_p2p_and_infiniband get_driver_version get_gpu_info"
     )
-    | {"check_cuda_fp8_capability": Made("facade.available:format_checker", "cuda", "fp8")}
-    | at("world.affinity", "override_numa_affinity set_numa_affinity"),
-    "accelerate.utils.fsdp_utils": at(
-        "strategy.sharding.functions",
-        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
-        "fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy "
-        "fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
-        "get_parameters_from_modules",
+    | {"check_cuda_fp8_capability": Factory("facade.device_checks:format_checker", "cuda", "fp8")}
+    | exports("world.affinity: override_numa_affinity set_numa_affinity"),
+    "accelerate.utils.fsdp_utils": exports(
+        "strategy.sharding.fsdp_utils: disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
+        "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict "
+        "fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters "
+        "get_fsdp2_grad_scaler get_parameters_from_modules"
     )
-    | at("facade.fsdp_files", "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer")
-    | at("checkpoint.merge", "merge_fsdp_weights"),
-    "accelerate.utils.imports": packages(
+    | exports(
+        "facade.fsdp_checkpoint: load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+    )
+    | exports("checkpoint.merge: merge_fsdp_weights"),
+    "accelerate.utils.imports": package_checks(
         "aim=aim<4 amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo=lomo_optim "
         "matplotlib mlflow msamp pandas peft pippy=torch>=2.4 pynvml pytest sagemaker schedulefree swanlab "
-        "timm torchao=torchao>=0.6.1 torchdata torchdata_stateful_dataloader=torchdata>=0.8 torchvision "
-        "tqdm trackio transformer_engine transformers triton wandb weights_only=torch>=2.4 "
+        "timm torchao=torchao>=0.6.1 torchdata torchdata_stateful_dataloader=torchdata>=0.8 torchvision tqdm "
+        "trackio transformer_engine transformers triton wandb weights_only=torch>=2.4 "
         "4bit_bnb=bitsandbytes>=0.39.0 8bit_bnb=bitsandbytes>=0.37.2"
     )
-    | devices("mlu musa neuron npu sdaa xpu")
-    | at("facade.available", "is_fp16_available is_torch_distributed_available")
+    | device_checks("mlu musa neuron npu sdaa xpu")
+    | exports("facade.device_checks: is_fp16_available is_torch_distributed_available")
     | {
-        "USE_TORCH_XLA": Made("core.environ:flag", "USE_TORCH_XLA", True),
-        "deepspeed_required": Made("core.packages:requires", "deepspeed"),
-        "torchao_required": Made("core.packages:requires", "torchao"),
-        "is_bnb_available": Made("core.packages:version_checker", "bitsandbytes"),
-        "is_numpy_available": Made("core.packages:version_checker", "numpy", "1.25.0"),
-        "is_fp8_available": Made("core.packages:checker", "transformer_engine", "torchao>=0.6.1", "msamp"),
-        "is_tensorboard_available": Made("core.packages:checker", "tensorboard", "tensorboardX"),
-        "is_rich_available": Made("core.packages:checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
-        "is_megatron_lm_available": Made(
-            "core.packages:checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
+        "USE_TORCH_XLA": Factory("core.environ:get_flag", "USE_TORCH_XLA", True),
+        "deepspeed_required": Factory("core.packages:requires", "deepspeed"),
+        "torchao_required": Factory("core.packages:requires", "torchao"),
+        "is_bnb_available": Factory("core.packages:make_version_checker", "bitsandbytes"),
+        "is_numpy_available": Factory("core.packages:make_version_checker", "numpy", "1.25.0"),
+        "is_fp8_available": Factory(
+            "core.packages:make_checker", "transformer_engine", "torchao>=0.6.1", "msamp"
         ),
-        "is_bf16_available": Made("facade.available:bf16_checker", tpu="xla"),
-        "is_cuda_available": Made("facade.available:device_checker", "cuda", argument=""),
-        "is_habana_gaudi1": Made("facade.available:model_checker", "hpu", "GAUDI"),
-        "is_hpu_available": Made("facade.available:device_checker", "hpu", argument="init_hccl"),
-        "is_mps_available": Made("facade.available:version_checker", "mps", "1.12"),
-        "is_rocm_available": Made("facade.available:build_checker", "cuda", "hip"),
-        "is_torch_xla_available": Made("facade.available:kind_checker", "xla"),
-        "is_xccl_available": Made("facade.available:backend_checker", "xccl"),
-        "is_bitsandbytes_multi_backend_available": Made(
-            "facade.available:feature_checker", "bitsandbytes:features", "multi_backend"
+        "is_tensorboard_available": Factory("core.packages:make_checker", "tensorboard", "tensorboardX"),
+        "is_rich_available": Factory("core.packages:make_checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
+        "is_megatron_lm_available": Factory(
+            "core.packages:make_checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
         ),
-        "is_transformer_engine_mxfp8_available": Made(
-            "facade.available:asking", "transformer_engine.pytorch.fp8:check_mxfp8_support"
+        "is_bf16_available": Factory("facade.device_checks:bf16_checker", tpu="xla"),
+        "is_cuda_available": Factory("facade.device_checks:device_checker", "cuda", argument=""),
+        "is_habana_gaudi1": Factory("facade.device_checks:model_checker", "hpu", "GAUDI"),
+        "is_hpu_available": Factory("facade.device_checks:device_checker", "hpu", argument="init_hccl"),
+        "is_mps_available": Factory("facade.device_checks:version_checker", "mps", "1.12"),
+        "is_rocm_available": Factory("facade.device_checks:build_checker", "cuda", "hip"),
+        "is_torch_xla_available": Factory("facade.device_checks:tpu_gpu_checker", "xla"),
+        "is_xccl_available": Factory("facade.device_checks:backend_checker", "xccl"),
+        "is_bitsandbytes_multi_backend_available": Factory(
+            "facade.device_checks:feature_checker", "bitsandbytes:features", "multi_backend"
+        ),
+        "is_transformer_engine_mxfp8_available": Factory(
+            "facade.device_checks:function_checker", "transformer_engine.pytorch.fp8:check_mxfp8_support"
         ),
     },
-    "accelerate.utils.launch": at("launch.notebook.prepare", "PrepareForLaunch")
-    | at(
-        "cli.functions",
-        "env_var_path_add prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config "
-        "prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env",
+    "accelerate.utils.launch": exports("launch.notebook.prepare: PrepareForLaunch")
+    | exports(
+        "cli.launcher_functions: env_var_path_add prepare_deepspeed_cmd_env "
+        "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_simple_launcher_cmd_env "
+        "prepare_tpu setup_fp8_env"
     )
-    | at("launch.kinds.sagemaker", "prepare_sagemager_args_inputs"),
-    "accelerate.utils.megatron_lm": at(
-        "strategy.megatron.functions",
-        "MegatronLMDummyDataLoader avg_losses_across_data_parallel_group finish_mpu_init initialize "
-        "gather_across_data_parallel_groups model_provider_func prepare_data_loader prepare_optimizer "
-        "prepare_model_optimizer_scheduler prepare_scheduler",
+    | exports("launch.kinds.sagemaker: prepare_sagemager_args_inputs"),
+    "accelerate.utils.megatron_lm": exports(
+        "strategy.megatron.functions: MegatronLMDummyDataLoader avg_losses_across_data_parallel_group "
+        "finish_mpu_init initialize gather_across_data_parallel_groups model_provider_func "
+        "prepare_data_loader prepare_optimizer prepare_model_optimizer_scheduler prepare_scheduler"
     )
-    | at("strategy.megatron.step", "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
-    | at("strategy.megatron.engine", "MegatronEngine")
-    | at("strategy.megatron.schedule", "MegatronLMDummyScheduler")
-    | at("facade.megatron_lm", "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper"),
-    "accelerate.utils.memory": at(
-        "watch.retry",
-        "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
+    | exports("strategy.megatron.train_step: AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
+    | exports("strategy.megatron.engine: MegatronEngine")
+    | exports("strategy.megatron.lr_schedule: MegatronLMDummyScheduler")
+    | exports("facade.megatron_lm_wrappers: MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper"),
+    "accelerate.utils.memory": exports(
+        "watch.batch_size_search: clear_device_cache find_executable_batch_size release_memory "
+        "should_reduce_batch_size"
     ),
-    "accelerate.utils.modeling": at("facade.modules", "convert_file_size_to_int is_peft_model")
-    | at(
-        "offload.measure",
-        "calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes "
+    "accelerate.utils.modeling": exports("facade.modules: convert_file_size_to_int is_peft_model")
+    | exports(
+        "offload.module_sizes: calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes "
         "compute_module_total_buffer_size dtype_byte_size find_tied_parameters get_max_layer_size "
-        "get_module_leaves get_module_size_with_ties get_non_persistent_buffers named_module_tensors",
+        "get_module_leaves get_module_size_with_ties get_non_persistent_buffers named_module_tensors"
     )
-    | at(
-        "offload.maps",
-        "check_device_map check_tied_parameters_on_same_device clean_device_map fallback_allocate "
-        "get_balanced_memory get_max_memory infer_auto_device_map",
+    | exports(
+        "offload.device_maps: check_device_map check_tied_parameters_on_same_device clean_device_map "
+        "fallback_allocate get_balanced_memory get_max_memory infer_auto_device_map"
     )
-    | at("facade.precision", "get_grad_scaler get_mixed_precision_context_manager")
-    | at("checkpoint.names", "WEIGHTS_INDEX_NAME")
-    | at("checkpoint.export", "load_state_dict id_tensor_storage")
-    | at("facade.big", "load_checkpoint_in_model")
-    | at(
-        "offload.assign",
-        "align_module_device check_device_same get_state_dict_from_offload get_state_dict_offloaded_model "
-        "has_offloaded_params load_offloaded_weights retie_parameters set_module_tensor_to_device",
+    | exports("facade.precision: get_grad_scaler get_mixed_precision_context_manager")
+    | exports("checkpoint.names: WEIGHTS_INDEX_NAME")
+    | exports("checkpoint.weight_files: load_state_dict id_tensor_storage")
+    | exports("facade.big_model_loading: load_checkpoint_in_model")
+    | exports(
+        "offload.module_tensors: align_module_device check_device_same get_state_dict_from_offload "
+        "get_state_dict_offloaded_model has_offloaded_params load_offloaded_weights retie_parameters "
+        "set_module_tensor_to_device"
     ),
-    "accelerate.utils.offload": at(
-        "offload.folder",
-        "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
-        "offload_state_dict offload_weight save_offload_index",
+    "accelerate.utils.offload": exports(
+        "offload.offload_folder: OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict "
+        "load_offloaded_weight offload_state_dict offload_weight save_offload_index"
     ),
-    "accelerate.utils.operations": at(
-        "world.collective",
-        "DistributedOperationException broadcast broadcast_object_list chained_operation gather "
-        "gather_object gather_tensor_shape pad_across_processes reduce verify_operation",
+    "accelerate.utils.operations": exports(
+        "world.collective: DistributedOperationException broadcast broadcast_object_list chained_operation "
+        "gather gather_object gather_tensor_shape pad_across_processes reduce verify_operation"
     )
-    | at(
-        "world.tensors",
-        "CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate convert_outputs_to_fp32 "
-        "convert_to_fp32 find_batch_size find_device get_data_structure get_shape honor_type "
-        "ignorant_find_batch_size initialize_tensors is_tensor_information is_torch_tensor listify "
-        "pad_input_tensors recursively_apply send_to_device slice_tensors",
+    | exports(
+        "world.tensors: CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate "
+        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device get_data_structure get_shape "
+        "honor_type ignorant_find_batch_size initialize_tensors is_tensor_information is_torch_tensor "
+        "listify pad_input_tensors recursively_apply send_to_device slice_tensors"
     )
-    | at("core.tree", "is_namedtuple")
-    | at("facade.modules", "TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
-    | at("world.copies", "copy_tensor_to_devices")
-    | {"is_torch_xpu_tensor": Made("facade.available:tensor_checker", "xpu")}
-    | at("strategy.deepspeed.strategy", "GatheredParameters"),
-    "accelerate.utils.other": at(
-        "facade.modules",
-        "extract_model_from_parallel get_model_tp_size get_module_children_bottom_up has_compiled_regions "
-        "has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor",
+    | exports("core.tree: is_namedtuple")
+    | exports("facade.modules: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
+    | exports("world.tensor_copy: copy_tensor_to_devices")
+    | {"is_torch_xpu_tensor": Factory("facade.device_checks:tensor_checker", "xpu")}
+    | exports("strategy.deepspeed.strategy: GatheredParameters"),
+    "accelerate.utils.other": exports(
+        "facade.modules: extract_model_from_parallel get_model_tp_size get_module_children_bottom_up "
+        "has_compiled_regions has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor"
     )
-    | at(
-        "facade.compile",
-        "compile_regions compile_regions_fsdp2=compile_regions compile_regions_deepspeed=compile_regions",
+    | exports(
+        "facade.compilation: compile_regions compile_regions_fsdp2=compile_regions "
+        "compile_regions_deepspeed=compile_regions"
     )
-    | at("facade.hardware", "check_os_kernel")
-    | at("facade.objects", "get_pretty_name merge_dicts recursive_getattr")
-    | at("core.units", "convert_bytes=show_bytes")
-    | at("world.ports", "get_free_port is_port_in_use")
-    | at("world.collective", "wait_for_everyone=barrier")
-    | at("checkpoint.export", "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
-    "accelerate.utils.random": at("world.rng", "set_seed synchronize_rng_state synchronize_rng_states"),
-    "accelerate.utils.torch_xla": later("training on TPU", "install_xla"),
-    "accelerate.utils.tqdm": at("watch.progress", "tqdm"),
-    "accelerate.utils.transformer_engine": later(
-        FP8,
-        "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers",
+    | exports("facade.hardware: check_os_kernel")
+    | exports("facade.object_utils: get_pretty_name merge_dicts recursive_getattr")
+    | exports("core.units: convert_bytes=show_bytes")
+    | exports("world.ports: get_free_port is_port_in_use")
+    | exports("world.collective: wait_for_everyone=barrier")
+    | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
+    "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
+    "accelerate.utils.torch_xla": not_built("training on TPU", "install_xla"),
+    "accelerate.utils.tqdm": exports("watch.progress: tqdm"),
+    "accelerate.utils.transformer_engine": not_built(
+        FP8, "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),
-    "accelerate.utils.versions": at("core.versions", "compare_versions is_torch_version"),
+    "accelerate.utils.versions": exports("core.versions: compare_versions is_torch_version"),
     "accelerate.test_utils": {},
-    "accelerate.test_utils.testing": at(
-        "facade.testing", "execute_subprocess_async get_torch_dist_unique_port path_in_accelerate_package"
+    "accelerate.test_utils.testing": exports(
+        "facade.client_test_utils: execute_subprocess_async get_torch_dist_unique_port "
+        "path_in_accelerate_package"
     ),
 }
 
 for _name in words("accelerator checkpointing data_loader tracking utils.fsdp_utils utils.other"):
-    HOMES[f"accelerate.{_name}"]["logger"] = Made("watch.logging:get_logger", f"accelerate.{_name}")
+    NAME_SOURCES[f"accelerate.{_name}"]["logger"] = Factory("watch.logging:get_logger", f"accelerate.{_name}")
 
-# What modules of 1.x had because they imported it: never promised one by one, so all of a kind have the same.
-UTILS = " ".join(name.partition(".")[2] for name in HOMES if name.startswith("accelerate.utils."))
-BASIC = {"accelerate.commands.config.default": "write_basic_config"}
-INNER = every(f"state logging optimizer scheduler big_modeling hooks {UTILS}") | BASIC
-CONFIG = "commands.config.config_args commands.config.config_utils"
-COMMANDS = every(f"commands.utils {CONFIG} {UTILS}")
+# Names that modules of 1.x had by import: never promised one by one, so all modules of a kind have the same.
+UTILS = " ".join(name.partition(".")[2] for name in NAME_SOURCES if name.startswith("accelerate.utils."))
+CONFIG_WRITER = {"accelerate.commands.config.default": "write_basic_config"}
+COMMON_NAMES = all_names(f"state logging optimizer scheduler big_modeling hooks {UTILS}") | CONFIG_WRITER
+CONFIG_MODULES = "commands.config.config_args commands.config.config_utils"
+COMMAND_NAMES = all_names(f"commands.utils {CONFIG_MODULES} {UTILS}")
 
-ALSO: dict[str, dict[str, str]] = {
-    **{name: INNER for name in HOMES if not name.startswith("accelerate.commands")},
-    **{name: COMMANDS for name in HOMES if name.startswith("accelerate.commands.")},
+REEXPORTS: dict[str, dict[str, str]] = {
+    **{name: COMMON_NAMES for name in NAME_SOURCES if not name.startswith("accelerate.commands")},
+    **{name: COMMAND_NAMES for name in NAME_SOURCES if name.startswith("accelerate.commands.")},
     "accelerate": {
         "accelerate.accelerator": "Accelerator",
         "accelerate.big_modeling": (
-            "cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights "
-            "init_on_device load_checkpoint_and_dispatch"
+            "cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights init_on_device "
+            "load_checkpoint_and_dispatch"
         ),
         "accelerate.data_loader": "skip_first_batches",
         "accelerate.inference": "prepare_pippy",
@@ -444,23 +436,26 @@ ALSO: dict[str, dict[str, str]] = {
         "accelerate.utils.modeling": "infer_auto_device_map load_checkpoint_in_model",
         "accelerate.utils.random": "synchronize_rng_states",
     },
-    "accelerate.accelerator": every("data_loader checkpointing tracking parallelism_config") | INNER,
-    "accelerate.local_sgd": every("accelerator utils.dataclasses"),
-    "accelerate.commands.accelerate_cli": every(
+    "accelerate.accelerator": all_names("data_loader checkpointing tracking parallelism_config")
+    | COMMON_NAMES,
+    "accelerate.local_sgd": all_names("accelerator utils.dataclasses"),
+    "accelerate.commands.accelerate_cli": all_names(
         "commands.utils commands.env commands.estimate commands.config commands.launch commands.merge "
         "commands.test commands.to_fsdp2 commands.tpu"
     ),
-    "accelerate.commands.config": every(
-        f"{CONFIG} commands.config.config commands.config.default commands.config.update"
+    "accelerate.commands.config": all_names(
+        f"{CONFIG_MODULES} commands.config.config commands.config.default commands.config.update"
     ),
-    "accelerate.commands.config.config": COMMANDS
-    | every("commands.config.cluster commands.config.sagemaker"),
-    "accelerate.commands.estimate": every("big_modeling") | COMMANDS,
-    "accelerate.commands.test": every("test_utils.testing") | COMMANDS,
-    "accelerate.test_utils": every("test_utils.testing"),
-    "accelerate.utils": every(f"parallelism_config {UTILS}") | BASIC,
-    "accelerate.utils.launch": every("commands.config.config_args") | INNER,
+    "accelerate.commands.config.config": COMMAND_NAMES
+    | all_names("commands.config.cluster commands.config.sagemaker"),
+    "accelerate.commands.estimate": all_names("big_modeling") | COMMAND_NAMES,
+    "accelerate.commands.test": all_names("test_utils.testing") | COMMAND_NAMES,
+    "accelerate.test_utils": all_names("test_utils.testing"),
+    "accelerate.utils": all_names(f"parallelism_config {UTILS}") | CONFIG_WRITER,
+    "accelerate.utils.launch": all_names("commands.config.config_args") | COMMON_NAMES,
 }
 
-NAMES = Names("accelerate", HOMES, ALSO, whole=("accelerate", "accelerate.utils"))
-face = NAMES.face
+NAMES = PublicNames(
+    "accelerate", NAME_SOURCES, REEXPORTS, complete_modules=("accelerate", "accelerate.utils")
+)
+module_hooks = NAMES.module_hooks

@@ -15,7 +15,7 @@ CLIENT = "tests.clients.trainer_sequences"
 # What the rank server imports once.
 PRELOAD = ("transformers.trainer", CLIENT)
 JOBS = ["keys", "keys_in_windows"]
-if packages.installed("deepspeed"):
+if packages.is_installed("deepspeed"):
     JOBS.append("heads")  # the client asks that library for the group
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.checkpoint import background, mailbox, state
-from accelerate.checkpoint.store import LocalStore, Record
+from accelerate.checkpoint import async_save, state, store_channel
+from accelerate.checkpoint.store import FileRecord, LocalStore
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.support.command import launch, start
@@ -29,13 +29,13 @@ go = threading.Event()
 Fill = Callable[[BinaryIO], object]
 
 
-def held(store: LocalStore, name: str, fill: Fill) -> Record:
+def write_when_released(store: LocalStore, name: str, fill: Fill) -> FileRecord:
     """Writes no file before it is let go."""
     assert go.wait(30)
     return WRITE(store, name, fill)
 
 
-def broken(store: LocalStore, name: str, fill: Fill) -> Record:
+def fail_to_write(store: LocalStore, name: str, fill: Fill) -> FileRecord:
     """A disk that is full."""
 
     def full(file: BinaryIO) -> None:
@@ -44,14 +44,14 @@ def broken(store: LocalStore, name: str, fill: Fill) -> Record:
     return WRITE(store, name, full)
 
 
-def deadly(store: LocalStore, name: str, fill: Fill) -> Record:
+def deadly(store: LocalStore, name: str, fill: Fill) -> FileRecord:
     """Kills its process when it has written something."""
     WRITE(store, name, fill)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def on(write: Callable[..., Record], patch: pytest.MonkeyPatch) -> None:
+def on(write: Callable[..., FileRecord], patch: pytest.MonkeyPatch) -> None:
     """Lets ``save_state`` write so."""
     patch.setattr(LocalStore, "write", write)
 
@@ -82,7 +82,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((4,), index / 64)
 
 
-class Training:
+class TrainingRun:
     """A loop with everything that is saved."""
 
     def __init__(self, folder: str, seconds: float = 30, **project: Any) -> None:
@@ -141,8 +141,8 @@ def equal(one: Any, two: Any) -> bool:
 
 def train_on(folder: str) -> tuple[bool, str, str, list[str]]:
     patch = pytest.MonkeyPatch()
-    on(held, patch)
-    run = Training(folder, async_save=True)
+    on(write_when_released, patch)
+    run = TrainingRun(folder, async_save=True)
     run.train(3)
     saved = run.values()
     path = run.accelerator.save_state()
@@ -153,7 +153,7 @@ def train_on(folder: str) -> tuple[bool, str, str, list[str]]:
     go.set()
     waited = run.accelerator.wait_for_checkpoint()
     listed = sorted(os.listdir(path))
-    fresh = Training(folder)
+    fresh = TrainingRun(folder)
     fresh.accelerator.load_state(path)
     return equal(fresh.values(), saved), str(path), str(waited), listed + threads
 
@@ -169,7 +169,7 @@ def test_the_checkpoint_has_the_values_at_the_call(ranks: RankServer, tmp_path: 
 
 
 def several(folder: str) -> list[Any]:
-    run = Training(folder, total_limit=2)
+    run = TrainingRun(folder, total_limit=2)
     accelerator, told = run.accelerator, []
     for _ in range(3):
         run.train(1)
@@ -210,21 +210,21 @@ def text_of(call: Callable[[], object]) -> str:
 
 
 def fail(folder: str, victim: int, caller: str) -> tuple[str, str]:
-    run = Training(folder)
+    run = TrainingRun(folder)
     accelerator = run.accelerator
     accelerator.save_state()
     with pytest.MonkeyPatch.context() as patch:
         if accelerator.process_index == victim:
-            on(broken, patch)
+            on(fail_to_write, patch)
         accelerator.save_state(async_save=True)
-        background.join()
+        async_save.join()
     text = text_of(getattr(accelerator, caller))
     if caller == "end_training":
         return text, ""
-    found = str(accelerator.load_state().path)
+    path = str(accelerator.load_state().path)
     accelerator.save_state(async_save=True)  # all is in order afterwards
     accelerator.wait_for_checkpoint()
-    return text, found
+    return text, path
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -232,12 +232,12 @@ def fail(folder: str, victim: int, caller: str) -> tuple[str, str]:
 def test_a_failure_is_raised_by_the_next_call_on_all_ranks(
     ranks: RankServer, tmp_path: Path, caller: str, victim: int
 ) -> None:
-    text, found = same_on_all(ranks(2, fail, str(tmp_path), victim, caller))
+    text, path = same_on_all(ranks(2, fail, str(tmp_path), victim, caller))
     assert text.startswith("BackgroundSaveError: saving ")
     assert "checkpoint_1 in the background failed" in text
     assert f"rank {victim} of 2: " in text
     assert "No space left on device" in text
-    assert found == str(tmp_path / "checkpoints/checkpoint_0")
+    assert path == str(tmp_path / "checkpoints/checkpoint_0")
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_2"]
 
 
@@ -248,11 +248,11 @@ def test_the_end_of_the_training_raises_too(ranks: RankServer, tmp_path: Path) -
 
 
 def heard_on_one_rank_only(folder: str) -> str:
-    run = Training(folder)
+    run = TrainingRun(folder)
     with pytest.MonkeyPatch.context() as patch:
-        on(broken, patch)
+        on(fail_to_write, patch)
         run.accelerator.save_state(async_save=True)
-        background.join()
+        async_save.join()
     if run.accelerator.is_main_process:
         assert text_of(run.accelerator.wait_for_checkpoint) != "fine"
     return text_of(run.accelerator.save_state)
@@ -266,9 +266,9 @@ def test_a_failure_that_one_rank_has_heard_of_is_still_raised_together(
 
 
 def be_killed(folder: str) -> str:
-    run = Training(folder)
+    run = TrainingRun(folder)
     run.accelerator.save_state()
-    mailbox.GONE, mailbox.BEAT = 1.0, 0.1
+    store_channel.DEAD_AFTER, store_channel.HEARTBEAT = 1.0, 0.1
     patch = pytest.MonkeyPatch()
     if run.accelerator.process_index == 1:
         on(deadly, patch)
@@ -284,15 +284,15 @@ def test_a_killed_rank_is_missed_and_the_checkpoint_before_is_whole(
     assert "SIGKILL" in one.message
     assert zero.value is not None, zero
     assert "rank 1 is gone" in pickle.loads(zero.value)
-    found = state.latest(tmp_path / "checkpoints")
-    assert found.candidate.name.endswith("checkpoint_0")
+    newest = state.latest_checkpoint(tmp_path / "checkpoints")
+    assert newest.candidate.name.endswith("checkpoint_0")
 
 
-def late(folder: str) -> str:
-    run = Training(folder, seconds=2)
+def save_late(folder: str) -> str:
+    run = TrainingRun(folder, seconds=2)
     patch = pytest.MonkeyPatch()
     if run.accelerator.process_index == 1:
-        on(held, patch)
+        on(write_when_released, patch)
     run.accelerator.save_state(async_save=True)
     return text_of(run.accelerator.wait_for_checkpoint) if run.accelerator.is_main_process else ""
 
@@ -301,15 +301,15 @@ def leaves_at_once(folder: str) -> str | None:
     """Rank 1 is slow to read that all have committed; rank 0, which holds the store, ends right after."""
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 1))
-    read = mailbox.Mailbox._answer
+    read = store_channel.StoreChannel._answer
 
-    def slowly(self: mailbox.Mailbox, doing: str, key: str) -> list[Any]:
+    def slowly(self: store_channel.StoreChannel, doing: str, key: str) -> list[Any]:
         threading.Event().wait(0.5)
         return read(self, doing, key)
 
     with pytest.MonkeyPatch.context() as patch:
         if accelerator.process_index == 1:
-            patch.setattr(mailbox.Mailbox, "_answer", slowly)
+            patch.setattr(store_channel.StoreChannel, "_answer", slowly)
         accelerator.save_state(folder, async_save=True)
         path = accelerator.wait_for_checkpoint()
     if accelerator.process_index == 0:
@@ -328,7 +328,7 @@ def test_a_rank_that_ends_after_the_commit_leaves_no_other_in_doubt(
 
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(ranks: RankServer, tmp_path: Path) -> None:
     """C9"""
-    zero, _ = ranks.outcomes(2, late, str(tmp_path), grace=30)
+    zero, _ = ranks.outcomes(2, save_late, str(tmp_path), grace=30)
     assert zero.value is not None, zero
     assert "rank 1 was not ready within 2 s" in pickle.loads(zero.value)
 
@@ -388,7 +388,7 @@ def test_a_script_that_ends_has_saved(tmp_path: Path, n: int, end: str, code: in
 
 def test_a_failure_that_nobody_heard_of_is_said_at_the_exit(tmp_path: Path) -> None:
     ended = launch("--cpu", "--num_processes", "1", script_text=script(tmp_path / "c", full=True))
-    assert ended.returncode == background.FAILED
+    assert ended.returncode == async_save.FAILED
     assert "BackgroundSaveError: saving" in ended.stderr
     assert "No space left on device" in ended.stderr
     assert os.listdir(tmp_path) == []

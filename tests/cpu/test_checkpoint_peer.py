@@ -66,7 +66,7 @@ for form in ("safe", "plain"):
 
 
 def run(python: Path | str, what: str, folder: Path) -> list[str]:
-    """What the script reports under one of the two packages, saving or loading in both formats."""
+    """Return what the script reports under one of the two packages, saving or loading in both formats."""
     command = [str(python), "-c", SCRIPT, what, str(folder)]
     done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def run(python: Path | str, what: str, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[str]]]:
+def saved_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[str]]]:
     """Per package: a folder it has saved in, and what it reported."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("ours", "theirs")}
     pythons = {"ours": sys.executable, "theirs": PEER}
@@ -83,21 +83,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
 
 @pytest.mark.parametrize(("writer", "reader"), [("theirs", sys.executable), ("ours", PEER)])
 def test_checkpoints_travel_in_both_directions(
-    saved: dict[str, tuple[Path, list[str]]], writer: str, reader: Path | str
+    saved_folders: dict[str, tuple[Path, list[str]]], writer: str, reader: Path | str
 ) -> None:
-    folder, report = saved[writer]
+    folder, report = saved_folders[writer]
     assert len(report) == 2
     assert run(reader, "load", folder) == report
 
 
 @pytest.mark.parametrize("form", ["safe", "plain"])
 def test_exported_shards_are_named_and_indexed_alike(
-    saved: dict[str, tuple[Path, list[str]]], form: str
+    saved_folders: dict[str, tuple[Path, list[str]]], form: str
 ) -> None:
-    def listing(name: str) -> dict[str, str | int]:
-        files = (saved[name][0] / f"{form}-export").iterdir()
+    def list_files(name: str) -> dict[str, str | int]:
+        files = (saved_folders[name][0] / f"{form}-export").iterdir()
         # Torch files name their members after themselves or not, so their sizes may differ by a little.
         return {p.name: p.read_text() if p.suffix == ".json" else p.stat().st_size // 1024 for p in files}
 
-    assert listing("ours") == listing("theirs")
-    assert len(listing("ours")) == 6
+    assert list_files("ours") == list_files("theirs")
+    assert len(list_files("ours")) == 6

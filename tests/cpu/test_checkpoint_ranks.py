@@ -16,9 +16,9 @@ import torch
 
 from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.state import Part, Parts
-from accelerate.checkpoint.store import LocalStore, Record
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.state import StatefulAdapter, TrainState
+from accelerate.checkpoint.store import FileRecord, LocalStore
 from accelerate.core.errors import CheckpointError
 from accelerate.world import collective, rng
 from accelerate.world import world as worlds
@@ -29,14 +29,14 @@ def open_world(seconds: float = 30) -> worlds.World:
     return worlds.open(cpu=True, timeout=timedelta(seconds=seconds))
 
 
-def parts(value: float = 0.0, rank: int = 0) -> Parts:
+def parts(value: float = 0.0, rank: int = 0) -> TrainState:
     """A model that is the same on all ranks and generators that are not."""
     rng.set_seed(int(value) * 10 + rank)
     torch.manual_seed(int(value))
     model = torch.nn.Linear(2, 2)
     torch.manual_seed(int(value) * 10 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=value + 1)
-    return Parts([model], [optimizer], rng=rng, step=int(value))
+    return TrainState([model], [optimizer], rng=rng, step=int(value))
 
 
 def draws() -> tuple[float, float]:
@@ -100,7 +100,7 @@ def test_another_number_of_ranks_keeps_what_it_can_and_says_so(ranks: RankServer
     assert "rank 2 and above are derived" in three[0][4][0]
 
 
-def numbered(folder: str) -> list[str]:
+def save_numbered(folder: str) -> list[str]:
     world = open_world()
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
     names = [state.save(parts(step, world.rank), project=project).name for step in range(4)]
@@ -113,7 +113,7 @@ def numbered(folder: str) -> list[str]:
 
 def test_two_ranks_number_and_prune_together(ranks: RankServer, tmp_path: Path) -> None:
     """D4, D5."""
-    names = same_on_all(ranks(2, numbered, str(tmp_path)))
+    names = same_on_all(ranks(2, save_numbered, str(tmp_path)))
     assert names == [*(f"checkpoint_{i}" for i in range(4)), "checkpoint_3 3 4", "checkpoint_4"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
 
@@ -146,9 +146,9 @@ class PerRank:
 
 def states_of_ranks(folder: str) -> tuple[int, int, dict[str, int]]:
     rank = open_world().rank
-    path = state.save(Parts(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder)
+    path = state.save(TrainState(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder)
     loader, engine = PerRank(), PerRank()
-    loaded = state.load(Parts(stateful_loaders=[loader], own_files=[engine]), path)
+    loaded = state.load(TrainState(stateful_loaders=[loader], own_files=[engine]), path)
     assert loaded.manifest is not None
     return loader.value, engine.value, {name: r.rank for name, r in loaded.manifest.files.items()}
 
@@ -167,27 +167,27 @@ def test_states_that_differ_between_ranks_come_back_to_their_rank(ranks: RankSer
 class BrokenDisk(LocalStore):
     """Fails when it is asked to write a file."""
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> Record:
-        def broken(path: Path) -> None:
+    def write(self, name: str, fill: Callable[[Path], None]) -> FileRecord:
+        def fail_to_write(path: Path) -> None:
             raise OSError(5, "Input/output error")
 
-        return super().write(name, broken)
+        return super().write(name, fail_to_write)
 
 
 def refuse() -> Any:
     raise ZeroDivisionError("an object of the user")
 
 
-def fail_on(broken: int, how: str, folder: str) -> tuple[str, list[str]]:
+def fail_on(fail_to_write: int, how: str, folder: str) -> tuple[str, list[str]]:
     rank = open_world().rank
     mine = parts(4, rank)
     store: Callable[[Path], LocalStore] = LocalStore
-    if rank == broken and how == "disk":
+    if rank == fail_to_write and how == "disk":
         store = BrokenDisk
-    if rank == broken and how == "object":
-        mine.schedulers = [Part("mine", refuse, dict)]
-    if rank == broken and how == "engine":
-        mine.own_files = [Refusing()]
+    if rank == fail_to_write and how == "object":
+        mine.schedulers = [StatefulAdapter("mine", refuse, dict)]
+    if rank == fail_to_write and how == "engine":
+        mine.own_files = [FailingOwnFiles()]
     text = outcome(lambda: state.save(mine, folder, store=store))
     collective.barrier()
     left = sorted(os.listdir(Path(folder).parent))
@@ -196,7 +196,7 @@ def fail_on(broken: int, how: str, folder: str) -> tuple[str, list[str]]:
     return text, left
 
 
-class Refusing(PerRank):
+class FailingOwnFiles(PerRank):
     def save(self, folder: Path) -> list[str]:
         raise ZeroDivisionError("an object of the user")
 
@@ -223,7 +223,7 @@ def save_too_much(folder: str, safe: bool, optimizer: bool) -> str:
 
     open_world()
     model = torch.nn.Linear(1000, 1000, bias=False)
-    mine = Parts([torch.nn.Linear(1, 1)], [model]) if optimizer else Parts([model])
+    mine = TrainState([torch.nn.Linear(1, 1)], [model]) if optimizer else TrainState([model])
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
     return outcome(lambda: state.save(mine, folder, safe_serialization=safe))
 
@@ -317,7 +317,7 @@ class Deadly(LocalStore):
         if cls.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> Record:
+    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> FileRecord:
         def half(file: BinaryIO) -> None:
             whole = BytesIO()
             fill(whole)
@@ -346,7 +346,7 @@ def save_and_die(folder: str, victim: int, at: int) -> str:
 
 def value_in(folder: Path) -> tuple[int, float]:
     fresh = parts(8)
-    loaded = state.load(fresh, folder, ranks=Ranks())
+    loaded = state.load(fresh, folder, ranks=RankGroup())
     return loaded.step, fresh.optimizers[0].param_groups[0]["lr"]
 
 
@@ -355,7 +355,7 @@ def test_a_process_killed_at_any_write_loses_nothing(ranks: RankServer, tmp_path
     folder = tmp_path / "c"
     seen = set()
     for at in range(1, 100):
-        state.save(parts(3), folder, ranks=Ranks())
+        state.save(parts(3), folder, ranks=RankGroup())
         (end,) = ranks.outcomes(1, save_and_die, str(folder), 0, at)
         value = value_in(folder)
         seen.add(value)
@@ -396,9 +396,9 @@ def test_a_killed_rank_loses_nothing_and_its_peer_is_told(
 # ---------------------------------------------------------------- a disk per machine
 
 
-def machine(rank: int) -> Ranks:
+def machine(rank: int) -> RankGroup:
     """Two machines of one process each."""
-    return Ranks(rank, 2, local_rank=0, local_size=1, node=rank)
+    return RankGroup(rank, 2, local_rank=0, local_size=1, node=rank)
 
 
 def each_node(folder: str, mixed: bool) -> tuple[list[str], str]:
@@ -407,7 +407,7 @@ def each_node(folder: str, mixed: bool) -> tuple[list[str], str]:
     project = ProjectConfiguration(str(mine), save_on_each_node=True, automatic_checkpoint_naming=True)
     path = state.save(parts(3, rank), project=project, ranks=machine(rank))
     if mixed and rank == 1:
-        state.save(parts(4), path, ranks=Ranks())
+        state.save(parts(4), path, ranks=RankGroup())
     if rank == 0:
         return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 0), path, ranks=machine(0)))
     return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 1), path, ranks=machine(1)))

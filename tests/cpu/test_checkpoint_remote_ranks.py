@@ -15,8 +15,8 @@ import torch
 
 from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.state import Parts
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.state import TrainState
 from accelerate.world import collective
 from tests.cpu import test_checkpoint_ranks as local
 from tests.support.objects import ObjectFileSystem, Objects, serving
@@ -89,7 +89,7 @@ def on_two_machines(url: str, folder: str) -> tuple[int, str]:
     rank = local.open_world().rank
     tempfile.tempdir = folder
     loaded = state.load(local.parts(8, rank), url, ranks=local.machine(rank))
-    return loaded.step, local.outcome(lambda: state.load(Parts([torch.nn.Linear(5, 5)]), url))
+    return loaded.step, local.outcome(lambda: state.load(TrainState([torch.nn.Linear(5, 5)]), url))
 
 
 def test_each_machine_fetches_for_its_own_ranks(ranks: RankServer, objects: Objects, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_each_machine_fetches_for_its_own_ranks(ranks: RankServer, objects: Obje
     assert os.listdir(tmp_path) == []
 
 
-def numbered(url: str) -> list[str]:
+def save_numbered(url: str) -> list[str]:
     rank = local.open_world().rank
     settings = ProjectConfiguration(url, automatic_checkpoint_naming=True, total_limit=2)
     paths = [state.save(local.parts(step, rank), project=settings) for step in range(4)]
@@ -114,8 +114,8 @@ def numbered(url: str) -> list[str]:
 
 def test_two_ranks_number_and_prune_together(ranks: RankServer, objects: Objects) -> None:
     """D4, D5."""
-    found = same_on_all(ranks(2, numbered, objects.url))
-    assert found == [*(f"checkpoint_{i}" for i in range(4)), "checkpoint_3", "checkpoint_4"]
+    folders = same_on_all(ranks(2, save_numbered, objects.url))
+    assert folders == [*(f"checkpoint_{i}" for i in range(4)), "checkpoint_3", "checkpoint_4"]
     assert {name.split("/")[1] for name in names(objects)} == {"checkpoint_3", "checkpoint_4"}
 
 
@@ -199,7 +199,7 @@ def test_a_store_that_goes_away_is_the_same_error_on_all_ranks(
 
 def value_at(url: str) -> tuple[int, float]:
     fresh = local.parts(8)
-    loaded = state.load(fresh, url, ranks=Ranks())
+    loaded = state.load(fresh, url, ranks=RankGroup())
     return loaded.step, fresh.optimizers[0].param_groups[0]["lr"]
 
 

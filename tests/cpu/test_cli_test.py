@@ -12,20 +12,20 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.check import loaders
-from accelerate.check.base import Outcome, tried
-from accelerate.check.rows import ROWS
+from accelerate.check.base import CheckOutcome, run_check
+from accelerate.check.check_list import CHECKS
 from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
 from tests.support.command import Running, accelerate, launch
 from tests.support.ranks import RankServer
 from tests.support.scripts import run_to_exit
 
-NAMES = [name for name, _ in ROWS]
-CHECKS = dict(ROWS)
+NAMES = [name for name, _ in CHECKS]
+CHECK_BY_NAME = dict(CHECKS)
 
 
 def table(stdout: str) -> dict[str, tuple[str, str]]:
-    """name of a check -> (its result, what was seen)."""
+    """Return name of a check -> (result, text) from the printed table."""
     lines = stdout.split("what was seen\n")[1].split("\n\n")[0].splitlines()
     return {line[:16].rstrip(): (line[18:26].rstrip(), line[28:]) for line in lines}
 
@@ -40,12 +40,12 @@ def test_a_set_up_that_works(processes: int) -> None:
     assert result.returncode == 0, result.output
     assert result.stdout.splitlines()[-1] == SUCCESS
     assert result.stdout.startswith("1 process on cpu" if processes == 1 else "2 processes on cpu")
-    found = table(result.stdout)
-    assert list(found) == NAMES
-    results = {name: result for name, (result, _) in found.items()}
+    rows = table(result.stdout)
+    assert list(rows) == NAMES
+    results = {name: result for name, (result, _) in rows.items()}
     assert results == dict.fromkeys(NAMES, "ok") | ({"speed": "skipped"} if processes == 1 else {})
-    assert found["ranks"][1] == f"{processes} on 1 machine: {', '.join(['cpu'] * processes)}"
-    assert found["precision"][1] == "bf16: a layer gives bfloat16"
+    assert rows["ranks"][1] == f"{processes} on 1 machine: {', '.join(['cpu'] * processes)}"
+    assert rows["precision"][1] == "bf16: a layer gives bfloat16"
     assert not result.survivors()
 
 
@@ -73,8 +73,8 @@ def test_flags_that_name_another_script_are_refused() -> None:
 
 
 def fails(name: str, accelerator: Accelerator | None = None) -> str:
-    """What the check says of what is broken."""
-    outcome = tried(CHECKS[name], accelerator or Accelerator(cpu=True))
+    """Return the text of a check that must fail."""
+    outcome = run_check(CHECK_BY_NAME[name], accelerator or Accelerator(cpu=True))
     assert outcome.result == "failed", outcome
     assert "Traceback" in outcome.trace
     return outcome.text
@@ -153,7 +153,7 @@ def test_checkpoints_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_process_has_no_speed_to_measure() -> None:
-    assert tried(CHECKS["speed"], Accelerator(cpu=True)) == Outcome(
+    assert run_check(CHECK_BY_NAME["speed"], Accelerator(cpu=True)) == CheckOutcome(
         "skipped", "one process exchanges nothing"
     )
 
@@ -162,7 +162,7 @@ def test_one_process_has_no_speed_to_measure() -> None:
 
 BROKEN = """
 from accelerate.check.base import expect
-from accelerate.check.rows import ROWS
+from accelerate.check.check_list import CHECKS
 from accelerate.check.run import main
 
 def value(accelerator):
@@ -175,34 +175,34 @@ def early(accelerator):
     accelerator.wait_for_everyone()
     return "all came"
 
-main(CHECKS, grace=1)
+main(TABLE, grace=1)
 """
 
 
 def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checked(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    script = BROKEN.replace("CHECKS", "[('value', value), *ROWS[:2]]")
+    script = BROKEN.replace("TABLE", "[('value', value), *CHECKS[:2]]")
     ends = run_to_exit(ranks, 2, script, tmp_path)
     assert [code for code, _ in ends] == [1, 1], ends
     text = "".join(text for _, text in ends)
-    found = table(text)
-    assert found["value"] == ("failed", "rank 1: a wrong value")
-    assert [found[name][0] for name in NAMES[:2]] == ["ok", "ok"]
+    rows = table(text)
+    assert rows["value"] == ("failed", "rank 1: a wrong value")
+    assert [rows[name][0] for name in NAMES[:2]] == ["ok", "ok"]
     assert "value, rank 1:\nTraceback" in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_does_not_leave_the_others_waiting(rank: int) -> None:
     """C4: it fails in the middle of a check and goes on; the other waits for it in a collective."""
-    script = BROKEN.replace("CHECKS", "[ROWS[0], ('early', early), *ROWS[1:]]").replace("RANK", str(rank))
+    script = BROKEN.replace("TABLE", "[CHECKS[0], ('early', early), *CHECKS[1:]]").replace("RANK", str(rank))
     result = launch("--cpu", "-n", "2", script_text=script)
     assert result.returncode == 1, result.output
-    found = table(result.stdout)
-    assert found["ranks"][0] == "ok"
-    assert found["early"][0] == "failed"
-    assert f"rank {rank}: KeyError: 'broken on purpose'" in found["early"][1]
-    assert {found[name][0] for name in NAMES[1:]} == {"skipped"}
+    rows = table(result.stdout)
+    assert rows["ranks"][0] == "ok"
+    assert rows["early"][0] == "failed"
+    assert f"rank {rank}: KeyError: 'broken on purpose'" in rows["early"][1]
+    assert {rows[name][0] for name in NAMES[1:]} == {"skipped"}
     assert f"early, rank {rank}:\nTraceback" in result.stderr
     assert not result.survivors()
 
@@ -213,7 +213,7 @@ import importlib.util, sys
 
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name != "accelerate.check.rows":
+        if name != "accelerate.check.check_list":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -223,7 +223,7 @@ class Broken:
             from accelerate.check.base import expect
             def broken(accelerator):
                 expect(accelerator.process_index != 1, "broken on purpose")
-            module.ROWS = (*module.ROWS[:1], ("sabotaged", broken))
+            module.CHECKS = (*module.CHECKS[:1], ("sabotaged", broken))
         spec.loader.exec_module = exec_module
         return spec
 

@@ -39,7 +39,7 @@ def shm(tmp_path: Path) -> Generator[Path]:
 
 
 def begin(place: Place) -> Prints:
-    """What lies there before the save that is interrupted; and what its checkpoints, and the next, hold."""
+    """The state before the save that is interrupted; and what its checkpoints, and the next, hold."""
     place.folder.mkdir(parents=True, exist_ok=True)
     prints = {}
     for value in (1, OLD):
@@ -54,55 +54,58 @@ def begin(place: Place) -> Prints:
     return {**prints, NEW: training.prints()}
 
 
-def check(found: Recovered, place: Place, prints: Prints) -> int:
-    """What must hold after any crash; returns which checkpoint was found, 0 for none."""
-    hidden = [name for name in found.before if name.startswith(".")]
-    kept = [name for name in found.after if name.startswith(".")]
+def check(recovered: Recovered, place: Place, prints: Prints) -> int:
+    """Assert what must hold after any crash; return which checkpoint was loaded, 0 for none."""
+    hidden = [name for name in recovered.before if name.startswith(".")]
+    kept = [name for name in recovered.after if name.startswith(".")]
     assert not kept, f"the next save left {kept}"
-    assert found.again
-    if found.error:
-        assert place.kind == "first", found.error
-        assert found.error.startswith("CheckpointNotFoundError"), found.error
-        assert found.prints == found.untouched
+    assert recovered.again
+    if recovered.error:
+        assert place.kind == "first", recovered.error
+        assert recovered.error.startswith("CheckpointNotFoundError"), recovered.error
+        assert recovered.prints == recovered.untouched
         return 0
-    values = [value for value, expected in prints.items() if expected == found.prints]
-    assert values, f"a mixture, of {[[n for n in p if p[n] == found.prints[n]] for p in prints.values()]}"
+    values = [value for value, expected in prints.items() if expected == recovered.prints]
+    assert values, f"a mixture, of {[[n for n in p if p[n] == recovered.prints[n]] for p in prints.values()]}"
     assert values[0] in (OLD, NEW), "not the last that was committed"
     mine = ["notes.txt"] if place.kind == "fixed" else []
-    assert found.inside == [[f"config{values[0]}.json", *mine], ["config5.json", *mine]], "files got mixed"
+    assert recovered.inside == [[f"config{values[0]}.json", *mine], ["config5.json", *mine]], (
+        "files got mixed"
+    )
     if not place.automatic:
-        assert found.after == ["run"]
+        assert recovered.after == ["run"]
         return values[0]
-    assert found.name == f"checkpoint_{values[0] - 1}"
-    assert f"checkpoint_{OLD - 1}" in found.before, "the last committed one is never removed"
+    assert recovered.name == f"checkpoint_{values[0] - 1}"
+    assert f"checkpoint_{OLD - 1}" in recovered.before, "the last committed one is never removed"
     told = hidden if place.root.name != "node1" else []  # rank 0 names what is on its machine
-    assert [name for name in told if not any(i.startswith(f"{name} (") for i in found.ignored)] == []
-    assert len(found.before) - len(hidden) >= 2, "removed before the new one was committed"
+    assert [name for name in told if not any(i.startswith(f"{name} (") for i in recovered.ignored)] == []
+    assert len(recovered.before) - len(hidden) >= 2, "removed before the new one was committed"
     if place.kind == "each node":  # a machine that had committed keeps what the others have not, for a while
-        assert found.after[-1] == found.saved
-        assert len(found.after) == 2
+        assert recovered.after[-1] == recovered.saved
+        assert len(recovered.after) == 2
     else:
-        assert found.after == [found.name, found.saved]
+        assert recovered.after == [recovered.name, recovered.saved]
     return values[0]
 
 
-def repeated(before: list[Change], change: Change) -> bool:
-    """Whether it is a small write after another to the same file: torch makes hundreds, and all that they do
-    is to make a file longer that is not complete yet.
+def is_repeated_write(before: list[Change], change: Change) -> bool:
+    """Return True for a small write after another to the same file.
+
+    torch makes hundreds of them, which only make an incomplete file longer.
     """
     last = before[-1] if before else change
     return change.size < 64 and last is not change and (last.call, last.path) == ("write", change.path)
 
 
 def places_to_kill(changes: list[Change]) -> list[tuple[int, str]]:
-    """Where to kill: (number, ``"before"`` or ``"within"``)."""
-    found = []
+    """Return the points at which to kill: (number, ``"before"`` or ``"within"``)."""
+    points = []
     for number, change in enumerate(changes, 1):
-        if not repeated(changes[: number - 1], change):
-            found.append((number, "before"))
+        if not is_repeated_write(changes[: number - 1], change):
+            points.append((number, "before"))
         if change.call == "write" and change.size >= 256:
-            found.append((number, "within"))
-    return found
+            points.append((number, "within"))
+    return points
 
 
 def plain(changes: list[Change]) -> list[tuple[str, ...]]:
@@ -111,7 +114,7 @@ def plain(changes: list[Change]) -> list[tuple[str, ...]]:
 
 
 def act(what: str, training: Training, place: Place, go: Callable[[], None]) -> bool:
-    """What is interrupted: a save or a load."""
+    """Run what is interrupted: a save or a load."""
     training.move(place, NEW - 1)
     go()
     (training.load if what == "load" else training.save)()
@@ -138,15 +141,15 @@ def kill_everywhere(what: str, start: Place, root: Path, prints: Prints) -> tupl
     return whole.changes, seen
 
 
-def check_all(places: list[Place], told: list[str], founds: list[Recovered], prints: Prints) -> set[int]:
+def check_all(places: list[Place], told: list[str], recoveries: list[Recovered], prints: Prints) -> set[int]:
     """Checks each, and tells which of them fails; returns which checkpoints were found."""
     seen = set()
-    for place, what, found in zip(places, told, founds, strict=True):
+    for place, what, recovered in zip(places, told, recoveries, strict=True):
         try:
-            seen.add(check(found, place, prints))
+            seen.add(check(recovered, place, prints))
         except AssertionError as error:
-            raise AssertionError(f"{what}: {error}\n{found}") from error
-        assert what != "not killed" or found.prints == prints[NEW]
+            raise AssertionError(f"{what}: {error}\n{recovered}") from error
+        assert what != "not killed" or recovered.prints == prints[NEW]
     return seen
 
 
@@ -195,8 +198,8 @@ def test_a_crash_while_a_crash_is_mended(ranks: RankServer, shm: Path, what: str
 # ---------------------------------------------------------------- power
 
 
-def unflushed(changes: list[Change], folder: str) -> tuple[set[str], set[str]]:
-    """What a failure of the power could take away: (of the checkpoint when it is committed, in the end)."""
+def find_unflushed(changes: list[Change], folder: str) -> tuple[set[str], set[str]]:
+    """Return the files that a power failure could take away: (at the commit, in the end)."""
     loose: set[str] = set()
     at_commit: set[str] = set()
     for change in changes:
@@ -229,7 +232,7 @@ def test_nothing_is_committed_before_it_is_on_the_disk(ranks: RankServer, shm: P
     """D1, when the power fails: files and folders are flushed before the rename, and the rename after it."""
     (changes,) = ranks(1, flushes, shm / "root", kind)
     (folder,) = [c.target for c in changes if c.call == "rename"]
-    assert unflushed(changes, folder) == (set(), set())
+    assert find_unflushed(changes, folder) == (set(), set())
 
 
 # ---------------------------------------------------------------- two processes
@@ -258,12 +261,12 @@ def copy_changing_folder(source: Path, target: Path) -> None:
     raise AssertionError(f"{source} did not stand still for one copy in twenty")
 
 
-def watched(kind: str, root: Path, watcher: int) -> tuple[list[Change], list[str]]:
+def save_and_watch(kind: str, root: Path, watcher: int) -> tuple[list[Change], list[str]]:
     """One save of two ranks; the disk is copied whenever one of them is about to change it."""
     place, told, seen = machine(kind, root / f"run{watcher}"), [], []
 
     def look(number: int, change: Change) -> str:
-        if not repeated(seen, change):
+        if not is_repeated_write(seen, change):
             copy_changing_folder(root / f"run{watcher}", root / f"{watcher}-{number}")
             told.append(f"killed all when rank {watcher} was before {change}")
         seen.append(change)
@@ -298,8 +301,10 @@ def test_two_processes_killed_together_at_every_write(ranks: RankServer, shm: Pa
     roots, told = [], []
     for watcher in (0, 1):
         shutil.copytree(shm / "start", shm / f"run{watcher}")
-        changes, texts = ranks(2, watched, kind, shm, watcher)[watcher]
-        numbers = [n for n, change in enumerate(changes, 1) if not repeated(changes[: n - 1], change)]
+        changes, texts = ranks(2, save_and_watch, kind, shm, watcher)[watcher]
+        numbers = [
+            n for n, change in enumerate(changes, 1) if not is_repeated_write(changes[: n - 1], change)
+        ]
         roots += [shm / f"{watcher}-{number}" for number in numbers]
         told += texts
     check_ranks(ranks(2, recover_ranks, kind, roots, timeout=100), kind, roots, told, prints)
@@ -307,13 +312,13 @@ def test_two_processes_killed_together_at_every_write(ranks: RankServer, shm: Pa
 
 
 def check_ranks(
-    founds: list[list[Recovered]], kind: str, roots: list[Path], told: list[str], prints: list[Prints]
+    recoveries: list[list[Recovered]], kind: str, roots: list[Path], told: list[str], prints: list[Prints]
 ) -> None:
     """Checks what each rank has found after each crash."""
-    for rank, found in enumerate(founds):
+    for rank, recovered in enumerate(recoveries):
         places = [Place(kind, root / f"node{rank}" if kind == "each node" else root) for root in roots]
-        assert check_all(places, told, found, prints[rank]) == {OLD, NEW}
-    same_on_all([[(f.name, f.saved) for f in found] for found in founds])
+        assert check_all(places, told, recovered, prints[rank]) == {OLD, NEW}
+    same_on_all([[(f.name, f.saved) for f in recovered] for recovered in recoveries])
 
 
 # Where one rank of two is killed: which, how, by which call, on what.
@@ -328,7 +333,7 @@ POINTS = (
 )
 
 
-def killed(kind: str, root: Path, point: tuple[int, str, str, str]) -> str:
+def save_and_kill(kind: str, root: Path, point: tuple[int, str, str, str]) -> str:
     """One save of two ranks, of which one is killed; what the other one is told."""
     from accelerate.core.errors import CheckpointError
 
@@ -358,11 +363,11 @@ def test_one_rank_of_two_killed(
     roots = [shm / str(number) for number in range(len(points))]
     for root, point in zip(roots, points, strict=True):
         shutil.copytree(shm / "start", root)
-        texts = ranks(2, killed, kind, root, point, timeout=20)
+        texts = ranks(2, save_and_kill, kind, root, point, timeout=20)
         assert texts[point[0]] == "killed"
         heard = texts[1 - point[0]]
         late = kind == "numbered" and point[2] == "unlink"  # all have agreed by then
-        gone = re.match(r"ApartError: .* gone", heard)
+        gone = re.match(r"CheckpointPeerError: .* gone", heard)
         assert heard == "saved" if late else gone, heard
     told = [f"rank {point[0]} killed {point[1:]}" for point in points]
     check_ranks(ranks(2, recover_ranks, kind, roots, timeout=100), kind, roots, told, prints)
@@ -410,5 +415,7 @@ def test_the_launcher_killed_in_the_middle_of_a_save(
     running.wait()
     assert running.survivors(10) == []
     assert "saved" not in running.text()
-    for rank_prints, found in zip(prints, ranks(2, recover_ranks, "fixed", [root]), strict=True):
-        assert check(found[0], Place("fixed", root), rank_prints) == (NEW if event == "os.rename" else OLD)
+    for rank_prints, recovered in zip(prints, ranks(2, recover_ranks, "fixed", [root]), strict=True):
+        assert check(recovered[0], Place("fixed", root), rank_prints) == (
+            NEW if event == "os.rename" else OLD
+        )

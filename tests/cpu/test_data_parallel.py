@@ -89,7 +89,7 @@ def test_torchrun_on_a_machine_without_accelerator_is_a_world_of_two(ranks: Rank
     assert same_on_all(ranks(2, world_of_two)) == (2, 2, "DistributedType.MULTI_CPU", "cpu", "gloo")
 
 
-def walked(count: int, batch: int, shuffle: bool, split: bool, even: bool, drop: bool) -> list[object]:
+def walk_modules(count: int, batch: int, shuffle: bool, split: bool, even: bool, drop: bool) -> list[object]:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(
@@ -115,7 +115,7 @@ def test_every_sample_counts_once_in_metrics(
     ranks: RankServer, count: int, batch: int, shuffle: bool
 ) -> None:
     """C1 for tensors, and one order for all ranks whatever their seeds."""
-    results = ranks(2, walked, count, batch, shuffle, False, True, False)
+    results = ranks(2, walk_modules, count, batch, shuffle, False, True, False)
     metric = same_on_all([result[1] for result in results])
     assert sorted(metric) == list(range(count))
     assert shuffle or metric == list(range(count))
@@ -124,25 +124,25 @@ def test_every_sample_counts_once_in_metrics(
 
 @pytest.mark.parametrize("split", [False, True])
 def test_without_even_batches_nothing_is_repeated(ranks: RankServer, split: bool) -> None:
-    results = ranks(2, walked, 11, 4, True, split, False, False)
+    results = ranks(2, walk_modules, 11, 4, True, split, False, False)
     assert sorted(results[0][0] + results[1][0]) == list(range(11))
     assert [r[2] for r in results] == [r[3] for r in results]
 
 
 def test_split_batches_gives_each_rank_its_part_of_every_batch(ranks: RankServer) -> None:
-    first, second = ranks(2, walked, 10, 4, False, True, True, False)
+    first, second = ranks(2, walk_modules, 10, 4, False, True, True, False)
     assert first[0] == [0, 1, 4, 5, 8, 9]
     assert second[0] == [2, 3, 6, 7, 0, 1]
     assert first[1] == list(range(10))
 
 
 def test_dropping_the_last_step_keeps_whole_steps_only(ranks: RankServer) -> None:
-    first, second = ranks(2, walked, 11, 2, False, False, True, True)
+    first, second = ranks(2, walk_modules, 11, 2, False, False, True, True)
     assert first[0] == [0, 1, 4, 5]
     assert second[0] == [2, 3, 6, 7]
 
 
-def emptied() -> str:
+def empty_batch() -> str:
     from accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -154,7 +154,7 @@ def emptied() -> str:
 
 def test_an_epoch_without_batches_is_said(ranks: RankServer) -> None:
     """A11."""
-    assert "9 samples do not fill one" in same_on_all(ranks(2, emptied))
+    assert "9 samples do not fill one" in same_on_all(ranks(2, empty_batch))
 
 
 def streams(types: list[str] | None) -> tuple[float, float]:
@@ -196,7 +196,7 @@ def test_strings_count_once_in_metrics(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, words)) == list("abcde")
 
 
-class Unsized(IterableDataset[int]):
+class UnsizedRows(IterableDataset[int]):
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -204,12 +204,12 @@ class Unsized(IterableDataset[int]):
         return iter(range(self.count))
 
 
-class Sized(Unsized):
+class SizedRows(UnsizedRows):
     def __len__(self) -> int:
         return self.count
 
 
-def streamed(kind: type[Unsized], count: int, split: bool) -> list[int]:
+def streamed(kind: type[UnsizedRows], count: int, split: bool) -> list[int]:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split))
@@ -220,10 +220,10 @@ def streamed(kind: type[Unsized], count: int, split: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", [Sized, Unsized])
+@pytest.mark.parametrize("kind", [SizedRows, UnsizedRows])
 @pytest.mark.parametrize("count", [1, 6, 7, 8])
 def test_every_sample_of_a_stream_counts_once_in_metrics(
-    ranks: RankServer, kind: type[Unsized], count: int, split: bool
+    ranks: RankServer, kind: type[UnsizedRows], count: int, split: bool
 ) -> None:
     """A10 for evaluation: with and without a length."""
     assert same_on_all(ranks(2, streamed, kind, count, split)) == list(range(count))
@@ -394,7 +394,7 @@ def mismatched() -> str:
 
 
 def test_a_model_on_two_devices_is_refused_in_a_world_of_two(ranks: RankServer) -> None:
-    assert "spread over several devices" in same_on_all(ranks(2, mismatched))
+    assert "dispatched over several devices" in same_on_all(ranks(2, mismatched))
 
 
 def hooked(kind: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""ZeRO by the DeepSpeed engine on two processes: the numbers of one, and states that others read."""
+"""ZeRO by DeepSpeed on two processes: the numbers of one, and states that others read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.core.packages import installed
+from accelerate.core.packages import is_installed
 from tests.support.command import launch
 from tests.support.environment import ROOT
 from tests.support.ranks import RankServer, same_on_all
@@ -19,7 +19,7 @@ from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 pytestmark = [
-    pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),
 ]
 STEPS = 8
@@ -97,8 +97,8 @@ def loop(accelerator: Any, model: Any, optimizer: Any, clip: float = 0.5, steps:
     return {"losses": losses, "norms": norms}
 
 
-def trained(names: list[str], window: int) -> dict[str, Numbers]:
-    """All of ``names`` in one process, one after the other: an import of the engine costs seconds."""
+def train_all(names: list[str], window: int) -> dict[str, Numbers]:
+    """All of ``names`` in one process, one after the other: an import of DeepSpeed costs seconds."""
     found: dict[str, Numbers] = {}
     for name in names:
         accelerator, model, optimizer = engine(ASKED[name], window)
@@ -128,7 +128,7 @@ def close(ours: Numbers, plain: Numbers, within: float = 1e-5) -> None:
 def test_every_stage_trains_like_one_process(ranks: RankServer, window: int) -> None:
     """Losses, norms, weights and the optimizer's state; the norm is known before the step, which clips."""
     plain = alone(window)
-    first, second = ranks(2, trained, list(ASKED), window, timeout=200)
+    first, second = ranks(2, train_all, list(ASKED), window, timeout=200)
     for name in ASKED:
         close(first[name], plain)
         assert first[name]["losses"] == second[name]["losses"]
@@ -146,7 +146,7 @@ def test_every_stage_trains_like_one_process(ranks: RankServer, window: int) -> 
 
 
 def saves(folder: str) -> None:
-    """Trains three steps, saves in the engine's form and whole, trains on, leaves the weights of the end."""
+    """Trains three steps, saves in DeepSpeed's form and whole, trains on, leaves the weights of the end."""
     for stage in ("2", "3"):
         accelerator, model, optimizer = engine(ASKED[stage])
         loop(accelerator, model, optimizer, steps=3)
@@ -211,7 +211,7 @@ def test_states_come_back_in_any_stage_and_under_other_strategies(ranks: RankSer
     torch.testing.assert_close(exported["embed.weight"], weights["embed.weight"], rtol=0, atol=1e-6)
 
 
-# --- ways of use, in one process each: an import of the engine costs seconds
+# --- ways of use, in one process each: an import of DeepSpeed costs seconds
 
 
 def bf16() -> None:
@@ -227,10 +227,10 @@ def bf16() -> None:
     flat = optimizer.param_groups[0]["params"][0]
     assert flat.dtype is torch.float32
     assert optimizer.state[flat]["exp_avg"].dtype is torch.float32
-    exact = accelerator.strategy.exact_state(model)
+    exact = accelerator.strategy.master_state(model)
     if accelerator.is_main_process:
         assert exact["embed.weight"].dtype is torch.float32
-        assert accelerator.strategy.state(model)["embed.weight"].dtype is torch.bfloat16
+        assert accelerator.strategy.model_state(model)["embed.weight"].dtype is torch.bfloat16
     accelerator.get_state_dict(model)
     assert accelerator.mixed_precision == "bf16"
 
@@ -259,7 +259,7 @@ def windows() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=name)
 
 
-def dropped() -> None:
+def drop_gradients() -> None:
     """Gradients that zero_grad drops leave no trace, and a step without gradients does nothing."""
     for stage in ("0", "1", "2", "3", "2 offload"):
         accelerator, model, optimizer = engine(ASKED[stage], window=2)
@@ -338,7 +338,7 @@ def apart() -> None:
         )
 
 
-def again() -> None:
+def prepare_again() -> None:
     """After free_memory the same module goes into another engine, of another stage."""
     from accelerate.utils import DeepSpeedOptimizerWrapper, extract_model_from_parallel
 
@@ -358,7 +358,7 @@ def again() -> None:
 
 
 def stand_ins() -> None:
-    """The engine makes the optimizer and the schedule, by values of the stand-ins."""
+    """DeepSpeed makes the optimizer and the schedule, by values of the stand-ins."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
 
@@ -391,7 +391,7 @@ def stand_ins() -> None:
     assert rates[0] < rates[-1] == 0.01
 
 
-def refused() -> None:
+def refused_case() -> None:
     """Mistakes that are said on every process, before anything is changed."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.core.errors import PrepareError, SettingError
@@ -428,7 +428,7 @@ def refused() -> None:
     clipped = {**ASKED["2"], "gradient_clipping": 1.0}
     accelerator, model, optimizer = engine(clipped)
     accelerator.backward(loss_of(model, next(batches(1))))
-    with pytest.raises(SettingError, match=r"given 0\.5, but the engine's configuration says"):
+    with pytest.raises(SettingError, match=r"given 0\.5, but the DeepSpeed configuration says"):
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
     closed = {**ASKED["3"]}
     closed["zero_optimization"] = {
@@ -440,7 +440,7 @@ def refused() -> None:
         accelerator.get_state_dict(model)
 
 
-USES = (bf16, windows, dropped, two_models, apart, again, stand_ins, refused)
+USES = (bf16, windows, drop_gradients, two_models, apart, prepare_again, stand_ins, refused_case)
 
 
 def uses() -> list[str]:

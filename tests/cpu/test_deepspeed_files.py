@@ -1,4 +1,4 @@
-"""The engine's own files, read by other numbers of processes, in other stages and under other strategies."""
+"""DeepSpeed's own files, read by other numbers of processes, in other stages and under other strategies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from accelerate.cli.merge_weights import PLUGIN as MERGE
-from accelerate.core.packages import installed
+from accelerate.core.packages import is_installed
 from tests.cpu.test_deepspeed import ASKED, engine, loop
 from tests.support.ranks import RankServer
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
@@ -21,7 +21,7 @@ from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 pytestmark = [
-    pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),
 ]
 HALF, STEPS = 3, 6
@@ -33,7 +33,7 @@ SAVED = {"1": "no", "2": "no", "3": "no", "3 bf16": "bf16"}
 def states(accelerator: Any, model: Any, optimizer: Any) -> dict[str, Any]:
     """Whole and exact; what process 0 has."""
     strategy = accelerator.strategy
-    plain = {name: value.clone() for name, value in strategy.exact_state(model).items()}
+    plain = {name: value.clone() for name, value in strategy.master_state(model).items()}
     return {"weights": plain, "optimizer": strategy.optimizer_state(optimizer.optimizer, [model])}
 
 
@@ -100,7 +100,7 @@ def loads(folder: str, ways: list[tuple[str, str]]) -> None:
 
 
 def elsewhere(folder: str, source: str, kind: str) -> None:
-    """Under a strategy that is not the engine's."""
+    """Under a strategy that is not DeepSpeed's."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     more: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if kind == "fsdp" else {}
@@ -148,27 +148,27 @@ def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_pa
 
 
 def test_what_only_the_engine_reads_is_said(tmp_path: Path) -> None:
-    """Experts, cut layers and missing files, in one process that does not import the engine."""
+    """Experts, cut layers and missing files, in one process that does not import DeepSpeed."""
     from accelerate.core.errors import CheckpointError
-    from accelerate.strategy.deepspeed.read import ZeroFiles, strange
+    from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint, find_unsupported_file
 
     own = tmp_path / "pytorch_model"
     own.mkdir()
     with pytest.raises(CheckpointError, match="it has no model"):
-        ZeroFiles(own)
+        ZeroCheckpoint(own)
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     for name in names:
         torch.save({"module": {}, "param_shapes": None}, own / name)
     with pytest.raises(CheckpointError, match="files of the optimizer are missing"):
-        ZeroFiles(own)
+        ZeroCheckpoint(own)
     (own / names[1]).unlink()
-    assert (ZeroFiles(own).stage, dict(ZeroFiles(own).weights)) == (0, {})
-    assert not strange(own)
+    assert (ZeroCheckpoint(own).stage, dict(ZeroCheckpoint(own).weights)) == (0, {})
+    assert not find_unsupported_file(own)
     for name in ("layer_0_expert_1_mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):
         torch.save({}, own / name)
         with pytest.raises(CheckpointError, match=f"it has {name}"):
-            ZeroFiles(own)
+            ZeroCheckpoint(own)
         (own / name).unlink()
     (own / names[0]).write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        ZeroFiles(own)
+        ZeroCheckpoint(own)

@@ -1,4 +1,4 @@
-"""ZeRO by the DeepSpeed engine: losses weighted by items, and layers of experts."""
+"""ZeRO by DeepSpeed: losses weighted by items, and layers of experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.core.packages import installed
+from accelerate.core.packages import is_installed
 from tests.cpu.test_deepspeed import ASKED, engine
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, share, tiny
@@ -17,7 +17,7 @@ from tests.support.sharded_models import adamw, batches, share, tiny
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 pytestmark = [
-    pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),
 ]
 # Words that each process learns from in each micro-batch, of 4 x 4: one has none, so its mean is NaN.
@@ -194,7 +194,7 @@ def drive() -> None:
 
 
 def both() -> tuple[list[str], list[float]]:
-    """In one process each: an import of the engine costs seconds."""
+    """In one process each: an import of DeepSpeed costs seconds."""
     drive()
     return items(), experts()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.core.packages import installed
+from accelerate.core.packages import is_installed
 from tests.null.test_docs import FENCE, text
 from tests.support.command import launch
 from tests.support.environment import ROOT
@@ -76,7 +76,7 @@ def test_a_page_runs_and_prints_what_it_shows(page: str, ranks: RankServer, tmp_
     expected = programs(page)
     if not expected:
         pytest.skip("a page without programs")
-    if not installed(NEEDS.get(page, "torch")):
+    if not is_installed(NEEDS.get(page, "torch")):
         pytest.skip(f"the package {NEEDS[page]} is not installed")
     main = ranks(2, run, page, str(tmp_path))[0]
     assert len(main) == len(expected)

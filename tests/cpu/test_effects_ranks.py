@@ -118,7 +118,7 @@ def shards(options: dict[str, Any], impossible: str) -> Said:
         if impossible == "offload":
             patch.setattr(shard.Sharder, "offload", property(lambda self: OffloadPolicy()))
         elif impossible == "recompute":
-            patch.setattr(shard, "recompute", lambda model, blocks, offload: None)
+            patch.setattr(shard, "checkpoint_activations", lambda model, blocks, offload: None)
         elif impossible == "keep":
             patch.setattr(
                 shard, "fully_shard", lambda m, **kw: plain(m, **{**kw, "reshard_after_forward": True})
@@ -130,7 +130,7 @@ def shards(options: dict[str, Any], impossible: str) -> Said:
 def test_options_of_sharding_are_seen_on_the_shards(ranks: RankServer) -> None:
     found = same_on_all(ranks(2, shards, SHARDS, ""))
     assert all(applied for applied, _ in found.values()), found
-    assert found["fsdp_auto_wrap_policy"][1].endswith("parts are gathered by themselves")
+    assert found["fsdp_auto_wrap_policy"][1].endswith("FSDP units")
     assert {"mixed_precision", "fsdp_offload_params", "fsdp_activation_checkpointing"} <= found.keys()
     count, whole = found["fsdp_offload_params"][1].split()[:3:2]
     assert count == whole
@@ -162,9 +162,9 @@ def test_a_mesh_takes_the_plugin_of_sharding(ranks: RankServer) -> None:
 @pytest.mark.parametrize(
     ("impossible", "option", "why"),
     [
-        ("offload", "fsdp_offload_params", "parameters lie on the host"),
-        ("recompute", "fsdp_activation_checkpointing", "no part of the model computes its activations again"),
-        ("keep", "fsdp_reshard_after_forward", "parts free whole parameters after the forward"),
+        ("offload", "fsdp_offload_params", "parameters are on the host"),
+        ("recompute", "fsdp_activation_checkpointing", "no module of the model has activation checkpointing"),
+        ("keep", "fsdp_reshard_after_forward", "units free unsharded parameters after the forward"),
     ],
 )
 def test_sharding_whose_options_are_impossible(

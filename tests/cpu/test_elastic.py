@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.elastic import link
-from accelerate.launch.ranks import Guard
+from accelerate.launch.elastic import agent_process
+from accelerate.launch.supervisor import GuardProcess
 from tests.support.command import CONSOLE, Finished, Running, launch, start
 
 ONE = {"OMP_NUM_THREADS": "1"}
@@ -285,11 +285,11 @@ time.sleep(60)
 def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's does in a call to a machine that is gone: it hears no signal but the last one."""
     (tmp_path / "agent.py").write_text(DEAF)
-    monkeypatch.setattr(link, "AGENT", str(tmp_path / "agent.py"))
-    with Guard(0.5) as guard:
-        agent = link.Link({}, guard, 0.5)
+    monkeypatch.setattr(agent_process, "AGENT_FILE", str(tmp_path / "agent.py"))
+    with GuardProcess(0.5) as guard:
+        agent = agent_process.AgentProcess({}, guard, 0.5)
         select.select([agent.output], [], [], 30)
-        assert [message["event"] for message in agent.read()] == ["start"]
+        assert [message["event"] for message in agent.read_messages()] == ["start"]
         assert agent.finish() == -signal.SIGKILL
 
 

@@ -1,4 +1,4 @@
-"""What every test may rely on: the test before it left nothing behind in this process."""
+"""The guarantees of the fixtures: the test before it left nothing behind in this process."""
 
 from __future__ import annotations
 

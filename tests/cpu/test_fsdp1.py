@@ -36,7 +36,7 @@ def whole(accelerator: Any, model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def parameters_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def params_in_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: state[name] for name, _ in tiny().named_parameters()}
 
 
@@ -63,7 +63,7 @@ def trained(options: dict[str, Any], window: int, precision: str = "no", alone: 
             losses.append(accelerator.gather(loss.detach()).mean().item())
     state = whole(accelerator, model)
     own = [part._handle.flat_param.detach().clone() for part in model.modules() if hasattr(part, "_handle")]
-    return (losses, norms, parameters_of(state)), own if alone else None
+    return (losses, norms, params_in_state(state)), own if alone else None
 
 
 @pytest.mark.parametrize("window", [1, 4])
@@ -118,7 +118,7 @@ def flat_ones(scale: float) -> tuple[Numbers, int]:
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
     held = sum(len(group["params"]) for group in optimizer.param_groups)
-    return (losses, norms, parameters_of(whole(accelerator, model))), held
+    return (losses, norms, params_in_state(whole(accelerator, model))), held
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -189,7 +189,7 @@ def test_bf16_trains_to_the_numbers_of_autocast(ranks: RankServer) -> None:
     assert {value.dtype for value in ours[2].values()} == {torch.float32}
 
 
-def overflowing() -> tuple[int, bool, bool]:
+def train_with_overflow() -> tuple[int, bool, bool]:
     from accelerate.utils import GradScalerKwargs
 
     accelerator = accelerator_of(LAYERS, "fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**24)])
@@ -212,7 +212,7 @@ def overflowing() -> tuple[int, bool, bool]:
 
 def test_fp16_scales_and_skips_together(ranks: RankServer) -> None:
     """B6: what is not finite on one rank is skipped on all."""
-    skipped, last, finite = same_on_all(ranks(2, overflowing))
+    skipped, last, finite = same_on_all(ranks(2, train_with_overflow))
     assert skipped > 0
     assert not last
     assert finite
@@ -223,9 +223,9 @@ def test_fp16_scales_and_skips_together(ranks: RankServer) -> None:
 
 def stepped(accelerator: Any, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """The gradients, seen by what a step of SGD at rate 1 changes."""
-    before = parameters_of(whole(accelerator, model))
+    before = params_in_state(whole(accelerator, model))
     optimizer.step()
-    after = parameters_of(whole(accelerator, model))
+    after = params_in_state(whole(accelerator, model))
     optimizer.zero_grad()
     return {name: before[name] - after[name] for name in before}
 
@@ -278,7 +278,7 @@ def windows(options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tenso
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-    return norms, parameters_of(whole(accelerator, model))
+    return norms, params_in_state(whole(accelerator, model))
 
 
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}], ids=str)
@@ -341,8 +341,8 @@ def two_models() -> dict[str, torch.Tensor]:
     accelerator = accelerator_of(LAYERS, window=2)
     # Whole values of the outermost part stay after an evaluation: a step must not leave them.
     one, two = train_two(accelerator, evaluate=True)
-    found = parameters_of(whole(accelerator, one))
-    more = parameters_of(whole(accelerator, two))
+    found = params_in_state(whole(accelerator, one))
+    more = params_in_state(whole(accelerator, two))
     return {**found, **{f"two.{name}": value for name, value in more.items()}}
 
 
@@ -427,7 +427,7 @@ def test_only_rank_0_needs_the_weights(ranks: RankServer) -> None:
 
 
 def refused(case: str) -> str:
-    """What is said to a mistake; every rank makes it."""
+    """Return the error of a mistake that every rank makes."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from accelerate.core.errors import AccelerateError
@@ -461,12 +461,12 @@ def refused(case: str) -> str:
 def test_what_prepare_refuses(ranks: RankServer) -> None:
     """Clear words on every rank, and nothing is changed by then."""
     for case, words in {
-        "frozen": "frozen.weight is frozen, in one sharded part",
-        "groups": "the parameters of one sharded part in several groups",
+        "frozen": "frozen.weight is frozen, in one FSDP unit",
+        "groups": "the parameters of one FSDP unit in several groups",
         "some": "or only some of them",
         "values": "the weights of rank 1 are not those of rank 0",
         "class": "did you mean 'Block'",
-        "types": "parameters of several types in one sharded part",
+        "types": "parameters of several dtypes in one FSDP unit",
         "ignored": "ignored modules hold trained parameters",
         "wrapped": "wrapped in torch's FullyShardedDataParallel already",
         "strange": "holds parameters of no prepared model",
@@ -497,7 +497,9 @@ def test_a_state_that_one_rank_asks_for_is_no_endless_wait(ranks: RankServer) ->
 def told(options: dict[str, Any]) -> list[tuple[str, bool, str]]:
     accelerator = accelerator_of(options)
     accelerator.prepare(tiny())
-    return sorted((e.option, not e.failed, e.why) for e in accelerator.strategy.effects(accelerator._models))
+    return sorted(
+        (e.option, not e.is_failure, e.why) for e in accelerator.strategy.option_statuses(accelerator._models)
+    )
 
 
 def test_what_became_of_the_options(ranks: RankServer) -> None:
@@ -515,8 +517,8 @@ def test_what_became_of_the_options(ranks: RankServer) -> None:
     )  # fmt: skip
     said = {option: (fine, why) for option, fine, why in found}
     assert all(fine for fine, _ in said.values()), said
-    assert "one copy of the shards, which is FULL_SHARD" in said["fsdp_sharding_strategy"][1]
+    assert "one replica, which is FULL_SHARD" in said["fsdp_sharding_strategy"][1]
     assert "compute on the host" in said["fsdp_offload_params"][1]
-    assert said["fsdp_activation_checkpointing"][1] == "2 parts"
+    assert said["fsdp_activation_checkpointing"][1] == "2 units"
     assert "any number of ranks reads" in said["fsdp_state_dict_type"][1]
     assert len(said) >= 9

@@ -16,7 +16,7 @@ from tests.support.sharded_models import Tiny, adamw, batches, loss_of, tiny
 
 
 def accelerator_of(kind: str, **options: Any) -> Any:
-    """By "1" or "2", the version, or "" for replicas or one process."""
+    """Make an Accelerator for FSDP "1" or "2", or "" for DDP or one process."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind), **options) if kind else None
@@ -58,7 +58,7 @@ def through() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ranks: RankServer) -> list[float]:
+def train_undisturbed(ranks: RankServer) -> list[float]:
     return ranks(1, through)[0]
 
 
@@ -76,17 +76,17 @@ COPIES: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "replicate_size":
         (("", 2, {}), ("1", 2, GRADS), ("2", 3, {})),
         (("1", 4, COPIES), ("1", 2, WHOLE), ("1", 2, {"state_dict_type": "LOCAL_STATE_DICT"})),
     ],
-    ids=["one process", "version 2", "replicas", "copies"],
+    ids=["one process", "fsdp2", "ddp", "hsdp"],
 )
 def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
-    ranks: RankServer, undisturbed: list[float], tmp_path: Path, runs: Any
+    ranks: RankServer, train_undisturbed: list[float], tmp_path: Path, runs: Any
 ) -> None:
     """D6: whole and in parts; the numbers are those of one run in one process."""
     for number, (kind, size, options) in enumerate(runs):
         load, save = (str(tmp_path / f"c{n}") for n in (number - 1, number))
         got = ranks(size, part, kind, 3 * number, options, load if number else "", save)
         found = same_on_all([values for values, _ in got])
-        assert found == pytest.approx(undisturbed[3 * number : 3 * number + 3], rel=1e-5)
+        assert found == pytest.approx(train_undisturbed[3 * number : 3 * number + 3], rel=1e-5)
         full = (kind == "1" and not options) or not kind
         assert (tmp_path / f"c{number}" / MODEL / ".metadata").is_file() is not full
         assert (tmp_path / f"c{number}" / "optimizer.bin").is_file() is full
@@ -95,14 +95,14 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
 # --- whole states
 
 
-def stepped(flat: bool, kind: str, folder: str) -> tuple[int, int]:
+def save_after_steps(flat: bool, kind: str, folder: str) -> tuple[int, int]:
     """Trains three steps and keeps whole states; two more, and keeps those weights."""
     accelerator, model, optimizer = trained(flat, kind, 0)
     steps(accelerator, model, optimizer, 3)
     strategy = accelerator.strategy
-    weights, state = strategy.state(model), strategy.optimizer_state(optimizer.optimizer, [model])
+    weights, state = strategy.model_state(model), strategy.optimizer_state(optimizer.optimizer, [model])
     steps(accelerator, model, optimizer, 2)
-    after = strategy.state(model)
+    after = strategy.model_state(model)
     if accelerator.is_main_process:
         torch.save({"model": weights, "optimizer": state, "after": after}, f"{folder}/whole.pt")
     return len(weights), len(state)
@@ -130,18 +130,18 @@ def steps(accelerator: Any, model: Any, optimizer: Any, count: int) -> None:
         optimizer.zero_grad()
 
 
-def resumed(flat: bool, kind: str, folder: str) -> dict[str, torch.Tensor]:
+def resume_training(flat: bool, kind: str, folder: str) -> dict[str, torch.Tensor]:
     file = torch.load(f"{folder}/whole.pt", mmap=True, weights_only=True)
     accelerator, model, optimizer = trained(flat, kind, 5)
     model.eval()
     with torch.no_grad():
         # Whole values of the outermost part stay after a forward; loading must not leave them.
         model(next(batches(1)))
-    found = accelerator.strategy.load(model, file["model"])
+    found = accelerator.strategy.load_model(model, file["model"])
     assert (found.missing_keys, found.unexpected_keys) == ([], [])
     accelerator.strategy.load_optimizer(optimizer.optimizer, [model], file["optimizer"])
     steps(accelerator, model, optimizer, 2)
-    return accelerator.strategy.state(model)
+    return accelerator.strategy.model_state(model)
 
 
 @pytest.mark.parametrize(("flat", "kind"), [(False, "adamw"), (False, "sgd"), (True, "adamw")])
@@ -149,7 +149,7 @@ def test_whole_states_go_to_one_process_and_back(
     ranks: RankServer, tmp_path: Path, flat: bool, kind: str
 ) -> None:
     """D6: of the user's parameters also where an optimizer holds flat ones; an evaluation before loading."""
-    assert ranks(2, stepped, flat, kind, str(tmp_path))[1] == (0, 0)
+    assert ranks(2, save_after_steps, flat, kind, str(tmp_path))[1] == (0, 0)
     file = torch.load(tmp_path / "whole.pt", weights_only=True)
     other = tiny(0)
     reference = optimizer_of(flat, kind, other)
@@ -173,7 +173,7 @@ def test_whole_states_go_to_one_process_and_back(
         loss_of(model, words).backward()
         optimizer.step()
         optimizer.zero_grad()
-    again = ranks(2, resumed, flat, kind, str(tmp_path))[0]
+    again = ranks(2, resume_training, flat, kind, str(tmp_path))[0]
     for name, value in model.state_dict().items():
         torch.testing.assert_close(file["after"][name], value, rtol=0, atol=1e-6)
         assert torch.equal(again[name], file["after"][name])
@@ -227,7 +227,7 @@ def test_the_functions_of_the_trainer(ranks: RankServer, tmp_path: Path, kind: s
         assert caught.value.kinds() == ["CheckpointError"] * 3
 
 
-def exported(folder: str) -> bool:
+def export_model(folder: str) -> bool:
     run = prepared("1", 0, SHARDED)
     step(run, 0)
     run[0].save_model(run[1], f"{folder}/exported")
@@ -240,7 +240,7 @@ def test_weights_are_exported_and_parts_merged(ranks: RankServer, tmp_path: Path
 
     from accelerate.utils import merge_fsdp_weights
 
-    ranks(2, exported, str(tmp_path))
+    ranks(2, export_model, str(tmp_path))
     merge_fsdp_weights(f"{tmp_path}/parts", f"{tmp_path}/merged")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "merged"))
     assert one.keys() <= other.keys()

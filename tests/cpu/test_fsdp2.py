@@ -90,13 +90,13 @@ def test_bf16_trains_to_the_numbers_of_autocast(ranks: RankServer) -> None:
 
 def test_fp16_scales_and_skips_together(ranks: RankServer) -> None:
     """B6: the first scale overflows float16, on all ranks."""
-    ours = same_on_all(ranks(2, overflowing))
+    ours = same_on_all(ranks(2, train_with_overflow))
     assert ours["skipped"] > 0
     assert not ours["skipped_last"]
     assert ours["finite"]
 
 
-def overflowing() -> dict[str, Any]:
+def train_with_overflow() -> dict[str, Any]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import GradScalerKwargs
 
@@ -167,7 +167,7 @@ def test_the_model_stays_the_users_object(ranks: RankServer) -> None:
     assert second["state"] == {}
 
 
-def planned() -> tuple[str, bool]:
+def prepare_plan() -> tuple[str, bool]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS), mixed_precision="bf16")
@@ -177,9 +177,9 @@ def planned() -> tuple[str, bool]:
 
 
 def test_the_plan_says_what_becomes_of_the_memory(ranks: RankServer) -> None:
-    text, untouched = same_on_all(ranks(2, planned))
+    text, untouched = same_on_all(ranks(2, prepare_plan))
     assert untouched
-    assert "each of 2 processes holds a part of every parameter; gathered as 2 x Block and the rest" in text
+    assert "each of 2 processes holds a shard of every parameter; all-gathered as 2 x Block and" in text
     assert "computed in torch.bfloat16, gradients reduced in torch.float32" in text
     assert " -> " in text
 
@@ -399,7 +399,7 @@ def wrong(case: str) -> None:
         ("no layers", "SettingError", "a Linear does not say what its layers are"),
         ("ignored", "PrepareError", "ignored modules hold trained parameters: layers.0.norm.weight"),
         ("nothing ignored", "SettingError", "matches no module of the Tiny"),
-        ("recomputed", "PrepareError", "no part of the model is wrapped by itself"),
+        ("recomputed", "PrepareError", "no module of the model is wrapped"),
         ("foreign", "PrepareError", "prepare both in one call"),
         ("types", "PrepareError", "embed.weight in torch.float32, layers.1.norm.weight in torch.float64"),
         ("scalar", "PrepareError", "the parameter alpha is a scalar"),
@@ -417,7 +417,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks: RankServer, case: str, k
     assert all(words in outcome.message for outcome in said), str(caught.value)
 
 
-def ignoring() -> tuple[bool, bool]:
+def train_with_ignored() -> tuple[bool, bool]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="frozen"))
@@ -429,10 +429,10 @@ def ignoring() -> tuple[bool, bool]:
 
 
 def test_ignored_modules_stay_whole(ranks: RankServer) -> None:
-    assert ranks(2, ignoring) == [(True, True)] * 2
+    assert ranks(2, train_with_ignored) == [(True, True)] * 2
 
 
-def pretrained(case: str) -> tuple[int, bool, float]:
+def train_pretrained(case: str) -> tuple[int, bool, float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -460,12 +460,12 @@ def pretrained(case: str) -> tuple[int, bool, float]:
 @pytest.mark.parametrize("case", ["no", "bf16"])
 def test_a_model_of_transformers_names_its_layers_itself(ranks: RankServer, case: str) -> None:
     pytest.importorskip("transformers")
-    blocks, tied, loss = same_on_all(ranks(2, pretrained, case, timeout=120))
+    blocks, tied, loss = same_on_all(ranks(2, train_pretrained, case, timeout=120))
     assert (blocks, tied) == (2, True)
     assert loss < 3.4
 
 
-def exported(folder: str) -> None:
+def export_model(folder: str) -> None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
@@ -476,7 +476,7 @@ def exported(folder: str) -> None:
 def test_save_model_exports_the_whole_model(ranks: RankServer, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    ranks(2, exported, str(tmp_path))
+    ranks(2, export_model, str(tmp_path))
     saved = load_file(tmp_path / "model.safetensors")
     fresh = tiny(3)
     fresh.load_state_dict(saved, strict=False)

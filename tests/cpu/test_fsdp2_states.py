@@ -37,30 +37,30 @@ def steps(accelerator: Any, model: Any, optimizer: Any, count: int) -> None:
         optimizer.zero_grad()
 
 
-def saved(kind: str, count: int, folder: str) -> tuple[int, int]:
+def save_after_steps(kind: str, count: int, folder: str) -> tuple[int, int]:
     """Trains ``count`` steps, saves whole states, trains two more steps and saves those weights."""
     accelerator, model, optimizer = prepared(kind, 0)
     steps(accelerator, model, optimizer, count)
     strategy = accelerator.strategy
-    weights = strategy.state(model)
+    weights = strategy.model_state(model)
     state = strategy.optimizer_state(optimizer.optimizer, [model])
     steps(accelerator, model, optimizer, 2)
-    after = strategy.state(model)
+    after = strategy.model_state(model)
     if accelerator.is_main_process:
         torch.save({"model": weights, "optimizer": state, "after": after}, f"{folder}/whole.pt")
     return len(weights), len(state)
 
 
-def resumed(kind: str, folder: str) -> bool:
+def resume_training(kind: str, folder: str) -> bool:
     """Loads whole states into a fresh sharded model and trains on; whether the weights are those again."""
     file = torch.load(f"{folder}/whole.pt", mmap=True, weights_only=True)
     accelerator, model, optimizer = prepared(kind, 5)
-    found = accelerator.strategy.load(model, file["model"])
+    found = accelerator.strategy.load_model(model, file["model"])
     assert (found.missing_keys, found.unexpected_keys) == ([], [])
     assert model.head.weight is model.embed.weight
     accelerator.strategy.load_optimizer(optimizer.optimizer, [model], file["optimizer"])
     steps(accelerator, model, optimizer, 2)
-    after = accelerator.strategy.state(model)
+    after = accelerator.strategy.model_state(model)
     return all(torch.equal(value, file["after"][name]) for name, value in after.items())
 
 
@@ -69,7 +69,7 @@ def test_whole_states_go_to_one_process_and_back(
     ranks: RankServer, tmp_path: Path, kind: str, count: int
 ) -> None:
     """D6: two groups, a frozen parameter, tied weights, an optimizer that has not stepped; bit for bit."""
-    assert ranks(2, saved, kind, count, str(tmp_path))[1] == (0, 0)
+    assert ranks(2, save_after_steps, kind, count, str(tmp_path))[1] == (0, 0)
     file = torch.load(tmp_path / "whole.pt", weights_only=True)
     model = tiny(9)
     optimizer = optimizer_of(kind, model)
@@ -99,16 +99,16 @@ def test_whole_states_go_to_one_process_and_back(
         optimizer.zero_grad()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(file["after"][name], value, rtol=0, atol=1e-6)
-    assert ranks(2, resumed, kind, str(tmp_path)) == [True, True]
+    assert ranks(2, resume_training, kind, str(tmp_path)) == [True, True]
 
 
 def from_one_process(folder: str) -> bool:
     """A state of one process, loaded and given back: the very bits."""
     file = torch.load(f"{folder}/one.pt", mmap=True, weights_only=True)
     accelerator, model, optimizer = prepared("adamw", 5)
-    accelerator.strategy.load(model, file["model"])
+    accelerator.strategy.load_model(model, file["model"])
     accelerator.strategy.load_optimizer(optimizer.optimizer, [model], file["optimizer"])
-    weights = accelerator.strategy.state(model)
+    weights = accelerator.strategy.model_state(model)
     state = accelerator.strategy.optimizer_state(optimizer.optimizer, [model])
     if not accelerator.is_main_process:
         return True

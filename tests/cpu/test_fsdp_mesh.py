@@ -52,7 +52,7 @@ def step(accelerator: Any, model: Any, optimizer: Any, words: torch.Tensor) -> N
 
 
 def saved(folder: str) -> tuple[Any, ...]:
-    """What is there to see of the mesh; saves after two steps and takes two more."""
+    """Return the facts of the mesh; saves after two steps and takes two more."""
     accelerator, model, optimizer = of_copies(4)
     first, second, third, fourth = batches(4)
     for words in (first, second):
@@ -92,7 +92,7 @@ def uneven() -> None:
 
 
 def test_copies_that_do_not_divide_the_processes_are_refused(ranks: RankServer) -> None:
-    with pytest.raises(RanksError, match="3 copies of the shards, and 2 processes") as caught:
+    with pytest.raises(RanksError, match="3 replicas, and 2 processes") as caught:
         ranks(2, uneven)
     assert set(caught.value.kinds()) <= {"SettingError", "DistNetworkError"}
 
@@ -115,13 +115,13 @@ def placements(text: str) -> list[Any]:
 
 
 def every_placement() -> dict[str, Any]:
-    """Of gradients that are cut in each way: norms, clamped values, and parts of whole tensors."""
+    """Gradients with each placement: norms, clamped values, and parts of whole tensors."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
     from accelerate import PartialState
+    from accelerate.strategy.sharding.full_state import distribute, gather_to_host, local_shard
     from accelerate.strategy.sharding.grads import clip_norm, clip_value
-    from accelerate.strategy.sharding.whole import distributed, gathered, part_of
 
     PartialState()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -130,7 +130,7 @@ def every_placement() -> dict[str, Any]:
     plain_value = torch.randn(5, generator=chance)
 
     def gradients() -> list[Any]:
-        """What parameters would have."""
+        """Return gradients like those of parameters."""
         made = [SimpleNamespace(grad=plain_value.clone())]
         for text, value in values.items():
             kinds = placements(text)
@@ -162,8 +162,8 @@ def every_placement() -> dict[str, Any]:
                 continue
             value = torch.randn(rows, 6, generator=chance)
             like = distribute_tensor(value, mesh, placements(text))
-            found["parts"] &= torch.equal(part_of(value, like), like.to_local())
-            kept = gathered(distributed(value, like), True)
+            found["parts"] &= torch.equal(local_shard(value, like), like.to_local())
+            kept = gather_to_host(distribute(value, like), True)
             found["odd"] &= torch.equal(kept, value)
     return found
 
@@ -190,9 +190,14 @@ def divided() -> dict[str, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.strategy.sharding.full_state import (
+        load_model,
+        load_optimizer,
+        model_state,
+        optimizer_state,
+    )
     from accelerate.strategy.sharding.grads import clip_norm
-    from accelerate.strategy.sharding.shard import Sharder, follow, layout_of
-    from accelerate.strategy.sharding.whole import load_model, load_optimizer, model_state, optimizer_state
+    from accelerate.strategy.sharding.shard import Sharder, make_layout, remap_optimizer_params
 
     state = PartialState()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -208,7 +213,9 @@ def divided() -> dict[str, Any]:
     }
     parallelize_module(model, mesh["tp"], plan)
     renewed = {id(old): (old, model.get_parameter(name)) for name, old in before.items()}
-    follow({key: pair for key, pair in renewed.items() if pair[0] is not pair[1]}, [optimizer])
+    remap_optimizer_params(
+        {key: pair for key, pair in renewed.items() if pair[0] is not pair[1]}, [optimizer]
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -217,7 +224,7 @@ def divided() -> dict[str, Any]:
             elif not isinstance(parameter, DTensor) and mesh.get_local_rank("tp"):
                 here.fill_(9.0)
     sharder = Sharder(mesh["dp_shard"], plugin, torch.device("cpu"), (mesh["tp"],))
-    sharder.shard(model, layout_of(model, plugin, None), [optimizer], follow)
+    sharder.shard(model, make_layout(model, plugin, None), [optimizer], remap_optimizer_params)
     norms = []
 
     def step(words: torch.Tensor) -> None:

@@ -84,17 +84,20 @@ def test_formats_and_waiting_gradients_are_seen(ranks: RankServer) -> None:
     )
     assert report["fsdp_forward_prefetch"] == (
         True,
-        "2 of 3 parts ask for the next: there is none after them",
+        "2 of 3 units prefetch the next: there is none after them",
     )
-    assert report["fsdp_backward_prefetch"] == (True, "each part is gathered when its own backward begins")
+    assert report["fsdp_backward_prefetch"] == (
+        True,
+        "each unit is all-gathered when its own backward begins",
+    )
     assert report["fsdp_sharding_strategy"] == (True, "over 2 processes")
     assert report["fsdp_activation_checkpointing_offload"] == (
         True,
-        "the inputs of 2 parts are on the host anyway",
+        "the inputs of 2 units are on the host anyway",
     )
     applied, why = report["num_steps"]
     assert applied
-    assert why.startswith("whole gradients wait for the end of a window: ")
+    assert why.startswith("unsharded gradients are kept until the end of a window: ")
     assert found["waits"] == [10, 5]
 
 
@@ -104,12 +107,12 @@ def test_reducing_in_every_micro_batch_lets_nothing_wait(ranks: RankServer) -> N
     assert found["waits"] == [5, 5]
     assert (
         found["said"]["num_steps"][1]
-        == "gradients are reduced in every micro-batch, and none wait as a whole"
+        == "gradients are reduced in every micro-batch, so no unsharded gradients are kept"
     )
 
 
 def implied(policy: str) -> list[tuple[str, str]]:
-    """What is not applied of formats that follow from the precision, or that version 1 knew."""
+    """Return the dtypes that are not applied: those of the precision, and those that FSDP1 knew."""
     from torch.distributed.fsdp import MixedPrecision
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -127,13 +130,13 @@ def implied(policy: str) -> list[tuple[str, str]]:
         for group in groups_of(model):
             for place in group.fsdp_params:
                 place.reduce_dtype = torch.float16
-    return [(effect.option, effect.why) for effect in accelerator.effects() if effect.failed]
+    return [(effect.option, effect.why) for effect in accelerator.effects() if effect.not_applied]
 
 
 def groups_of(model: Any) -> list[Any]:
-    from accelerate.strategy.sharding.grads import groups
+    from accelerate.strategy.sharding.grads import fsdp_param_groups
 
-    return list(groups(model))
+    return list(fsdp_param_groups(model))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def groups_of(model: Any) -> list[Any]:
     [
         ("as said", []),
         ("changed", [("mixed_precision", "reduced in float16, not float32")]),
-        ("buffers", [("buffer_dtype", "version 2 leaves buffers as they are: float32")]),
+        ("buffers", [("buffer_dtype", "FSDP2 leaves buffers as they are: float32")]),
     ],
 )
 def test_formats_that_are_not_there_are_said(
@@ -193,7 +196,7 @@ def test_compiled_blocks_run_compiled(ranks: RankServer) -> None:
 
 
 def kept_apart(case: str, folder: str) -> Any:
-    """What one process has of a model is copied, loaded, and refused as a file."""
+    """The shards of one process are copied, loaded, and refused as a file."""
     import copy
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -232,7 +235,7 @@ def test_parts_of_a_state_are_copied_and_loaded(ranks: RankServer, tmp_path: Pat
     ("case", "kind", "words"),
     [
         ("torch", "PrepareError", "accelerator.get_state_dict(model)"),
-        ("ours", "CheckpointError", "a sharded model is no whole state"),
+        ("ours", "CheckpointError", "a sharded model is no full state dict"),
         ("safetensors", "PrepareError", "accelerator.get_state_dict(model)"),
     ],
 )

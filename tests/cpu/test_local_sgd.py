@@ -40,11 +40,11 @@ class Net(nn.Module):
         return self.frozen(self.tied(self.first(self.norm(x)).tanh()))
 
 
-def batch(rank: int, step: int) -> torch.Tensor:
+def make_batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def prepared(name: str = "Adam", **options: Any) -> tuple[Accelerator, Net, Any]:
+def prepare_net(name: str = "Adam", **options: Any) -> tuple[Accelerator, Net, Any]:
     accelerator = Accelerator(cpu=True, **options)
     torch.manual_seed(0)
     model = Net()
@@ -52,19 +52,21 @@ def prepared(name: str = "Adam", **options: Any) -> tuple[Accelerator, Net, Any]
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def take(accelerator: Accelerator, model: Net, optimizer: Any, step: int) -> None:
-    loss = (model(batch(accelerator.process_index, step)) - 1).square().mean()
+def take_step(accelerator: Accelerator, model: Net, optimizer: Any, step: int) -> None:
+    loss = (model(make_batch(accelerator.process_index, step)) - 1).square().mean()
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def numbers(model: nn.Module) -> torch.Tensor:
+def flatten_state(model: nn.Module) -> torch.Tensor:
     return torch.cat([each.detach().double().reshape(-1) for each in model.state_dict().values()])
 
 
-def alone(ranks: int, steps: int, every: int, outer: tuple[float, float] = (1.0, 0.0)) -> list[torch.Tensor]:
-    """The same, written out for one process: copies, their mean, and the outer step by its formula."""
+def train_by_hand(
+    ranks: int, steps: int, every: int, outer: tuple[float, float] = (1.0, 0.0)
+) -> list[torch.Tensor]:
+    """Compute the same on one process: copies, their mean, and the outer step by its formula."""
     torch.manual_seed(0)
     first = Net()
     copies = [Net() for _ in range(ranks)]
@@ -76,7 +78,7 @@ def alone(ranks: int, steps: int, every: int, outer: tuple[float, float] = (1.0,
     lr, mu = outer
     for step in range(steps):
         for rank, (copy, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
-            (copy(batch(rank, step)) - 1).square().mean().backward()
+            (copy(make_batch(rank, step)) - 1).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % every and step + 1 < steps:
@@ -93,19 +95,19 @@ def alone(ranks: int, steps: int, every: int, outer: tuple[float, float] = (1.0,
                 mean = torch.stack([getattr(copy.norm, name) for copy in copies]).mean(0)
                 for copy in copies:
                     getattr(copy.norm, name).copy_(mean)
-    return [numbers(copy) for copy in copies]
+    return [flatten_state(copy) for copy in copies]
 
 
 def train(kind: str, steps: int, every: int, **options: Any) -> torch.Tensor:
-    accelerator, model, optimizer = prepared()
+    accelerator, model, optimizer = prepare_net()
     local = (LocalSGD if kind == "local" else DiLoCo)(accelerator, model, every, **options)
     with local:
         for step in range(steps):
-            take(accelerator, model, optimizer, step)
+            take_step(accelerator, model, optimizer, step)
             local.step()
     assert local.num_steps == steps
     assert model.tied.weight is model.first.weight
-    return numbers(model)
+    return flatten_state(model)
 
 
 @pytest.mark.parametrize(
@@ -119,25 +121,25 @@ def train(kind: str, steps: int, every: int, **options: Any) -> torch.Tensor:
 )
 def test_it_computes_what_the_paper_says(ranks: RankServer, world, kind, steps, every, options, outer):
     """Every step or every few; the last round is at the end, also when it comes early; all copies are one."""
-    found = same_on_all([*ranks(world, train_kind, kind, steps, every, options)])
-    expected = alone(world, steps, every, outer)
-    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-6)
+    weights = same_on_all([*ranks(world, train_kind, kind, steps, every, options)])
+    expected = train_by_hand(world, steps, every, outer)
+    torch.testing.assert_close(weights, expected[0], rtol=1e-5, atol=1e-6)
 
 
 def train_kind(kind: str, steps: int, every: int, options: dict[str, Any]) -> torch.Tensor:
     return train(kind, steps, every, **options)
 
 
-# --- what is sent
+# --- communication
 
 
-def sent() -> int:
-    """Bytes that this process has written, as the kernel counts them: what gloo sends, and little else."""
+def count_sent_bytes() -> int:
+    """Return the bytes that this process has written, as the kernel counts them: mostly what gloo sends."""
     return psutil.Process().io_counters().write_chars
 
 
-def digits(kind: str) -> dict[str, Any]:
-    """Trains a small network on the digits; test accuracy, and the megabytes this process sent."""
+def train_digits(kind: str) -> dict[str, Any]:
+    """Train a small network on the digits; return test accuracy and the bytes this process sent."""
     from sklearn.datasets import load_digits
 
     set_seed(0)
@@ -153,7 +155,7 @@ def digits(kind: str) -> dict[str, Any]:
         "local": lambda: LocalSGD(accelerator, model, local_sgd_steps=25),
         "diloco": lambda: DiLoCo(accelerator, model, inner_steps=25),
     }
-    before = sent()
+    before = count_sent_bytes()
     with blocks[kind]() as local:
         for _ in range(8):
             for x, y in loader:
@@ -163,37 +165,37 @@ def digits(kind: str) -> dict[str, Any]:
                 if local is not None:
                     local.step()
     accelerator.wait_for_everyone()
-    bytes_ = sent() - before
+    bytes_ = count_sent_bytes() - before
     with torch.no_grad():
         right = (model(images[1400:]).argmax(1) == classes[1400:]).float().mean().item()
     weights = sum(each.numel() for each in model.parameters()) * 4
     return {"accuracy": right, "sent": bytes_, "weights": weights}
 
 
-def all_digits() -> dict[str, dict[str, Any]]:
-    return {kind: digits(kind) for kind in ("ddp", "local", "diloco")}
+def train_digits_all_ways() -> dict[str, dict[str, Any]]:
+    return {kind: train_digits(kind) for kind in ("ddp", "local", "diloco")}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux's")
 def test_digits_at_a_tenth_of_the_communication(ranks: RankServer) -> None:
-    for results in ranks(2, all_digits):
+    for results in ranks(2, train_digits_all_ways):
         ddp = results["ddp"]
         # 8 epochs of 43 steps; a ring of two sends as much as there is.
         assert 344 * ddp["weights"] < ddp["sent"] < 1.1 * 344 * ddp["weights"]
         assert ddp["accuracy"] > 0.9
         for kind in ("local", "diloco"):
-            found = results[kind]
-            assert 0 < found["sent"] < ddp["sent"] / 10, kind
-            assert found["accuracy"] > ddp["accuracy"] - 0.02, kind
+            result = results[kind]
+            assert 0 < result["sent"] < ddp["sent"] / 10, kind
+            assert result["accuracy"] > ddp["accuracy"] - 0.02, kind
 
 
 # --- how gradients, buffers and optimizers are treated
 
 
-def look_inside() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def inspect_local_sgd() -> dict[str, Any]:
+    state: dict[str, Any] = {}
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-    accelerator, model, optimizer = prepared(gradient_accumulation_plugin=plugin)
+    accelerator, model, optimizer = prepare_net(gradient_accumulation_plugin=plugin)
     rank = accelerator.process_index
     user_own = accelerator.unwrap_model(model)
     gradients, counts = [], []
@@ -202,33 +204,33 @@ def look_inside() -> dict[str, Any]:
         model.frozen.weight.data.fill_(rank)
         for step in range(6):
             with accelerator.accumulate(model):
-                accelerator.backward(model(batch(rank, step)).square().mean())
+                accelerator.backward(model(make_batch(rank, step)).square().mean())
                 gradients.append(model.first.weight.grad.clone())
                 optimizer.step()
                 optimizer.zero_grad()
             local.step()
             counts.append(local.num_steps)
-        apart = numbers(model)
+        apart = flatten_state(model)
         moments = [v.clone() for row in optimizer.state.values() for v in row.values()]
-    found["gradients"], found["counts"] = torch.stack(gradients), counts
-    found["apart"], found["together"] = apart, numbers(model)
-    found["moments apart"] = torch.cat([v.reshape(-1) for v in moments])
-    found["moments"] = torch.cat([v.reshape(-1) for row in optimizer.state.values() for v in row.values()])
-    found["cache"], found["frozen"] = model.cache.item(), model.frozen.weight.mean().item()
+    state["gradients"], state["counts"] = torch.stack(gradients), counts
+    state["apart"], state["together"] = apart, flatten_state(model)
+    state["moments apart"] = torch.cat([v.reshape(-1) for v in moments])
+    state["moments"] = torch.cat([v.reshape(-1) for row in optimizer.state.values() for v in row.values()])
+    state["cache"], state["frozen"] = model.cache.item(), model.frozen.weight.mean().item()
     # After the block gradients are averaged again, and the copies stay one.
     model.frozen.weight.data.zero_()
     for step in range(4):
         with accelerator.accumulate(model):
-            accelerator.backward(model(batch(rank, step)).square().mean())
+            accelerator.backward(model(make_batch(rank, step)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    found["after"] = numbers(model)[: model.first.weight.numel()]
-    return found
+    state["after"] = flatten_state(model)[: model.first.weight.numel()]
+    return state
 
 
 def test_gradients_stay_local_and_only_what_trains_is_sent(ranks: RankServer) -> None:
     """The user's own object may be given. Steps are counted, not micro-batches: 6 of these are 3 of those."""
-    first, second = ranks(2, look_inside)
+    first, second = ranks(2, inspect_local_sgd)
     for index in range(6):
         assert not torch.equal(first["gradients"][index], second["gradients"][index])
     assert first["counts"] == second["counts"] == [0, 1, 1, 2, 2, 3]
@@ -239,36 +241,36 @@ def test_gradients_stay_local_and_only_what_trains_is_sent(ranks: RankServer) ->
     assert trained.sum() == 16, "all the same but the 16 frozen weights that this test has changed"
     mean = (first["moments apart"] + second["moments apart"]) / 2
     assert not torch.equal(first["moments apart"], second["moments apart"])
-    for found in (first, second):
-        torch.testing.assert_close(found["moments"], mean)
+    for state in (first, second):
+        torch.testing.assert_close(state["moments"], mean)
     assert torch.equal(first["after"], second["after"])
 
 
 def weigh_inside() -> str:
-    accelerator, model, _ = prepared()
+    accelerator, model, _ = prepare_net()
     with LocalSGD(accelerator, model, local_sgd_steps=2), pytest.raises(PrepareError) as raised:
-        accelerator.backward(model(batch(0, 0)).square().mean(), num_items=3)
-    accelerator.backward(model(batch(0, 0)).square().mean(), num_items=3)
+        accelerator.backward(model(make_batch(0, 0)).square().mean(), num_items=3)
+    accelerator.backward(model(make_batch(0, 0)).square().mean(), num_items=3)
     return str(raised.value)
 
 
 def test_items_of_all_processes_are_refused_inside(ranks: RankServer) -> None:
-    assert all("while the processes train apart" in text for text in ranks(2, weigh_inside))
+    assert all("during local training" in text for text in ranks(2, weigh_inside))
 
 
 def leave_early(kind: str, breaks: bool) -> tuple[torch.Tensor, int, float]:
     """Rank 0 takes 5 steps, rank 1 leaves after 3 and takes part in the rounds that follow."""
-    accelerator, model, optimizer = prepared("SGD")
+    accelerator, model, optimizer = prepare_net("SGD")
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9))
     local = LocalSGD(accelerator, model, 2) if kind == "local" else DiLoCo(accelerator, model, 2)
     with local:
         for step in range(5 if accelerator.process_index == 0 or breaks else 3):
-            take(accelerator, model, optimizer, step)
+            take_step(accelerator, model, optimizer, step)
             scheduler.step()
             local.step()
             if accelerator.process_index == 1 and breaks and step == 2:
                 break
-    return numbers(model), local.num_steps, optimizer.param_groups[0]["lr"]
+    return flatten_state(model), local.num_steps, optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(("kind", "breaks"), [("local", True), ("diloco", False)])
@@ -280,18 +282,18 @@ def test_who_leaves_early_takes_part_until_all_have_left(ranks: RankServer, kind
 
 
 def raise_inside(everywhere: bool) -> tuple[str, bool]:
-    accelerator, model, optimizer = prepared()
+    accelerator, model, optimizer = prepare_net()
     local = LocalSGD(accelerator, model, 10)
     caught = ""
     try:
         with local:
-            take(accelerator, model, optimizer, 0)
+            take_step(accelerator, model, optimizer, 0)
             local.step()
             raise KeyError("no such column")
     except KeyError as error:
         caught = str(error)
     both = accelerator.gather(model.first.weight.detach()[None])
-    take(accelerator, model, optimizer, 1)  # gradients are averaged again
+    take_step(accelerator, model, optimizer, 1)  # gradients are averaged again
     gradients = accelerator.gather(model.first.bias.detach()[None])
     return caught, bool(torch.equal(*both)) or not bool(torch.isfinite(gradients).all())
 
@@ -302,13 +304,13 @@ def test_after_an_error_nobody_is_waited_for(ranks: RankServer) -> None:
 
 def scale_apart() -> tuple[list[float], float]:
     """fp16: one process has an overflow, so that loss scales and skipped steps differ inside the block."""
-    accelerator, model, optimizer = prepared("SGD", mixed_precision="fp16")
+    accelerator, model, optimizer = prepare_net("SGD", mixed_precision="fp16")
     scaler = accelerator.scaler
     assert scaler is not None
     inside: list[float] = []
     with LocalSGD(accelerator, model, 2) as local:
         for step in range(3):
-            loss = model(batch(0, step)).square().mean()
+            loss = model(make_batch(0, step)).square().mean()
             bad = step == 1 and accelerator.process_index == 1
             accelerator.backward(loss * (float("inf") if bad else 1.0))
             optimizer.step()
@@ -349,14 +351,14 @@ def resume(kind: str, folder: str, cut: int, steps: int) -> tuple[torch.Tensor, 
     """A whole run, and one that saves after ``cut`` steps and goes on in fresh objects."""
 
     def start() -> tuple[Accelerator, Net, Any, Any]:
-        accelerator, model, optimizer = prepared()
+        accelerator, model, optimizer = prepare_net()
         local = LocalSGD(accelerator, model, 3) if kind == "local" else DiLoCo(accelerator, model, 3)
         accelerator.register_for_checkpointing(local)
         return accelerator, model, optimizer, local
 
     def go(first: int, last: int, accelerator: Accelerator, model: Net, optimizer: Any, local: Any) -> None:
         for step in range(first, last):
-            take(accelerator, model, optimizer, step)
+            take_step(accelerator, model, optimizer, step)
             local.step()
 
     whole = start()
@@ -373,7 +375,7 @@ def resume(kind: str, folder: str, cut: int, steps: int) -> tuple[torch.Tensor, 
     fresh[0].load_state(folder)
     with fresh[-1]:
         go(cut, steps, *fresh)
-    return numbers(whole[1]), numbers(fresh[1]), fresh[-1].num_steps
+    return flatten_state(whole[1]), flatten_state(fresh[1]), fresh[-1].num_steps
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("local", 4), ("diloco", 4), ("diloco", 3)])
@@ -386,7 +388,7 @@ def test_resume_is_exact_between_and_within_rounds(
 
 
 def load_and_end(folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    accelerator, model, _ = prepared()
+    accelerator, model, _ = prepare_net()
     local = DiLoCo(accelerator, model, 3)
     accelerator.register_for_checkpointing(local)
     accelerator.load_state(folder)
@@ -396,26 +398,28 @@ def load_and_end(folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def test_on_another_number_of_processes_the_copies_are_averaged(ranks: RankServer, tmp_path: Path) -> None:
     ranks(2, resume, "diloco", str(tmp_path / "saved"), 4, 5)
-    found, copies = load_and_end(str(tmp_path / "saved"))
+    weights, copies = load_and_end(str(tmp_path / "saved"))
     assert len(copies) == 2
     assert not torch.equal(*copies)
-    torch.testing.assert_close(found, torch.stack(copies).mean(0))
+    torch.testing.assert_close(weights, torch.stack(copies).mean(0))
 
 
 # --- one process
 
 
 def test_alone_local_sgd_does_nothing_and_diloco_follows_its_outer_optimizer() -> None:
-    accelerator, model, optimizer = prepared()
+    accelerator, model, optimizer = prepare_net()
     with LocalSGD(accelerator, model, 1) as local:
-        take(accelerator, model, optimizer, 0)
+        take_step(accelerator, model, optimizer, 0)
         local.step()
     assert (local.enabled, local.num_steps) == (False, 0)
-    torch.testing.assert_close(train("diloco", 7, 3), alone(1, 7, 3, (0.7, 0.9))[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        train("diloco", 7, 3), train_by_hand(1, 7, 3, (0.7, 0.9))[0], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_disabled_it_does_nothing() -> None:
-    accelerator, model, _ = prepared()
+    accelerator, model, _ = prepare_net()
     before = model.first.weight.clone()
     with DiLoCo(accelerator, model, 1, outer_lr=5.0, enabled=False) as local:
         local.step()
@@ -425,7 +429,7 @@ def test_disabled_it_does_nothing() -> None:
 
 
 def test_wrong_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, model, _ = prepared()
+    accelerator, model, _ = prepare_net()
     with pytest.raises(SettingError, match="local_sgd_steps is 0"):
         LocalSGD(accelerator, model, 0)
     with pytest.raises(SettingError, match="inner_steps is 2"):
@@ -441,20 +445,20 @@ def test_wrong_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         local.step()
     with local, pytest.raises(PrepareError, match="entered already"):
         local.__enter__()
-    monkeypatch.setattr(Single, "replicates", False)
+    monkeypatch.setattr(Single, "replicates_model", False)
     with pytest.raises(NotImplementedError, match="does not work with the strategy"):
         DiLoCo(accelerator, model, 1)
     DiLoCo(accelerator, model, 1, enabled=False)
 
 
 def test_a_parameter_that_begins_to_train_joins_at_the_next_round() -> None:
-    accelerator, model, optimizer = prepared("SGD")
+    accelerator, model, optimizer = prepare_net("SGD")
     local = DiLoCo(accelerator, model, 1)
     with local:
-        take(accelerator, model, optimizer, 0)
+        take_step(accelerator, model, optimizer, 0)
         local.step()
         model.frozen.requires_grad_(True)
         for step in (1, 2):
-            take(accelerator, model, optimizer, step)
+            take_step(accelerator, model, optimizer, step)
             local.step()
     assert "frozen.weight" in local.state_dict()["anchor"]

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate.core.packages import installed
+from accelerate.core.packages import is_installed
 from tests.support.ranks import RankServer, same_on_all
 
 # Not by importing them: ranks import this file too, and some must not have the engine.
 pytestmark = pytest.mark.skipif(
-    not (installed("megatron.core") and installed("transformers")), reason="megatron-core is not installed"
+    not (is_installed("megatron.core") and is_installed("transformers")),
+    reason="megatron-core is not installed",
 )
 
 ROWS, LENGTH, WORDS = 4, 12, 67
@@ -126,7 +127,7 @@ def prepared(accelerator: Any, kind: str, batches: int) -> tuple[Any, Any, Any, 
                 parameter.zero_()
     optimizer = optimizer_of(model)
     scheduler = schedule(optimizer)
-    loader = DataLoader(samples(batches), batch_size=ROWS // accelerator.strategy.share.count)  # type: ignore[arg-type]
+    loader = DataLoader(samples(batches), batch_size=ROWS // accelerator.strategy.data_shard.count)  # type: ignore[arg-type]
     return accelerator.prepare(model, optimizer, loader, scheduler)
 
 
@@ -214,7 +215,7 @@ def plain_numbers() -> dict[str, Any]:
 
 def some(accelerator: Any, first: int, last: int) -> list[Any]:
     """Batches of all copies of the model, from one to another."""
-    rows, copies = samples(last), accelerator.strategy.share
+    rows, copies = samples(last), accelerator.strategy.data_shard
     loader = DataLoader(rows[first * ROWS :], batch_size=ROWS)  # type: ignore[arg-type]
     return [{k: v.chunk(copies.count)[copies.index] for k, v in batch.items()} for batch in loader]
 
@@ -518,8 +519,8 @@ def absent() -> str:
     from accelerate.core import packages
     from accelerate.core.errors import MissingExtraError
 
-    installed = packages.installed
-    packages.installed = lambda module: module != "megatron.core" and installed(module)
+    installed = packages.is_installed
+    packages.is_installed = lambda module: module != "megatron.core" and installed(module)
     assert "megatron.core" not in sys.modules
     with pytest.raises(MissingExtraError) as caught:
         Accelerator(cpu=True)

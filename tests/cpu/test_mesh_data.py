@@ -69,7 +69,7 @@ def read(shards: int) -> dict[str, Any]:
     from accelerate.utils import set_seed
 
     accelerator = made(shards=shards)
-    found: dict[str, Any] = {"share": accelerator.strategy.share.index}
+    found: dict[str, Any] = {"share": accelerator.strategy.data_shard.index}
     loaders = {
         "ordered": lambda: DataLoader(Noisy(), batch_size=3),
         "shuffled": lambda: DataLoader(Noisy(), batch_size=3, shuffle=True),
@@ -159,7 +159,7 @@ def test_samples_and_steps_count_once(ranks: RankServer) -> None:
 
 def weighted() -> dict[str, Any]:
     accelerator = made(shards=2, gradient_accumulation_steps=2)
-    part = accelerator.strategy.share.index
+    part = accelerator.strategy.data_shard.index
     model = net().eval()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     data, norm = torch.arange(24.0).reshape(6, 4) / 24, 0.0
@@ -237,7 +237,7 @@ def refused(call: Any) -> str:
 
 
 def misled() -> dict[str, str]:
-    """What would make processes that share layers read different data."""
+    """Prepare data that would differ between the ranks of a tensor-parallel group."""
     from torch.utils.data import DistributedSampler
 
     accelerator = made()

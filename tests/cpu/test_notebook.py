@@ -246,7 +246,7 @@ def test_what_cannot_be_sent_runs_in_copies_of_the_kernel(cells: dict[str, Cell]
 def test_an_exception_of_a_copy_is_raised_in_the_cell(cells: dict[str, Cell]) -> None:
     assert cells["copies_fail"].error == "FunctionError"
     assert cells["copies_fail"].text.endswith("KeyError: 1")
-    assert "forked.py" not in cells["copies_fail"].text
+    assert "fork.py" not in cells["copies_fail"].text
 
 
 def test_another_port_is_taken_when_one_is_in_use(cells: dict[str, Cell]) -> None:

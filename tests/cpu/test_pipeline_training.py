@@ -36,7 +36,7 @@ def trained(window: int, sizes: dict[str, int], options: dict[str, Any]) -> tupl
     accelerator = made(window, sizes, **options)
     model = parity.decoder()
     optimizer = parity.adamw(model)
-    rows = parity.ROWS // accelerator.strategy.share.count
+    rows = parity.ROWS // accelerator.strategy.data_shard.count
     model, optimizer, loader = accelerator.prepare(model, optimizer, parity.loader(rows))
     losses, norms = [], []
     for batch in loader:

@@ -1,4 +1,4 @@
-"""What ``accelerate plan`` says each rank holds, against the memory of two processes."""
+"""The memory of a rank by ``accelerate plan``, compared with that of two processes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ def model_of() -> Any:
 
 def said(**options: Any) -> Any:
     """The bill of that way."""
-    from accelerate.offload.estimate.bill import Training, facts_of, training
-    from accelerate.offload.estimate.trace import kept
+    from accelerate.offload.estimate.activation_trace import trace_saved
+    from accelerate.offload.estimate.memory_estimate import TrainingSetup, estimate_training, measure_model
 
-    how = Training(batch=BATCH, length=LENGTH, attention="eager", num_processes=2, **options)
+    how = TrainingSetup(batch=BATCH, length=LENGTH, attention="eager", num_processes=2, **options)
     with torch.device("meta"):
         model = model_of()
-    return training(facts_of(model, "llama"), how, kept(model, BATCH, LENGTH, attention="eager"))
+    return estimate_training(
+        measure_model(model, "llama"), how, trace_saved(model, BATCH, LENGTH, attention="eager")
+    )
 
 
 def held() -> int:

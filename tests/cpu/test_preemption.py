@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.launch.ranks import SAME
+from accelerate.launch.supervisor import REPEAT_SECONDS
 from tests.support.command import Finished, Running, start
 from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration, set_seed
-from accelerate.world import stop as stops
+from accelerate.world import preemption as stops
 
 folder, mode, place, log = sys.argv[1:]
 accelerator = Accelerator(
@@ -108,7 +108,7 @@ def train_to_the_end(ranks: RankServer, size: int, folder: Path, mode: str) -> N
 
 
 def logs(size: int, folder: Path) -> list[list[str]]:
-    """What each rank wrote: a line per micro-batch."""
+    """Return what each rank wrote: a line per micro-batch."""
     return [(folder / f"log_{rank}").read_text().splitlines() for rank in range(size)]
 
 
@@ -124,7 +124,7 @@ def pids(running: Running, size: int) -> list[int]:
 def undisturbed(
     ranks: RankServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], list[list[str]]]:
-    """What the ranks write in a run that nobody stops, by their number."""
+    """Return what the ranks write in a run without a signal, by world size."""
     known: dict[int, list[list[str]]] = {}
 
     def run(size: int) -> list[list[str]]:
@@ -192,7 +192,7 @@ STUCK = """
 import ctypes, os, sys, threading, time
 import torch
 from accelerate import Accelerator
-from accelerate.world import stop as stops
+from accelerate.world import preemption as stops
 accelerator = Accelerator()
 accelerator.should_stop
 def tell():
@@ -222,7 +222,7 @@ def test_a_second_signal_ends_a_job_that_does_not_come_to_a_boundary() -> None:
     running.signal(signal.SIGTERM)
     running.wait_for("heard 0", LONG)
     running.wait_for("heard 1", LONG)
-    time.sleep(SAME + 0.1)  # before that another one counts as the same
+    time.sleep(REPEAT_SECONDS + 0.1)  # before that another one counts as the same
     running.signal(signal.SIGTERM)
     result = running.wait(LONG)
     assert result.returncode == 143, result.output
@@ -299,13 +299,13 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting_for_agreement() -> 
         """
         import time
         from accelerate import Accelerator
-        from accelerate.world import together
+        from accelerate.world import watchdog
         accelerator = Accelerator()
         if accelerator.process_index == 0:
             accelerator.should_stop
         print("ready", accelerator.process_index)
         if accelerator.process_index == 1:
-            while not together.current().board.has("stop/0"):
+            while not watchdog.current().store.has("stop/0"):
                 time.sleep(0.01)
             raise ValueError("a bad batch")
         while not accelerator.should_stop:
@@ -358,16 +358,16 @@ def test_ranks_that_do_not_ask_equally_often_are_told(ranks: RankServer) -> None
 def one_ends_early() -> int:
     """Rank 1 has nothing left to do when the signal comes; rank 0 goes on alone."""
     from accelerate import Accelerator
-    from accelerate.world import together
+    from accelerate.world import watchdog
 
     accelerator = Accelerator()
     assert not accelerator.should_stop
     if accelerator.process_index == 1:
         accelerator.end_training()
         return 0
-    watch = together.current()
+    watch = watchdog.current()
     assert watch is not None
-    assert watch.board.wait(["ended/1"], 30)
+    assert watch.store.wait(["ended/1"], 30)
     os.kill(os.getpid(), signal.SIGTERM)
     asked = 0
     while not accelerator.should_stop:
@@ -440,7 +440,7 @@ def in_a_thread() -> str:
 def test_only_the_main_thread_catches_signals(ranks: RankServer) -> None:
     first, second = ranks(2, in_a_thread)
     assert first == ""
-    assert second.startswith("signals are not heard by this process")
+    assert second.startswith("signals are not caught in this process")
 
 
 def test_torchruns_ranks_stop_together_too() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from accelerate.strategy.parallelism.context_ring import WHERE
+from accelerate.strategy.parallelism.context.ring_attention import TORCH_MODULE
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sequences import (
     IGNORED,
@@ -209,9 +209,9 @@ def compared(size: str, name: str, stages: int = 1) -> dict[str, float]:
     score(whole, order).backward()
     model = accelerator.prepare(make())
     dimension = accelerator.strategy.dimensions[-1]
-    part = dimension.own_part(batch)
+    part = dimension.slice_batch(batch)
     mine = output_of(model, {key: value for key, value in part.items() if key in batch})
-    place = dimension.cutter.part(torch.arange(dimension.size * mine.shape[1]).expand(4, -1), 1)
+    place = dimension.sharder.local_shard(torch.arange(dimension.size * mine.shape[1]).expand(4, -1), 1)
     real = (place < order.shape[1]).nonzero()[:, 1].unique()
     loss = score(mine[:, real], place[:, real])
     accelerator.backward(loss * dimension.size)
@@ -280,14 +280,14 @@ def blocks(size: str) -> list[Any]:
     tokens, kept, same = batch["input_ids"], torch.arange(16).expand(4, 16), batch["input_ids"].clone()
     wanted = alone(same).logits
     seen: list[Any] = []
-    exchange = accelerator.strategy.dimensions[0].exchange
+    exchange = accelerator.strategy.dimensions[0].attention
     with torch.no_grad():
         # Not cut: whole sequences, computed by each process for itself.
         seen.append(torch.allclose(model(tokens).logits, wanted, atol=1e-5) and not exchange.calls)
         with accelerator.maybe_context_parallel([tokens, kept], [1, 1], {kept}):
             mine = model(input_ids=tokens, position_ids=kept).logits
             seen.append((tuple(tokens.shape), exchange.calls))
-            seen.append(torch.allclose(accelerator.strategy.joined(mine), wanted, atol=1e-5))
+            seen.append(torch.allclose(accelerator.strategy.merge_model_parallel(mine), wanted, atol=1e-5))
             # Cut once: in a block of a block, and by name afterwards.
             with accelerator.maybe_context_parallel(buffers=[kept], buffer_seq_dims=[1]):
                 seen.append(tuple(kept.shape))
@@ -531,17 +531,17 @@ def refused(size: str) -> dict[str, str]:
         "copy in evaluation": lambda: run(
             llama().eval(), change=lambda part: {"input_ids": part["input_ids"] + 0}
         ),
-        "length": lambda: own_part({"input_ids": torch.ones(2, 7)}),
+        "length": lambda: slice_batch({"input_ids": torch.ones(2, 7)}),
         "buffers": lambda: accelerator.maybe_context_parallel([torch.ones(2, 8)], []).__enter__(),
         "counts": lambda: accelerator.mean_loss([1.0, 2.0], [3]),
-        "rows": lambda: accelerator.strategy.joined(torch.tensor([accelerator.process_index])),
+        "rows": lambda: accelerator.strategy.merge_model_parallel(torch.tensor([accelerator.process_index])),
     }
 
-    def own_part(whole: Any) -> Any:
-        return accelerator.strategy.own_part(whole)
+    def slice_batch(whole: Any) -> Any:
+        return accelerator.strategy.slice_batch(whole)
 
     def run(model: Any, *names: str, change: Callable[[Any], Any] = lambda part: part) -> Any:
-        part = change(own_part(batch))
+        part = change(slice_batch(batch))
         return accelerator.prepare(model)(**{name: part[name] for name in names or part})
 
     return {name: said(use) for name, use in uses.items()}
@@ -618,7 +618,7 @@ def around() -> tuple[dict[str, dict[str, float]], dict[str, str], dict[str, Any
     MODELS.update(AROUND | NEITHER)
     right = {name: compared("ring", name) for name in AROUND}
     wrong = {name: said(lambda n=name: compared("ring", n)) for name in NEITHER}
-    options = vars(import_module(WHERE)._cp_options)
+    options = vars(import_module(TORCH_MODULE)._cp_options)
     return right, wrong, {name: str(value) for name, value in options.items()}
 
 
@@ -658,7 +658,7 @@ def staged(size: str) -> list[str]:
     def between() -> None:
         accelerator = opened(size, 2)
         model = accelerator.prepare(Between())
-        model(**accelerator.strategy.own_part(places()))
+        model(**accelerator.strategy.slice_batch(places()))
 
     def by_hand() -> None:
         accelerator = opened(size, 2)
@@ -695,7 +695,7 @@ def whole_in_stages(size: str) -> list[bool]:
         found = [torch.allclose(model(tokens).logits, wanted, atol=1e-5)]
         with accelerator.maybe_context_parallel([tokens], [1]):
             mine = model(input_ids=tokens).logits
-            found.append(torch.allclose(accelerator.strategy.joined(mine), wanted, atol=1e-5))
+            found.append(torch.allclose(accelerator.strategy.merge_model_parallel(mine), wanted, atol=1e-5))
     return found
 
 

@@ -44,7 +44,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(hidden) * self.scale).square().mean()
 
 
-def prepared(kind: str, seed: int, **options: Any) -> tuple[Any, ...]:
+def prepare_run(kind: str, seed: int, **options: Any) -> tuple[Any, ...]:
     """(accelerator, model, optimizer, scheduler) of a run that every process takes with the same data."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -76,7 +76,7 @@ def part(
     kind: str, first: int, load: str = "", save: str = "", sharded: bool | None = None, steps: int = 3
 ) -> tuple[list[float], tuple[str, ...]]:
     """Losses of a part of a run, and what the load noted."""
-    run = prepared(kind, 0 if not load else 1)
+    run = prepare_run(kind, 0 if not load else 1)
     notes = run[0].load_state(load).notes if load else ()
     assert run[1].head.weight is run[1].embed.weight
     losses = [step(run, number) for number in range(first, first + steps)]
@@ -90,7 +90,7 @@ def whole() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ranks: RankServer) -> list[float]:
+def uninterrupted_losses(ranks: RankServer) -> list[float]:
     return ranks(1, whole)[0]
 
 
@@ -106,19 +106,21 @@ def undisturbed(ranks: RankServer) -> list[float]:
     ids=str,
 )
 def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
-    ranks: RankServer, undisturbed: list[float], tmp_path: Path, first: Any, second: Any, third: Any
+    ranks: RankServer, uninterrupted_losses: list[float], tmp_path: Path, first: Any, second: Any, third: Any
 ) -> None:
     """Also D6: the weights are tied before and after."""
     losses: list[float] = []
     for number, (kind, size, sharded) in enumerate((first, second, third)):
         load, save = (str(tmp_path / f"c{n}") for n in (number - 1, number))
         got = ranks(size, part, kind, 3 * number, load if number else "", save, sharded)
-        found = same_on_all([values for values, _ in got])
+        values_of_ranks = same_on_all([values for values, _ in got])
         if 3 in (first[1], second[1], third[1]):  # a third of three times a number is not always that number
-            assert found == pytest.approx(undisturbed[3 * number : 3 * number + 3], rel=1e-5)
+            assert values_of_ranks == pytest.approx(
+                uninterrupted_losses[3 * number : 3 * number + 3], rel=1e-5
+            )
         else:
-            assert found == undisturbed[3 * number : 3 * number + 3]
-        losses += found
+            assert values_of_ranks == uninterrupted_losses[3 * number : 3 * number + 3]
+        losses += values_of_ranks
         in_parts = (tmp_path / f"c{number}" / MODEL / ".metadata").is_file()
         assert in_parts is (sharded if sharded is not None else kind == "fsdp")
         assert (tmp_path / f"c{number}" / "optimizer.bin").is_file() is not in_parts
@@ -152,14 +154,14 @@ def two_models(folder: str, seed: int, kind: str, load: bool, **options: Any) ->
                 optimizer.zero_grad()
         accelerator.save_state(folder, sharded=True, **options)
         accelerator.wait_for_checkpoint()
-    found = [[whole_of(p) for p in model.parameters()] for model in models]
+    weights = [[whole_of(p) for p in model.parameters()] for model in models]
     states = [o.optimizer.state_dict() for o in optimizers]
     moments = [
         [(key, name, whole_of(s[name])) for key, s in sorted(state["state"].items()) for name in sorted(s)]
         for state in states
     ]
     options_ = [[group["lr"] for group in state["param_groups"]] for state in states]
-    return [found, moments, options_], sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))
+    return [weights, moments, options_], sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*"))
 
 
 def whole_of(tensor: Any) -> Any:
@@ -179,9 +181,9 @@ def test_two_models_and_two_optimizers_come_back(
     for number, (kind, size) in enumerate(others):
         loaded, _ = same_on_all(ranks_of(ranks, size, folder, number + 1, kind, True, {}))
         assert loaded == saved
-    from accelerate.checkpoint.sharded import tensors_of
+    from accelerate.checkpoint.shard_reader import lazy_tensors
 
-    assert set(tensors_of(tmp_path / "c" / "pytorch_model_fsdp_1")) == {
+    assert set(lazy_tensors(tmp_path / "c" / "pytorch_model_fsdp_1")) == {
         "0.weight", "0.bias", "1.weight", "1.bias",
     }  # fmt: skip
 
@@ -204,7 +206,7 @@ def try_load(folder: str) -> tuple[str, bool]:
     """(what a load says, whether anything changed)."""
     from accelerate.core.errors import CheckpointError
 
-    accelerator, model, _, _ = prepared("fsdp", 5)
+    accelerator, model, _, _ = prepare_run("fsdp", 5)
     before = whole_of(model.embed.weight)
     try:
         accelerator.load_state(folder)
@@ -230,8 +232,8 @@ def test_damage_is_named_on_all_ranks_and_changes_nothing(ranks: RankServer, tmp
 
 
 def loads_in_place(folder: str) -> bool:
-    """Whether parameters and their moments stay where they are in memory, and have the saved values."""
-    run = prepared("fsdp", 0)
+    """Check that parameters and their moments stay where they are in memory, and have the saved values."""
+    run = prepare_run("fsdp", 0)
     step(run, 0)
     run[0].save_state(folder)
 
@@ -256,7 +258,7 @@ def test_what_is_there_is_read_into(ranks: RankServer, tmp_path: Path) -> None:
 def save_on_one(folder: str) -> str:
     from accelerate.core.errors import CheckpointError
 
-    accelerator = prepared("fsdp", 0)[0]
+    accelerator = prepare_run("fsdp", 0)[0]
     if accelerator.process_index == 0:
         try:
             accelerator.save_state(folder)
@@ -282,7 +284,7 @@ def save_and_die(folder: str, victim: int, after: int) -> None:
     """Rank ``victim`` is killed in the middle of writing its parts."""
     from accelerate.checkpoint import pickles
 
-    run = prepared("fsdp", 0)
+    run = prepare_run("fsdp", 0)
     step(run, 0)
     written = 0
     write = pickles.write
@@ -319,7 +321,7 @@ def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
 def by_functions(folder: str, kind: str, load: bool, itself: bool) -> list[float]:
     from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
-    run = prepared("fsdp", 1 if load else 0, state_dict_type=kind)
+    run = prepare_run("fsdp", 1 if load else 0, state_dict_type=kind)
     accelerator, model, optimizer, _ = run
     plugin = accelerator.state.fsdp_plugin
     if load:

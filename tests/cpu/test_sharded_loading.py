@@ -19,7 +19,7 @@ LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 STEPS = 2
 
 
-class Waving(Tiny):
+class TinyWithBuffer(Tiny):
     """With a buffer that no file holds."""
 
     def __init__(self) -> None:
@@ -31,12 +31,14 @@ class Waving(Tiny):
         return super().forward(words) * self.get_buffer("waves").mean()
 
 
-def waving() -> Waving:
+def make_tiny_with_buffer() -> TinyWithBuffer:
     torch.manual_seed(0)
-    return Waving()
+    return TinyWithBuffer()
 
 
-def trained(model: Any, optimizer: Any, rank: int, size: int, backward: Callable[[Any], None]) -> list[float]:
+def train_steps(
+    model: Any, optimizer: Any, rank: int, size: int, backward: Callable[[Any], None]
+) -> list[float]:
     losses = []
     for words in batches(STEPS):
         loss = loss_of(model, share(words, rank, size))
@@ -47,7 +49,7 @@ def trained(model: Any, optimizer: Any, rank: int, size: int, backward: Callable
     return losses
 
 
-def once(how: str, file: str) -> Any:
+def load_and_train(how: str, file: str) -> Any:
     """(losses of this rank, weights, shapes of the tensors that were sent, whether ties hold)."""
     from accelerate import (
         Accelerator,
@@ -61,7 +63,7 @@ def once(how: str, file: str) -> Any:
     accelerator = Accelerator(fsdp_plugin=plugin)
     rank = accelerator.process_index
     with init_empty_weights():
-        model: Any = Waving()
+        model: Any = TinyWithBuffer()
     model.frozen.requires_grad_(False)
     if how == "ignored":
         plugin.ignored_modules = [model.frozen]
@@ -74,14 +76,14 @@ def once(how: str, file: str) -> Any:
         model.head.weight = model.embed.weight
     optimizer: Any = adamw(model)
     sent: list[tuple[int, ...]] = []
-    spread = shard.spread
+    broadcast = shard.broadcast_over_mesh
 
-    def noted(tensor: torch.Tensor, mesh: Any) -> None:
+    def record_and_broadcast(tensor: torch.Tensor, mesh: Any) -> None:
         sent.append(tuple(tensor.shape))
-        spread(tensor, mesh)
+        broadcast(tensor, mesh)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "spread", noted)
+        patch.setattr(shard, "broadcast_over_mesh", record_and_broadcast)
         if how == "optimizer later":
             model = accelerator.prepare(model)
             optimizer = accelerator.prepare(optimizer)
@@ -89,7 +91,7 @@ def once(how: str, file: str) -> Any:
             model, optimizer = accelerator.prepare(model, optimizer)
     if how == "after":
         load_checkpoint_in_model(model, file)
-    losses = trained(model, optimizer, rank, accelerator.num_processes, accelerator.backward)
+    losses = train_steps(model, optimizer, rank, accelerator.num_processes, accelerator.backward)
     values = whole(model) | {"waves": model.waves, "scale": model.scale}
     tied = model.head.weight is model.embed.weight
     accelerator.free_memory()
@@ -101,18 +103,18 @@ BUFFERS = [(3,), (8,)]
 
 
 def ways(file: str) -> dict[str, Any]:
-    return {how: once(how, file) for how in WAYS}
+    return {how: load_and_train(how, file) for how in WAYS}
 
 
 def test_what_all_have_mapped_is_not_sent(tmp_path: Path, ranks: RankServer) -> None:
     """D6: ties, frozen layers and buffers hold; what one rank has changed comes from rank 0 as ever."""
     file = tmp_path / "model.safetensors"
-    model = waving()
+    model = make_tiny_with_buffer()
     state = model.state_dict()
     del state["head.weight"]
     save_file(state, file)
     both = ranks(2, ways, str(file))
-    losses = trained(model, adamw(model), 0, 1, lambda loss: loss.backward())
+    losses = train_steps(model, adamw(model), 0, 1, lambda loss: loss.backward())
     expected = whole(model) | {"waves": model.waves, "scale": model.scale}
     for how in WAYS:
         first, second = both[0][how], both[1][how]
@@ -169,12 +171,12 @@ def test_half_precision_files_become_float32_where_they_train(
 # --- what is refused
 
 
-def unfilled(case: str, file: str) -> None:
+def load_uninitialized(case: str, file: str) -> None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
     with torch.device("meta"):
-        model: Any = Waving() if case == "buffer" else Tiny()
+        model: Any = TinyWithBuffer() if case == "buffer" else Tiny()
     model = accelerator.prepare(model)
     if case == "partly":
         load_checkpoint_in_model(model, file, allow_missing=True)
@@ -201,7 +203,7 @@ def test_nobody_computes_with_weights_that_nobody_loaded(
         del state[name]
     save_file(state, file)
     with pytest.raises(RanksError) as caught:
-        ranks(2, unfilled, case, str(file))
+        ranks(2, load_uninitialized, case, str(file))
     assert set(caught.value.kinds()) <= {"PrepareError", ""}
     assert words in str(caught.value)
 
@@ -219,18 +221,18 @@ def saved_empty(file: str, folder: str) -> dict[str, str]:
         "model": lambda: accelerator.save_model(model, folder),
         "state": lambda: accelerator.get_state_dict(model),
     }
-    found = {}
+    results = {}
     load_checkpoint_in_model(model, file, allow_missing=True)
     for name, call in calls.items():
         with pytest.raises(ValueError, match="no values") as caught:
             call()
-        found[name] = str(caught.value)
+        results[name] = str(caught.value)
     accelerator.wait_for_everyone()
-    found["there"] = str(sorted(path.name for path in Path(folder).rglob("*")))
+    results["there"] = str(sorted(path.name for path in Path(folder).rglob("*")))
     with torch.no_grad():
         model.layers[1].down.weight.fill_(1.0)
     accelerator.save_state(f"{folder}-filled")
-    return found
+    return results
 
 
 def test_a_model_that_nobody_filled_is_not_saved(tmp_path: Path, ranks: RankServer) -> None:
@@ -242,9 +244,9 @@ def test_a_model_that_nobody_filled_is_not_saved(tmp_path: Path, ranks: RankServ
     folder = tmp_path / "before"
     folder.mkdir()
     (folder / "mine").touch()
-    found = same_on_all(ranks(2, saved_empty, str(tmp_path / "model.safetensors"), str(folder)))
-    assert found.pop("there") == "['mine']"
-    for name, words in found.items():
+    results = same_on_all(ranks(2, saved_empty, str(tmp_path / "model.safetensors"), str(folder)))
+    assert results.pop("there") == "['mine']"
+    for name, words in results.items():
         assert "there are no values in layers.1.down.weight\n" in words, name
 
 
@@ -287,7 +289,7 @@ class Peak:
         self.most = max(self.most, anonymous())
 
     @property
-    def grown(self) -> int:
+    def growth(self) -> int:
         return self.most - self.before
 
 
@@ -305,7 +307,7 @@ def peaks(folder: str) -> dict[str, tuple[int, int]]:
     options["mixed_precision_policy"] = "bf16"
     casting = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options))
     accelerator.prepare(nn.Sequential(nn.Linear(2, 2)))  # torch's own modules and pools
-    found: dict[str, tuple[int, int]] = {}
+    peaks_by_way: dict[str, tuple[int, int]] = {}
     for how in ("before", "after", "cast"):
         file = Path(folder, "half" if how == "cast" else "full")
         with init_empty_weights():
@@ -317,12 +319,12 @@ def peaks(folder: str) -> dict[str, tuple[int, int]]:
             if how == "after":
                 load_checkpoint_in_model(model, file)
         own = {name: p.to_local() for name, p in model.named_parameters()}
-        found[how] = peak.grown, sum(p.numel() * p.element_size() for p in own.values())
+        peaks_by_way[how] = peak.growth, sum(p.numel() * p.element_size() for p in own.values())
         for name, value in load_file(file / "model.safetensors").items():
             part = value.chunk(accelerator.num_processes)[accelerator.process_index]
             assert torch.equal(own[name], part.to(own[name].dtype)), name
         del model, own
-    return found
+    return peaks_by_way
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +342,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_process_holds_its_share_and_little_more(wide: Path, ranks: RankServer, size: int) -> None:
     """E11: at most 1.2 of one rank's share, whatever way the weights come."""
-    for found in ranks(size, peaks, str(wide), env={"MALLOC_MMAP_THRESHOLD_": 65536}):
-        for how, (most, share_of_it) in found.items():
+    for peaks_of_rank in ranks(size, peaks, str(wide), env={"MALLOC_MMAP_THRESHOLD_": 65536}):
+        for how, (most, share_of_it) in peaks_of_rank.items():
             assert most <= 1.2 * share_of_it, (how, most, share_of_it)

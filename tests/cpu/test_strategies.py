@@ -13,15 +13,15 @@ from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import NotBuiltError, SettingError
-from accelerate.strategy import STRATEGIES, choose
-from accelerate.strategy.base import Request
+from accelerate.strategy import STRATEGIES, choose_strategy
+from accelerate.strategy.base import StrategyRequest
 from accelerate.world.world import World
 from tests.support.engine import EnginePlugin, EngineStrategy
 from tests.support.ranks import RankServer, same_on_all
 
 # An engine that trains one kind of model is held to its laws by that: tests/cpu/test_megatron.py.
 OWN = {"megatron"}
-BUILT = [name for name in STRATEGIES.names() if not STRATEGIES.get(name).planned and name not in OWN]
+BUILT = [name for name in STRATEGIES.names() if not STRATEGIES.get(name).planned_feature and name not in OWN]
 SIZES = {"single": 1, "engine": 1}  # every other strategy is for several processes
 
 
@@ -141,11 +141,11 @@ def test_a_strategy_keeps_the_laws(ranks: RankServer, tmp_path: Path, name: str,
 
 
 def test_a_planned_strategy_refuses_with_its_plan() -> None:
-    class Planned(EngineStrategy):
-        planned = "it will come"
+    class PlannedStrategy(EngineStrategy):
+        planned_feature = "it will come"
 
     with pytest.raises(NotBuiltError, match="not built yet") as error:
-        Planned(Request(World.fake(2), plugins=(EnginePlugin(),))).check()
+        PlannedStrategy(StrategyRequest(World.fake(2), plugins=(EnginePlugin(),))).check()
     assert "it will come" in str(error.value)
 
 
@@ -153,14 +153,14 @@ def test_two_strategies_that_both_claim_are_an_error() -> None:
     class Other(EngineStrategy):
         name = "other"
 
-    request = Request(World.fake(2), plugins=(EnginePlugin(),))
+    request = StrategyRequest(World.fake(2), plugins=(EnginePlugin(),))
     with (
         STRATEGIES.add("engine", EngineStrategy),
         STRATEGIES.add("other", Other),
         pytest.raises(SettingError, match="two strategies are asked for at once"),
     ):
-        choose(request)
+        choose_strategy(request)
     with STRATEGIES.add("engine", EngineStrategy):
-        assert choose(request).name == "engine"
-    assert choose(Request(World.fake(2))).name == "ddp"
-    assert choose(Request(World.fake(1))).name == "single"
+        assert choose_strategy(request).name == "engine"
+    assert choose_strategy(StrategyRequest(World.fake(2))).name == "ddp"
+    assert choose_strategy(StrategyRequest(World.fake(1))).name == "single"

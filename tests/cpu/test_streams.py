@@ -23,7 +23,7 @@ class Stream(IterableDataset[int]):
 
 
 def cut(worker: int) -> None:
-    """What torch's documentation shows: each worker cuts the stream it finds."""
+    """Shard the stream in each worker, as torch's documentation shows."""
     info = get_worker_info()
     assert info is not None
     data: Any = info.dataset

@@ -48,7 +48,7 @@ def made(sizes: dict[str, Any], plan: dict[str, Any] | None = None, **more: Any)
 
 def prepared(sizes: dict[str, int], window: int) -> Numbers:
     accelerator = made(sizes, gradient_accumulation_steps=window)
-    share = accelerator.strategy.share
+    share = accelerator.strategy.data_shard
     # Every rank begins with other weights: those of rank 0 count.
     model = decoder(accelerator.process_index)
     model, optimizer, data = accelerator.prepare(model, adamw(model), loader(ROWS // share.count))
@@ -94,7 +94,7 @@ def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, mesh: str) -
 
 def steps(accelerator: Any, model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
     """Losses of some steps, on the batches of one process."""
-    share = accelerator.strategy.share
+    share = accelerator.strategy.data_shard
     losses = []
     for batch in list(loader())[begin:end]:
         mine = {name: value.chunk(share.count)[share.index] for name, value in batch.items()}
@@ -382,7 +382,7 @@ def from_files(file: str, sizes: dict[str, int]) -> dict[str, list[float]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "scatter", noting(dist.scatter, sent))
             model, optimizer = accelerator.prepare(model, adamw(model))
-        assert bool(sent) == (how == "rank 0" and accelerator.strategy.share.index == 0), how
+        assert bool(sent) == (how == "rank 0" and accelerator.strategy.data_shard.index == 0), how
         if how == "after":
             load_checkpoint_in_model(model, file)
         found[how] = steps(accelerator, model, optimizer, 0, 3)

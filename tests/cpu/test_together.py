@@ -274,7 +274,8 @@ def test_the_launcher_shows_the_failing_ranks_traceback_once_and_last() -> None:
     assert result.returncode == 1, result.output
     assert result.stderr.rstrip().endswith("ValueError: a bad batch")
     assert result.stderr.count("Traceback (most recent call last)") == 1
-    assert "rank 0 stopped after it: ApartError: rank 1 failed: ValueError: a bad batch" in result.stderr
+    ended = "rank 0 stopped after it: CheckpointPeerError: rank 1 failed: ValueError: a bad batch"
+    assert ended in result.stderr
 
 
 ONLY_MAIN = "if rank == 0: accelerator.save_state('c')\n"
@@ -326,13 +327,13 @@ def hinted() -> list[str]:
     import logging
 
     from accelerate import Accelerator
-    from accelerate.world import together
+    from accelerate.world import watchdog
 
-    together.HINT, together.PATIENCE, together.TICK = 0.4, 0.1, 0.05
+    watchdog.HINT_DELAY, watchdog.WAIT_REPORT_DELAY, watchdog.POLL_INTERVAL = 0.4, 0.1, 0.05
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    together.logger.addHandler(handler)
+    watchdog.logger.addHandler(handler)
     accelerator = Accelerator()
     accelerator.wait_for_everyone()
     if accelerator.process_index == 1:
@@ -405,7 +406,7 @@ def reopened() -> tuple[list[float], int]:
         inner = Accelerator()
         found += inner.gather(torch.tensor([float(accelerator.process_index)])).tolist()
         accelerator.end_training()
-        assert type(sys.excepthook).__name__ != "_Hook"
+        assert type(sys.excepthook).__name__ != "_ExceptHook"
     return found, threading.active_count()
 
 
@@ -417,14 +418,14 @@ def lose_peer_before_first_collective() -> None:
     import torch.distributed as dist
 
     from accelerate import Accelerator
-    from accelerate.world import together
+    from accelerate.world import watchdog
 
     accelerator = Accelerator()
     if accelerator.process_index == 0:
-        watch = together.current()
+        watch = watchdog.current()
         assert watch is not None
-        watch.board.put("here/0", "")
-        assert watch.board.wait(["here/1"], 30)
+        watch.store.put("here/0", "")
+        assert watch.store.wait(["here/1"], 30)
         raise ValueError("a bad batch")
 
     def torn(*arguments: object) -> None:

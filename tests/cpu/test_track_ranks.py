@@ -18,8 +18,8 @@ from tests.support.command import launch
 from tests.support.ranks import RankServer
 
 
-class Asked(GeneralTracker):
-    """Remembers what is called on it; ``everywhere`` is for every process."""
+class CallRecorder(GeneralTracker):
+    """A tracker that records the calls on it; ``main_process_only=False`` makes it log on every rank."""
 
     requires_logging_directory = False
 
@@ -47,19 +47,19 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def refused(use: Callable[[], object]) -> str:
-    """What the error of a call says."""
+def error_text(use: Callable[[], object]) -> str:
+    """Return the text of the error of a call."""
     with pytest.raises(ValueError, match=r".") as error:
         use()
     return str(error.value)
 
 
 def run(folder: str) -> dict[str, Any]:
-    own, all_ranks = Asked("own", True), Asked("all_ranks", False)
+    own, all_ranks = CallRecorder("own", True), CallRecorder("all_ranks", False)
     accelerator = Accelerator(cpu=True, log_with=["jsonl", own, all_ranks], project_dir=folder)
     errors = [
-        refused(lambda: accelerator.init_trackers("run", init_kwargs={"jsnl": {}})),
-        refused(lambda: accelerator.init_trackers("run", init_kwargs={"own": {"a": 1}})),
+        error_text(lambda: accelerator.init_trackers("run", init_kwargs={"jsnl": {}})),
+        error_text(lambda: accelerator.init_trackers("run", init_kwargs={"own": {"a": 1}})),
     ]
     accelerator.init_trackers("run", config={"lr": 0.5})
     accelerator.log({"loss": 1.0 + accelerator.process_index}, step=1)
@@ -67,9 +67,9 @@ def run(folder: str) -> dict[str, Any]:
     got.log_table("t", columns=["a"], data=[[1]])
     raw: Any = accelerator.get_tracker("jsonl", unwrap=True)
     raw.with_name("other").exists()
-    errors.append(refused(lambda: accelerator.get_tracker("nothing")))
+    errors.append(error_text(lambda: accelerator.get_tracker("nothing")))
     # Trackers that a script makes itself follow main_process_only.
-    by_hand = Asked("by_hand", True), Asked("by_hand", False)
+    by_hand = CallRecorder("by_hand", True), CallRecorder("by_hand", False)
     for each in by_hand:
         each.log({"a": 1})
     mine = JSONLTracker(f"rank{accelerator.process_index}", folder)
@@ -109,7 +109,7 @@ def test_only_the_main_process_writes(ranks: RankServer, tmp_path: Path) -> None
 
 
 def wrong(folder: str) -> str:
-    return refused(lambda: Accelerator(cpu=True, log_with="jsonll", project_dir=folder))
+    return error_text(lambda: Accelerator(cpu=True, log_with="jsonll", project_dir=folder))
 
 
 def test_a_wrong_name_is_the_same_error_on_every_rank(ranks: RankServer, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_wrong_name_is_the_same_error_on_every_rank(ranks: RankServer, tmp_pat
     assert "did you mean 'jsonl'?" in first
 
 
-class Trouble(Asked):
+class Trouble(CallRecorder):
     """Fails in one of its methods, or takes its time to finish."""
 
     def __init__(self, where: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from accelerate.watch.batch_size_search import find_executable_batch_size
 from accelerate.watch.logging import get_logger
-from accelerate.watch.retry import find_executable_batch_size
 from accelerate.world import world as worlds
 from tests.support.ranks import RanksError, RankServer
 
@@ -46,8 +46,8 @@ def test_another_error_ends_the_search_on_all_ranks(ranks: RankServer) -> None:
         assert "rank 1 failed" in first.message
 
 
-def begun_anew() -> list[Any]:
-    """What each attempt finds when it begins; on rank 1 the memory holds 10 samples."""
+def record_attempts() -> list[Any]:
+    """Return the state at the start of each attempt; on rank 1 the memory holds 10 samples."""
     import random
 
     import torch
@@ -56,17 +56,17 @@ def begun_anew() -> list[Any]:
 
     accelerator = Accelerator(gradient_accumulation_steps=2)
     kept = accelerator.prepare(torch.nn.Linear(1, 1))
-    found: list[Any] = []
+    attempts: list[Any] = []
 
     @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: sizes.pop(0))
     def train(batch_size: int) -> int:
         state = accelerator._models, accelerator._optimizers, accelerator.step, accelerator.sync_gradients
-        found.append((batch_size, [len(s) if isinstance(s, list) else s for s in state], random.random()))
+        attempts.append((batch_size, [len(s) if isinstance(s, list) else s for s in state], random.random()))
         model = torch.nn.Linear(1, 1)
         model, optimizer = accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), lr=torch.rand(()).item())
         )
-        found.append(optimizer.param_groups[0]["lr"])
+        attempts.append(optimizer.param_groups[0]["lr"])
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(batch_size, 1)).sum())
         if accelerator.process_index == 1 and batch_size > 10:
@@ -77,13 +77,13 @@ def begun_anew() -> list[Any]:
     assert train() == 8
     assert accelerator._models[0] is kept
     assert len(accelerator._models) == 2
-    return found
+    return attempts
 
 
 def test_each_attempt_begins_as_the_first_did(ranks: RankServer) -> None:
-    """C8: what the failed attempts prepared, counted and drew is put back, also where there was room."""
-    for found in ranks(2, begun_anew):
-        starts, rates = found[::2], found[1::2]
+    """C8: prepared objects, counters and RNG state are restored after a failed attempt, on all ranks."""
+    for attempts in ranks(2, record_attempts):
+        starts, rates = attempts[::2], attempts[1::2]
         assert [start[0] for start in starts] == [16, 12, 8]
         assert starts[0][1] == [1, 0, 0, True]
         assert {repr(start[1:]) for start in starts} == {repr(starts[0][1:])}

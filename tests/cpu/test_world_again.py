@@ -69,7 +69,7 @@ def _watchers() -> list[int]:
     for _ in range(3):
         PartialState._reset_state()
         PartialState(cpu=True)
-        counts.append(sum(thread.name == "accelerate-together" for thread in threading.enumerate()))
+        counts.append(sum(thread.name == "accelerate-watchdog" for thread in threading.enumerate()))
     return counts
 
 

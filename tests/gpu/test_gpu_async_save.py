@@ -62,6 +62,6 @@ def test_the_checkpoint_has_the_values_at_the_call(
         for state, moment in zip(fresh_optimizer.state.values(), moments, strict=True):
             assert torch.equal(state["exp_avg"], moment)
     blocks = snapshot.staging._blocks[device.type]
-    assert all(block.is_pinned() == device.pins for block in blocks)
+    assert all(block.is_pinned() == device.pins_memory for block in blocks)
     accelerator.free_memory()
     assert snapshot.staging.size == 0

@@ -43,16 +43,16 @@ def test_two_accelerators_train_to_the_numbers_of_one_process(ranks: RankServer,
 def around() -> list[dict[str, float]]:
     """Distances of a ring of one from torch's attention, of result and gradients, by number format."""
     from accelerate import Accelerator
-    from accelerate.strategy.parallelism.attention import Call
-    from accelerate.strategy.parallelism.context_ring import Ring
+    from accelerate.strategy.parallelism.context.attention import AttentionCall
+    from accelerate.strategy.parallelism.context.ring_attention import RingAttention
 
     where = Accelerator().device
-    ring = Ring(1, 0, dist.group.WORLD, True)
+    ring = RingAttention(1, 0, dist.group.WORLD, True)
     found: list[dict[str, float]] = []
     for dtype, width in ((torch.float32, 64), (torch.bfloat16, 64), (torch.float16, 36)):
         shapes = ((2, 8, 128, width), (2, 4, 128, width), (2, 4, 128, width))
         parts = [torch.randn(s, device=where, dtype=dtype, requires_grad=True) for s in shapes]
-        mine = ring.exchanged(Call(*parts, None, 0.0, True, {}))  # type: ignore[call-arg]
+        mine = ring.compute_attention(AttentionCall(*parts, None, 0.0, True, {}))  # type: ignore[call-arg]
         q, k, v = parts
         keys, values = (part.repeat_interleave(2, 1) for part in (k, v))
         whole = F.scaled_dot_product_attention(q, keys, values, is_causal=True)

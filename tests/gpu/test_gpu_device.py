@@ -20,7 +20,7 @@ def test_what_was_probed_is_there(device: Device) -> None:
     """The launcher's guess from device nodes, and torch's own answer."""
     if device.priority == 0:
         pytest.skip(f"{device.type} has no file that could tell without torch")
-    probed, count = devices.probe()
+    probed, count = devices.probe_devices()
     assert (probed.type, count) == (device.type, device.count())
 
 
@@ -39,7 +39,7 @@ def test_asking_what_is_available_leaves_a_process_able_to_fork(device: Device) 
 
 
 def test_facts(device: Device) -> None:
-    assert device.available()
+    assert device.is_available()
     assert device.count() >= 1
     assert device.name(0)
     assert device.supports("fp32")
@@ -52,25 +52,25 @@ def test_facts(device: Device) -> None:
 
 def test_memory_follows_a_tensor(device: Device) -> None:
     device.empty_cache()
-    before = device.allocated(0)
+    before = device.memory_allocated(0)
     assert before is not None
-    free, total = device.memory(0)
+    free, total = device.get_memory_info(0)
     assert 0 < free <= total
-    peaked = device.reset_peak(0)
+    peaked = device.reset_peak_memory(0)
     block = torch.empty(64 * MiB, dtype=torch.uint8, device=device.torch_device(0))
     device.synchronize(0)
-    assert (device.allocated(0) or 0) - before >= 64 * MiB
-    assert free - device.memory(0)[0] >= 48 * MiB, "other programs may give back a little meanwhile"
+    assert (device.memory_allocated(0) or 0) - before >= 64 * MiB
+    assert free - device.get_memory_info(0)[0] >= 48 * MiB, "other programs may give back a little meanwhile"
     del block
     device.empty_cache()
-    assert device.allocated(0) == before
+    assert device.memory_allocated(0) == before
     if peaked:
-        assert (device.peak(0) or 0) - before >= 64 * MiB
+        assert (device.max_memory_allocated(0) or 0) - before >= 64 * MiB
 
 
 def test_a_full_device_is_recognised(device: Device) -> None:
     with pytest.raises(RuntimeError) as caught:
-        torch.empty(4 * device.memory(0)[1], dtype=torch.uint8, device=device.torch_device(0))
+        torch.empty(4 * device.get_memory_info(0)[1], dtype=torch.uint8, device=device.torch_device(0))
     assert device.is_out_of_memory(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_copies_go_both_ways_and_beside_each_other(device: Device) -> None:
     source = torch.arange(2**20, dtype=torch.float32)
     pinned = source.pin_memory() if device.type == "cuda" else source
     stream = device.stream(0)
-    with device.on(stream):
+    with device.use_stream(stream):
         copy = pinned.to(there, non_blocking=True)
     device.synchronize(0)
     back = (copy * 2).cpu()

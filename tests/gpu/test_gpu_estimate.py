@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate.device.base import Device
-from accelerate.offload.estimate.bill import Training, facts_of, training
-from accelerate.offload.estimate.trace import Kept, kept
+from accelerate.offload.estimate.activation_trace import SavedActivations, trace_saved
+from accelerate.offload.estimate.memory_estimate import TrainingSetup, estimate_training, measure_model
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {
@@ -51,11 +51,11 @@ def test_what_is_estimated_is_what_a_training_takes(device: Device, attention: s
     narrow = torch.bfloat16 if mixed == "bf16" else None
     with torch.device("meta"):
         hollow = model_of(attention)
-    facts = facts_of(hollow, "a model")
-    found = kept(hollow, BATCH, LENGTH, autocast=narrow, attention=how)
-    assert isinstance(found, Kept)
-    asked = Training(batch=BATCH, length=LENGTH, attention=how, mixed_precision=mixed)
-    bill, before = training(facts, asked, found), held()
+    facts = measure_model(hollow, "a model")
+    found = trace_saved(hollow, BATCH, LENGTH, autocast=narrow, attention=how)
+    assert isinstance(found, SavedActivations)
+    asked = TrainingSetup(batch=BATCH, length=LENGTH, attention=how, mixed_precision=mixed)
+    bill, before = estimate_training(facts, asked, found), held()
     model = model_of(attention).to(device.type).train()
     words = torch.randint(0, 2000, (BATCH, LENGTH), device=device.type)
     optimizer = torch.optim.AdamW(model.parameters())

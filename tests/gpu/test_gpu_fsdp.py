@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.device.base import Device
-from accelerate.strategy.sharding.shard import recompute
+from accelerate.strategy.sharding.shard import checkpoint_activations
 from tests.cpu.test_fsdp2 import prepared
 from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
@@ -50,7 +50,7 @@ def test_inputs_of_recomputed_blocks_wait_on_the_host(device: Device) -> None:
         torch.manual_seed(0)
         blocks: list[nn.Module] = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)]
         model = nn.Sequential(*blocks).to(where)
-        recompute(model, blocks, offload)
+        checkpoint_activations(model, blocks, offload)
         rows = torch.randn(8192, 512, generator=torch.Generator().manual_seed(1)).to(where)
         loss = model(rows).square().mean()
         between = torch.get_device_module(device.type).memory_allocated()

@@ -16,8 +16,8 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.device.base import Device
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.offload.dispatch import offload_stats
-from accelerate.offload.dispatched import hook_of
-from accelerate.offload.source import OffloadError
+from accelerate.offload.dispatch_hook import hook_of
+from accelerate.offload.tensor_source import OffloadError
 
 WIDTH, LAYERS = 1024, 12
 
@@ -25,12 +25,12 @@ WIDTH, LAYERS = 1024, 12
 @pytest.fixture(autouse=True)
 def _nothing_is_left(device: Device) -> Generator[None]:
     gc.collect()
-    before = device.allocated(0)
+    before = device.memory_allocated(0)
     yield
     gc.collect()
     device.synchronize(0)
     # Libraries keep workspaces of their own from the first product on.
-    assert (device.allocated(0) or 0) - (before or 0) <= 64 * 2**20
+    assert (device.memory_allocated(0) or 0) - (before or 0) <= 64 * 2**20
 
 
 class Layer(nn.Module):
@@ -105,24 +105,24 @@ def test_two_blocks_are_there_at_a_time(kind: str, device: Device, tmp_path: Pat
     with torch.no_grad():
         model(here)
         device.synchronize(0)
-        device.reset_peak(0)
-        before = device.allocated(0) or 0
+        device.reset_peak_memory(0)
+        before = device.memory_allocated(0) or 0
         for _ in range(5):
             model(here)
         device.synchronize(0)
     activations = 8 * 4 * here.nbytes
-    assert (device.peak(0) or 0) - before <= 2 * block + activations + 2**22 < whole
+    assert (device.max_memory_allocated(0) or 0) - before <= 2 * block + activations + 2**22 < whole
 
 
 def _limit_blocks(model: nn.Module, kind: str, device: Device, folder: Path) -> None:
     """A layer is a block, though there is room for more."""
-    from accelerate.offload import spread
+    from accelerate.offload import dispatch_steps
 
-    before, spread.BLOCK = spread.BLOCK, sum(p.nbytes for p in model.layers[0].parameters())
+    before, dispatch_steps.BLOCK = dispatch_steps.BLOCK, sum(p.nbytes for p in model.layers[0].parameters())
     try:
         offloaded(model, kind, device, folder)
     finally:
-        spread.BLOCK = before
+        dispatch_steps.BLOCK = before
 
 
 @kinds
@@ -136,14 +136,14 @@ def test_copies_overlap_with_the_computation(kind: str, device: Device, tmp_path
         assert stats is not None
         stats.reset()
         model(x)
-    assert (stats.blocks, stats.copies, stats.ahead) == (LAYERS + 2, LAYERS + 2, LAYERS + 1)
-    assert stats.moved >= sum(p.source.nbytes for p in model.parameters())
-    assert stats.waited > 0
+    assert (stats.blocks, stats.copies, stats.prefetched) == (LAYERS + 2, LAYERS + 2, LAYERS + 1)
+    assert stats.bytes_copied >= sum(p.source.nbytes for p in model.parameters())
+    assert stats.wait_seconds > 0
     hook = hook_of(model)
     assert hook is not None
     assert hook._pager is not None
     pages = [page for block in hook._pager.blocks for page in block.pages]
-    if kind == "cpu" and device.pins:
+    if kind == "cpu" and device.pins_memory:
         assert all(page.host is not None and page.host.is_pinned() for page in pages)
 
 
@@ -154,7 +154,7 @@ def test_the_users_own_stream_is_obeyed(device: Device) -> None:
     if stream is None:
         pytest.skip("the device has no streams")
     cpu_offload(model, device.torch_device(0))
-    with torch.no_grad(), device.on(stream):
+    with torch.no_grad(), device.use_stream(stream):
         found = [model(x.to(device.torch_device(0))) for _ in range(3)]
     device.synchronize(0)
     assert all(torch.equal(each.cpu(), expected) for each in found)
@@ -214,8 +214,8 @@ def test_what_does_not_fit_beside_the_rest_is_brought_late(device: Device) -> No
     block = sum(p.nbytes for p in model.layers[0].parameters())
     _limit_blocks(model, "cpu", device, Path())
     device.empty_cache()
-    total = device.memory(0)[1]
-    used = device.allocated(0) or 0
+    total = device.get_memory_info(0)[1]
+    used = device.memory_allocated(0) or 0
     device.module.set_per_process_memory_fraction((used + int(1.6 * block) + 32 * 2**20) / total)
     try:
         with torch.no_grad():

@@ -166,8 +166,8 @@ def test_the_law_sees_every_kind_of_import(name: str, text: str) -> None:
 KEEPS = [
     ("cli/main.py", "from accelerate.launch import local\nfrom accelerate.facade import state"),
     ("facade/state.py", "from accelerate import world\nfrom ..core import tree\nfrom . import gradient"),
-    ("state.py", "from accelerate.names import face"),
-    ("utils/modeling.py", "from accelerate.facade import x\nfrom accelerate.names import face"),
+    ("state.py", "from accelerate.names import module_hooks"),
+    ("utils/modeling.py", "from accelerate.facade import x\nfrom accelerate.names import module_hooks"),
     ("data/loader.py", "import acceleratex\nfrom torch import nn\nfrom accelerate.data.shard import Shard"),
 ]
 

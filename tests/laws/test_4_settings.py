@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from accelerate.core.setting import Setting, declared, setting
+from accelerate.core.setting import Setting, declared_settings, setting
 from tests.laws.source import Source, contract, obey, read, sources
 from tests.laws.test_2_imports import FLOOR
 
@@ -53,7 +53,7 @@ def holds_settings(cls: Any) -> bool:
 def own_settings(cls: type) -> Iterator[Setting]:
     """The settings that ``cls`` itself declares, inherited ones left out."""
     annotated = cls.__dict__.get("__annotations__", {})
-    return (row for row in declared(cls) if row.name in annotated)
+    return (row for row in declared_settings(cls) if row.name in annotated)
 
 
 def names_of(row: Setting) -> Iterator[tuple[str, str]]:
@@ -180,4 +180,4 @@ def test_the_law_sees_what_is_declared_twice() -> None:
 )
 def test_a_file_that_declares_settings_is_found(text: str) -> None:
     assert declares(read(text))
-    assert not declares(read("from accelerate.core.setting import load"))
+    assert not declares(read("from accelerate.core.setting import load_settings"))

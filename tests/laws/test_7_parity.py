@@ -137,7 +137,7 @@ def whole(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
 
 def trained(way: str, window: int, precision: str = "no", folder: Path | None = None) -> Numbers:
     accelerator = accelerator_of(way, gradient_accumulation_steps=window, mixed_precision=precision)
-    share = accelerator.strategy.share
+    share = accelerator.strategy.data_shard
     # Every rank begins with other weights: those of rank 0 count.
     model = decoder(accelerator.process_index)
     batches = loader(ROWS // share.count)
@@ -169,7 +169,7 @@ def runs(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     known: dict[str, tuple[list[list[Numbers]], Path]] = {}
 
     def run(way: str) -> tuple[list[list[Numbers]], Path]:
-        if WAYS[way][1] == "deepspeed" and not packages.installed("deepspeed"):
+        if WAYS[way][1] == "deepspeed" and not packages.is_installed("deepspeed"):
             pytest.skip("deepspeed is not installed: pip install deepspeed")
         if way not in known:
             folder = tmp_path_factory.mktemp("middle")
@@ -209,7 +209,7 @@ def test_in_16_bits_too(runs: Runs, way: str) -> None:
 def second_half(way: str, folder: str) -> Numbers:
     accelerator = accelerator_of(way)
     model = decoder(5)
-    batches = loader(ROWS // accelerator.strategy.share.count, MIDDLE, STEPS)
+    batches = loader(ROWS // accelerator.strategy.data_shard.count, MIDDLE, STEPS)
     model, optimizer = accelerator.prepare(model, adamw(model))
     accelerator.load_state(folder)
     losses, norms = loop(accelerator, model, optimizer, accelerator.prepare(batches))

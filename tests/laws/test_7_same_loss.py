@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate.core.packages import installed
+from accelerate.core.packages import is_installed
 from accelerate.strategy import STRATEGIES
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
@@ -137,12 +137,12 @@ def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: i
     variables = {name: text.format(n=n) for name, text in texts.items()}
     if strategy not in STRATEGIES.names() or n not in sizes:
         pytest.skip(f"{strategy} is not for {n} processes here")
-    if not installed(NEEDS.get(strategy, "torch")):
+    if not is_installed(NEEDS.get(strategy, "torch")):
         pytest.skip(f"the package {NEEDS[strategy]} is not installed")
     if strategy in ELSEWHERE:
         refuses_the_model(ranks, strategy, variables)
         return
-    planned = STRATEGIES.get(strategy).planned
+    planned = STRATEGIES.get(strategy).planned_feature
     if planned:
         refuses(ranks, variables)
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.laws.source import sources
-from tests.laws.test_1_names import CLUSTERS, plugins
+from tests.laws.test_1_back_ends import CLUSTERS, plugins
 from tests.laws.test_2_imports import FACE, floor_of
 from tests.support.command import Running
 

@@ -29,8 +29,8 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.source import OffloadError
-from accelerate.offload.tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.tensor_source import OffloadError
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
 
 CPU = torch.device("cpu")
@@ -521,7 +521,7 @@ def test_a_module_may_call_itself() -> None:
     deep: Any = add_hook_to_module(Deep(), AlignDevicesHook("cpu", offload=True, io_same_device=True))
     assert deep(torch.zeros(2), 3).tolist() == [4, 4]
     assert devices_of(deep) == {"meta"}
-    assert hook_of(deep)._waiting() == []
+    assert hook_of(deep)._running_input_devices() == []
 
 
 def test_two_threads_use_one_offloaded_model(net: Net) -> None:

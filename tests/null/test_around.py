@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, WorldError
-from accelerate.launch.around import Around, around, overruled
-from accelerate.launch.base import choose
-from accelerate.launch.files import ConfigFile, read
-from accelerate.launch.job import Job, Request, of
-from accelerate.launch.kinds import inside
+from accelerate.launch.base import choose_kind
+from accelerate.launch.config_files import ConfigFile, read_config
+from accelerate.launch.kinds import scheduled_rank
+from accelerate.launch.launch_request import JobSettings, LaunchRequest, build_request
+from accelerate.launch.scheduler import SchedulerContext, detect_scheduler, overridden_lines
 from tests.support.launchers import RECORDED, environments
 
 POD = {
@@ -37,34 +37,34 @@ TORCHRUN = {
 EACH = "srun -N2 --ntasks-per-node=1"
 
 
-def asked(env: dict[str, str], file: ConfigFile | None = None, **flags: Any) -> Request:
+def asked(env: dict[str, str], file: ConfigFile | None = None, **flags: Any) -> LaunchRequest:
     """What a launcher of a CPU script reads in this environment."""
-    return of(file, {"use_cpu": True, **flags}, ("train.py",), HANDED, env)
+    return build_request(file, {"use_cpu": True, **flags}, ("train.py",), SCRIPT_SETTINGS, env)
 
 
-def found(env: dict[str, str]) -> Around:
-    result = around(env)
+def found(env: dict[str, str]) -> SchedulerContext:
+    result = detect_scheduler(env)
     assert result is not None
     return result
 
 
-def origin(request: Request, name: str) -> tuple[Any, str, str]:
+def origin(request: LaunchRequest, name: str) -> tuple[Any, str, str]:
     winner = request.origin(name)
     return winner.value, winner.source, winner.where
 
 
 def test_a_launcher_that_was_started_alone() -> None:
     alone = ["srun -N1 -n1", "salloc -N2 -n4", "sbatch -N2 -n4", "interactive step of salloc -N2 -n4"]
-    assert [around(env) for command in alone for env in environments(command)] == [None] * 4
-    assert around({}) is None
-    assert around({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}) is None
+    assert [detect_scheduler(env) for command in alone for env in environments(command)] == [None] * 4
+    assert detect_scheduler({}) is None
+    assert detect_scheduler({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}) is None
 
 
 @pytest.mark.parametrize("command", list(RECORDED))
 def test_who_is_a_rank(command: str) -> None:
     """More processes than machines: each is a rank. One on each of several: a machine."""
     for env in environments(command):
-        told = around(env)
+        told = detect_scheduler(env)
         assert told is None or told.is_rank == (command != EACH)
 
 
@@ -80,7 +80,7 @@ def test_every_value_names_the_variable_that_said_it() -> None:
 def test_who_wins(tmp_path: Path) -> None:
     """F4, F16: flag > variable > scheduler > file, and a port that is only derived loses to the file."""
     (tmp_path / "a.yaml").write_text("machine_rank: 0\nmain_process_ip: old\nmain_process_port: 29600\n")
-    file, env = read(tmp_path / "a.yaml"), environments(EACH)[1]
+    file, env = read_config(tmp_path / "a.yaml"), environments(EACH)[1]
     request = asked({**env, "ACCELERATE_MAIN_PROCESS_IP": "mine"}, file, num_machines="2")
     assert origin(request, "num_machines")[1] == "flag"
     assert origin(request, "main_process_ip")[:2] == ("mine", "environment")
@@ -93,9 +93,9 @@ def test_who_wins(tmp_path: Path) -> None:
 def test_a_copied_file_is_overruled_in_words(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("num_machines: 2\nmachine_rank: 0\n")
-    request = asked(environments(EACH)[1], read(path))
-    assert request.around is not None
-    assert overruled(request.around, request.loaded[Job].origins) == (
+    request = asked(environments(EACH)[1], read_config(path))
+    assert request.scheduler is not None
+    assert overridden_lines(request.scheduler, request.loaded[JobSettings].origins) == (
         f"machine 1 of 2, from SLURM_NODEID ({path}, line 2 says 0)",
     )
 
@@ -121,8 +121,8 @@ def test_a_copied_file_is_overruled_in_words(tmp_path: Path) -> None:
     ],
 )
 def test_the_rule(env: dict[str, str], flags: dict[str, Any], is_rank: bool) -> None:
-    kind = choose(asked(env, **flags))
-    assert (kind is inside.PLUGIN) == is_rank
+    kind = choose_kind(asked(env, **flags))
+    assert (kind is scheduled_rank.PLUGIN) == is_rank
 
 
 def test_the_scheduler_tells_the_launcher_of_a_machine_its_place() -> None:
@@ -154,8 +154,8 @@ def test_torchruns_own_variables_describe_a_machine() -> None:
 
 def test_a_rank_speaks_torchruns_protocol() -> None:
     request = asked(environments("srun -N1 -n1 : -N1 -n2")[2])
-    plan = inside.PLUGIN.plan(request)
-    assert plan.starts[0].variables == {
+    plan = scheduled_rank.PLUGIN.plan(request)
+    assert plan.commands[0].variables == {
         "RANK": 2,
         "LOCAL_RANK": 1,
         "WORLD_SIZE": 3,
@@ -181,7 +181,7 @@ def test_a_rank_speaks_torchruns_protocol() -> None:
 )
 def test_numbers_that_are_not_those_of_the_job_are_refused(flags: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError) as caught:
-        inside.PLUGIN.plan(asked(environments("srun -N2 -n4")[3], **flags))
+        scheduled_rank.PLUGIN.plan(asked(environments("srun -N2 -n4")[3], **flags))
     assert caught.value.what.startswith(text)
     assert "unset SLURM_PROCID" in caught.value.fix
 
@@ -193,26 +193,26 @@ def test_numbers_that_agree_are_welcome() -> None:
         "machine_rank": "1",
         "main_process_port": "29999",
     }
-    plan = inside.PLUGIN.plan(asked(environments("srun -N2 -n4")[3], **flags))
-    assert plan.starts[0].variables["MASTER_PORT"] == 29999
+    plan = scheduled_rank.PLUGIN.plan(asked(environments("srun -N2 -n4")[3], **flags))
+    assert plan.commands[0].variables["MASTER_PORT"] == 29999
 
 
 def test_mpi_on_several_machines_takes_the_address_from_a_flag() -> None:
     common = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     env = {**common, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with pytest.raises(LaunchError, match="where rank 0 runs") as caught:
-        inside.PLUGIN.plan(asked(env))
+        scheduled_rank.PLUGIN.plan(asked(env))
     assert "--main_process_ip" in caught.value.fix
-    plan = inside.PLUGIN.plan(asked(env, main_process_ip="head"))
-    assert plan.starts[0].variables["MASTER_ADDR"] == "head"
+    plan = scheduled_rank.PLUGIN.plan(asked(env, main_process_ip="head"))
+    assert plan.commands[0].variables["MASTER_ADDR"] == "head"
 
 
 def test_ranks_of_torchrun_meet_where_torchrun_has_opened_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(SettingError, match="--main_process_port is 1234, but MASTER_PORT is 29511"):
-        inside.PLUGIN.plan(asked(TORCHRUN, main_process_port="1234"))
+        scheduled_rank.PLUGIN.plan(asked(TORCHRUN, main_process_port="1234"))
 
 
 def test_an_environment_that_contradicts_itself_is_an_error() -> None:
     with pytest.raises(WorldError, match="its machines hold 3"):
-        around({**environments("srun -N2 -n4")[0], "SLURM_STEP_TASKS_PER_NODE": "2,1"})
+        detect_scheduler({**environments("srun -N2 -n4")[0], "SLURM_STEP_TASKS_PER_NODE": "2,1"})

@@ -12,8 +12,8 @@ from torch import nn
 from accelerate.accelerator import get_state_dict_offloaded_model as from_the_accelerators_module
 from accelerate.core.errors import PrepareError
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_align_device_hook
-from accelerate.offload.source import OffloadError
-from accelerate.offload.tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.tensor_source import OffloadError
 from accelerate.utils import (
     OffloadedWeightsLoader,
     load_offloaded_weights,
@@ -126,7 +126,7 @@ def test_attributes_of_a_parameter_stay() -> None:
 
 
 class State:
-    """What a quantised parameter computes with; moves in place, as that of bitsandbytes does."""
+    """The quantization state of a parameter; it moves in place, as that of bitsandbytes does."""
 
     def __init__(self) -> None:
         self.device = "cpu"

@@ -15,16 +15,16 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from accelerate.checkpoint import commit, find, manifest, state
+from accelerate.checkpoint import commit, discovery, manifest, state
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.state import Part, Parts
-from accelerate.checkpoint.store import LocalStore, Record
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.state import StatefulAdapter, TrainState
+from accelerate.checkpoint.store import FileRecord, LocalStore
 from accelerate.core.errors import CheckpointError, SettingError
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """The process dies here: no clean-up runs."""
 
 
@@ -46,21 +46,21 @@ class Faulty(LocalStore):
     def tick(self) -> None:
         self.count += 1
         if self.dies and self.count >= self.at:
-            raise Killed
+            raise ProcessKilled
         if self.count == self.at:
             raise OSError(28, "No space left on device")
 
-    def guarded(self, path: Path) -> None:
+    def refuse_if_killed(self, path: Path) -> None:
         from accelerate.checkpoint.errors import file_errors
 
         with file_errors("write", path):
             self.tick()
 
-    def make(self, folder: str) -> None:
-        self.guarded(self.path(folder))
-        super().make(folder)
+    def make_folder(self, folder: str) -> None:
+        self.refuse_if_killed(self.path(folder))
+        super().make_folder(folder)
 
-    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> Record:
+    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> FileRecord:
         def half(file: BinaryIO) -> None:
             self.tick()
             whole = BytesIO()
@@ -74,20 +74,20 @@ class Faulty(LocalStore):
         return super().write(name, half)
 
     def rename(self, source: str, target: str) -> None:
-        self.guarded(self.path(target))
+        self.refuse_if_killed(self.path(target))
         super().rename(source, target)
 
     def sync(self, folder: str) -> None:
-        self.guarded(self.path(folder))
+        self.refuse_if_killed(self.path(folder))
         super().sync(folder)
 
     def remove(self, name: str) -> None:
         # Removing is not one step either: half of a folder may be gone.
-        self.guarded(self.path(name))
+        self.refuse_if_killed(self.path(name))
         path = self.path(name)
         if path.is_dir() and (files := sorted(p for p in path.rglob("*") if p.is_file())):
             files[0].unlink()
-            self.guarded(path)
+            self.refuse_if_killed(path)
         super().remove(name)
 
 
@@ -104,11 +104,11 @@ class Box:
         self.value = state["value"][0].item()
 
 
-def box(value: float = 0.0) -> Parts:
-    return Parts([Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value))
+def box(value: float = 0.0) -> TrainState:
+    return TrainState([Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value))
 
 
-def value_of(loaded: Callable[[Parts], state.Loaded]) -> float:
+def value_of(loaded: Callable[[TrainState], state.LoadResult]) -> float:
     """The number in a checkpoint; all parts must agree about it."""
     parts = box(-1)
     step = loaded(parts).step
@@ -183,10 +183,10 @@ def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
         error = None
         try:
             scenario.save(store)
-        except (Killed, CheckpointError) as caught:
+        except (ProcessKilled, CheckpointError) as caught:
             error = caught
         stopped = error is not None
-        assert isinstance(error, Killed if dies else CheckpointError) or not stopped
+        assert isinstance(error, ProcessKilled if dies else CheckpointError) or not stopped
         assert dies or not stopped or "No space left on device" in str(error)
         value = scenario.load()
         seen.add(value)
@@ -344,20 +344,20 @@ def test_no_complete_checkpoint_is_an_error_that_says_what_is_there(tmp_path: Pa
 def save_at(folder: Path, name: str, value: float, day: int) -> None:
     """A checkpoint saved on a given day."""
     path = state.save(box(value), folder / name)
-    found = manifest.read(path)
-    assert found is not None
+    committed = manifest.read(path)
+    assert committed is not None
     then = datetime(2030, 1, day, tzinfo=timezone.utc).isoformat()
-    (path / "manifest.json").write_bytes(manifest.encode(replace(found, saved=then)))
+    (path / "manifest.json").write_bytes(manifest.encode(replace(committed, saved=then)))
 
 
 def test_folders_with_other_names_are_ordered_by_the_time_of_saving(tmp_path: Path) -> None:
     save_at(tmp_path, "epoch_9", 1, day=2)
     save_at(tmp_path, "epoch_10", 2, day=1)
-    assert state.latest(tmp_path).candidate.name == "epoch_10"
+    assert state.latest_checkpoint(tmp_path).candidate.name == "epoch_10"
     save_at(tmp_path, "best", 3, day=4)
     save_at(tmp_path, "step_500", 4, day=3)
-    assert state.latest(tmp_path).candidate.name == "best"
-    assert [c.name for c in find.candidates(LocalStore(tmp_path))] == [
+    assert state.latest_checkpoint(tmp_path).candidate.name == "best"
+    assert [c.name for c in discovery.candidates(LocalStore(tmp_path))] == [
         "epoch_10",
         "epoch_9",
         "step_500",
@@ -380,11 +380,11 @@ def test_a_folder_of_the_public_package_counts_only_if_nothing_is_torn(
     if torn:
         data = (path / torn).read_bytes()
         (path / torn).write_bytes(data[: len(data) - 40])
-    found = state.latest(tmp_path / "checkpoints")
-    assert found.candidate.name == ("checkpoint_0" if torn else "checkpoint_1")
-    assert bool(found.ignored) == bool(torn)
+    newest = state.latest_checkpoint(tmp_path / "checkpoints")
+    assert newest.candidate.name == ("checkpoint_0" if torn else "checkpoint_1")
+    assert bool(newest.ignored) == bool(torn)
     if torn:
-        assert torn in found.ignored[0]
+        assert torn in newest.ignored[0]
     else:
         assert state.load(parts, project=project(tmp_path)).step == 2
         assert "has no manifest" in caplog.text
@@ -417,9 +417,9 @@ def test_retention_never_removes_what_was_just_committed(tmp_path: Path) -> None
 
 def test_a_manifest_of_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
     path = state.save(box(1), tmp_path / "c")
-    found = manifest.read(path)
-    assert found is not None
-    (path / "manifest.json").write_bytes(manifest.encode(replace(found, format=2)))
+    committed = manifest.read(path)
+    assert committed is not None
+    (path / "manifest.json").write_bytes(manifest.encode(replace(committed, format=2)))
     with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
         state.load(box(), path)
 
@@ -427,30 +427,36 @@ def test_a_manifest_of_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a folder per machine
 
 
-def nodes(size: int) -> list[Ranks]:
-    return [Ranks(rank=node, size=size, local_rank=0, local_size=1, node=node) for node in range(size)]
+def nodes(size: int) -> list[RankGroup]:
+    return [RankGroup(rank=node, size=size, local_rank=0, local_size=1, node=node) for node in range(size)]
 
 
 def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> None:
-    stages = [commit.Stage(LocalStore(tmp_path), "c", "aa", ranks, each_node=True) for ranks in nodes(2)]
+    stages = [
+        commit.CommitTransaction(LocalStore(tmp_path), "c", "aa", ranks, each_node=True) for ranks in nodes(2)
+    ]
     for stage in stages:
         stage.open()
         stage.write("x", lambda file: file.write(b"1"))
     with pytest.raises(CheckpointError, match="save_on_each_node=True, but the machines share"):
-        stages[0].close(
-            [stage.report() for stage in stages], lambda files: manifest.Manifest("aa", 0, 2, files)
+        stages[0].write_manifest(
+            [stage.rank_report() for stage in stages], lambda files: manifest.Manifest("aa", 0, 2, files)
         )
 
 
 def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) -> None:
-    here, there = (commit.Stage(LocalStore(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2))
+    here, there = (
+        commit.CommitTransaction(LocalStore(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2)
+    )
     for stage in (here, there):
         stage.open()
         stage.write(f"random_states_{stage.ranks.rank}.pkl", lambda file: file.write(b"1"))
     with pytest.raises(
         CheckpointError, match=r"(?s)rank 1 wrote random_states_1.pkl .*does not see it.*save_on_each_node"
     ):
-        here.close([here.report(), there.report()], lambda files: manifest.Manifest("aa", 0, 2, files))
+        here.write_manifest(
+            [here.rank_report(), there.rank_report()], lambda files: manifest.Manifest("aa", 0, 2, files)
+        )
 
 
 def test_a_limit_below_one_is_refused() -> None:
@@ -497,5 +503,5 @@ def test_a_part_failing_to_give_its_state_leaves_nothing(
         raise KeyError("moment")
 
     with pytest.raises(CheckpointError, match=r"(?s)could not save the checkpoint .*KeyError: 'moment'"):
-        state.save(Parts(optimizers=[Part("odd", fail, dict)]), tmp_path / "c")
+        state.save(TrainState(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
     assert os.listdir(tmp_path) == []

@@ -19,12 +19,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accelerate import Accelerator
-from accelerate.checkpoint import find, state, where
+from accelerate.checkpoint import checkpoint_paths, discovery, state
+from accelerate.checkpoint.addresses import parse_address, split_address
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
-from accelerate.checkpoint.places import address, split
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.state import Parts
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.state import TrainState
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from tests.null.test_checkpoint_commit import Box, box, value_of
 from tests.support.objects import Objects, serving
@@ -120,7 +120,7 @@ class Remote:
     def key(self, name: str) -> str:
         return f"{self.base}/{name}"
 
-    def inside(self, checkpoint: str) -> str:
+    def files_folder(self, checkpoint: str) -> str:
         """The folder with a checkpoint's files."""
         return (
             f"{checkpoint}/{json.loads(self.fs.cat_file(self.key(f'{checkpoint}/manifest.json')))['folder']}"
@@ -170,7 +170,7 @@ class Scenario:
         names = [name for name in self.remote.names() if name.startswith(f"{self.root}/")]
         folders = {name.rpartition("/")[0] for name in names if "/files-" in name}
         owners = {folder.rpartition("/")[0] for folder in folders}
-        named = {self.remote.inside(owner) for owner in owners if f"{owner}/manifest.json" in names}
+        named = {self.remote.files_folder(owner) for owner in owners if f"{owner}/manifest.json" in names}
         return sorted(folders - named)
 
 
@@ -215,9 +215,9 @@ def test_a_save_that_stops_at_any_change_leaves_the_old_or_the_new_checkpoint(
 def test_a_folder_of_files_that_a_manifest_names_is_never_removed(remote: Remote) -> None:
     """Also by a save that was told that its last request had failed."""
     url = state.save(box(1), f"{remote.url}/a")
-    store, name = where.place(url)
+    store, name = checkpoint_paths.locate(url)
     with pytest.raises(CheckpointError, match="it is a committed checkpoint"):
-        store.remove(remote.inside("a"))
+        store.remove(remote.files_folder("a"))
     assert value_of(lambda parts: state.load(parts, url)) == 1
     assert store.leftovers(name) == []
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_is_its_url(remote: Remote) -> None:
     assert state.save(box(2), url) == url
     loaded = state.load(box(), url)
     assert (loaded.path, loaded.step) == (url, 2)
-    folder = remote.inside("run/last")
+    folder = remote.files_folder("run/last")
     assert [n for n in remote.names() if not n.startswith(folder)] == ["run/last/manifest.json"]
     assert f"{folder}/model.safetensors" in remote.names()
     assert f"{folder}/manifest.json" in remote.names()
@@ -261,8 +261,8 @@ def test_the_newest_committed_one_is_taken_and_the_others_are_named(remote: Remo
     base = "checkpoints/checkpoint_"
     remote.fs.rm(remote.key(f"{base}12/manifest.json"))
     remote.fs.pipe_file(remote.key(f"{base}11/manifest.json"), b"{}")
-    remote.fs.rm(remote.key(f"{remote.inside(f'{base}10')}/optimizer.bin"))
-    remote.fs.pipe_file(remote.key(f"{remote.inside(f'{base}9')}/optimizer.bin"), b"half")
+    remote.fs.rm(remote.key(f"{remote.files_folder(f'{base}10')}/optimizer.bin"))
+    remote.fs.pipe_file(remote.key(f"{remote.files_folder(f'{base}9')}/optimizer.bin"), b"half")
     remote.fs.pipe_file(remote.key("checkpoints/logs/a.txt"), b"mine")
     loaded = state.load(box(), project=project(remote.url))
     assert loaded.step == 8
@@ -275,7 +275,7 @@ def test_the_newest_committed_one_is_taken_and_the_others_are_named(remote: Remo
 
 
 def test_a_copy_of_a_remote_checkpoint_is_a_checkpoint(remote: Remote, tmp_path: Path) -> None:
-    """As ``aws s3 cp --recursive`` makes it; replacing it leaves nothing of it but the user's own file."""
+    """A checkpoint as ``aws s3 cp --recursive`` uploads it; replacing it leaves only the user's file."""
     state.save(box(3), f"{remote.url}/a")
     remote.fs.pipe_file(remote.key("a/notes.txt"), b"mine")
     for name in remote.names():
@@ -284,7 +284,7 @@ def test_a_copy_of_a_remote_checkpoint_is_a_checkpoint(remote: Remote, tmp_path:
         path.write_bytes(remote.fs.cat_file(remote.key(name)))
     loaded = state.load(box(), tmp_path / "a")
     assert (loaded.path, loaded.step) == (tmp_path / "a", 3)
-    assert state.latest(tmp_path).candidate.name == "a"
+    assert state.latest_checkpoint(tmp_path).candidate.name == "a"
     state.save(box(4), tmp_path / "a")
     assert not [name for name in os.listdir(tmp_path / "a") if name.startswith("files-")]
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
@@ -300,7 +300,7 @@ def test_a_local_checkpoint_that_was_uploaded_is_one(remote: Remote, tmp_path: P
     assert value_of(lambda parts: state.load(parts, f"{remote.url}/up")) == 3
     state.save(box(4), f"{remote.url}/up")
     assert value_of(lambda parts: state.load(parts, f"{remote.url}/up")) == 4
-    folder = remote.inside("up")
+    folder = remote.files_folder("up")
     assert [n for n in remote.names() if not n.startswith(folder)] == ["up/manifest.json"]
 
 
@@ -317,7 +317,7 @@ def test_without_a_manifest_a_remote_folder_counts_only_when_it_is_named(
             remote.fs.pipe_file(remote.key(f"up/checkpoint_0/{file.name}"), file.read_bytes())
     assert state.load(parts, f"{remote.url}/up/checkpoint_0").step == 3
     with pytest.raises(CheckpointNotFoundError, match="without which it is not known to be whole"):
-        state.latest(f"{remote.url}/up")
+        state.latest_checkpoint(f"{remote.url}/up")
 
 
 # ---------------------------------------------------------------- reading
@@ -326,7 +326,7 @@ def test_without_a_manifest_a_remote_folder_counts_only_when_it_is_named(
 def test_a_flipped_byte_is_found_and_nothing_is_changed(remote: Remote) -> None:
     """D2: the error names the URL of the file, not a temporary copy."""
     url = state.save(box(1), f"{remote.url}/a")
-    file = f"{remote.inside('a')}/optimizer.bin"
+    file = f"{remote.files_folder('a')}/optimizer.bin"
     data = bytearray(remote.fs.cat_file(remote.key(file)))
     data[len(data) // 2] ^= 1
     remote.fs.pipe_file(remote.key(file), bytes(data))
@@ -341,7 +341,7 @@ def test_a_flipped_byte_is_found_and_nothing_is_changed(remote: Remote) -> None:
 def test_a_missing_object_is_named(remote: Remote) -> None:
     """D2"""
     url = state.save(box(1), f"{remote.url}/a")
-    remote.fs.rm(remote.key(f"{remote.inside('a')}/model.safetensors"))
+    remote.fs.rm(remote.key(f"{remote.files_folder('a')}/model.safetensors"))
     with pytest.raises(CheckpointError, match=r"(?s)/a is damaged.*model.safetensors is missing"):
         state.load(box(), url)
 
@@ -375,7 +375,7 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
     assert set(seen) == fetched
     assert os.listdir(tmp_path) == []
     objects.log.clear()
-    weights = Parts([Box()], custom=[Box()])
+    weights = TrainState([Box()], custom=[Box()])
     state.load(weights, url)
     assert weights.models[0].value == 1
     assert not any("optimizer.bin" in line for line in objects.log)
@@ -391,9 +391,9 @@ def _add_rank(objects: Objects, folder: str) -> None:
     data = objects.stored[f"bucket/{folder}/random_states_0.pkl"]
     objects.stored[f"bucket/{folder}/random_states_1.pkl"] = data
     for name in ("bucket/a/manifest.json", f"bucket/{folder}/manifest.json"):
-        found = manifest.decode(objects.stored[name], name)
-        files = {**found.files, "random_states_1.pkl": found.files["random_states_0.pkl"]}
-        objects.stored[name] = manifest.encode(replace(found, files=files))
+        committed = manifest.decode(objects.stored[name], name)
+        files = {**committed.files, "random_states_1.pkl": committed.files["random_states_0.pkl"]}
+        objects.stored[name] = manifest.encode(replace(committed, files=files))
 
 
 def test_a_local_disk_that_is_too_small_is_told_before_anything_is_fetched(
@@ -408,7 +408,7 @@ def test_a_local_disk_that_is_too_small_is_told_before_anything_is_fetched(
 
 
 def test_files_of_hooks_and_parts_are_uploaded(remote: Remote, tmp_path: Path) -> None:
-    """What is written into the given folder is committed, verified and fetched like the rest."""
+    """Files that hooks write into the given folder are committed, verified and fetched like the rest."""
 
     class Engine:
         name = "engine"
@@ -510,8 +510,8 @@ def test_files_are_local_whatever_they_are_called(tmp_path: Path) -> None:
     assert path == tmp_path / "a"
     assert "model.safetensors" in os.listdir(tmp_path / "a")
     assert state.load(box(), f"file://{tmp_path}/a").step == 5
-    assert state.latest(f"file://{tmp_path}").candidate.name == "a"
-    assert split(address("~/a")) == (Path.home().resolve(), "a")
+    assert state.latest_checkpoint(f"file://{tmp_path}").candidate.name == "a"
+    assert split_address(parse_address("~/a")) == (Path.home().resolve(), "a")
 
 
 def test_a_machine_has_no_remote_store_of_its_own(remote: Remote) -> None:
@@ -532,10 +532,10 @@ def test_damage_to_what_is_replaced_is_no_hindrance(remote: Remote, caplog: pyte
 
 def test_candidates_of_a_remote_folder_are_listed(remote: Remote) -> None:
     for step in (2, 10):
-        state.save(box(step), f"{remote.url}/run/step_{step}", ranks=Ranks())
-    store, name = where.place(f"{remote.url}/run")
-    found = find.candidates(store, name)
-    assert [(c.path, c.manifest and c.manifest.step) for c in found] == [
+        state.save(box(step), f"{remote.url}/run/step_{step}", ranks=RankGroup())
+    store, name = checkpoint_paths.locate(f"{remote.url}/run")
+    checkpoints = discovery.candidates(store, name)
+    assert [(c.path, c.manifest and c.manifest.step) for c in checkpoints] == [
         (f"{remote.url}/run/step_{step}", step) for step in (2, 10)
     ]
 

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.checkpoint import export, loose, pickles, state
-from accelerate.checkpoint.state import Parts
+from accelerate.checkpoint import accelerator_state, pickles, state, weight_files
+from accelerate.checkpoint.state import TrainState
 from accelerate.core.errors import CheckpointError
 
 SPRUNG = "ACCELERATE_TESTS_TRAP"
@@ -102,9 +102,9 @@ PLAIN = [
 def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """D8: what people keep in the state of their objects needs no trust."""
     path = tmp_path / "c"
-    state.save(Parts(custom=[Holder(value)]), path)
+    state.save(TrainState(custom=[Holder(value)]), path)
     fresh = Holder()
-    state.load(Parts(custom=[fresh]), path)
+    state.load(TrainState(custom=[fresh]), path)
     assert type(fresh.value) is type(value)
     assert fresh.value == value
     assert "refuses" not in caplog.text
@@ -113,10 +113,10 @@ def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_limited_deque_and_a_default_keep_what_they_are(tmp_path: Path) -> None:
-    export.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
-    found = export.load(tmp_path / "x.bin")
-    assert found["d"].maxlen == 4
-    assert found["f"]["new"] == []
+    weight_files.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
+    loaded = weight_files.load(tmp_path / "x.bin")
+    assert loaded["d"].maxlen == 4
+    assert loaded["f"]["new"] == []
 
 
 def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded(
@@ -125,13 +125,13 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
     """D8: nobody finds out at the resume; and it is said once, not at every save."""
     path = tmp_path / "c"
     for _ in range(2):
-        state.save(Parts(custom=[Holder(), Holder(Colour.RED)]), path)
+        state.save(TrainState(custom=[Holder(), Holder(Colour.RED)]), path)
     told = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
     assert len(told) == 1
     assert "custom_checkpoint_1.pkl (Holder) saves" in told[0]
     assert f"{__name__}.Colour" in told[0]
     assert "load_kwargs={'weights_only': False}" in told[0]
-    fresh = Parts(custom=[Holder("as it was"), Holder("as it was")])
+    fresh = TrainState(custom=[Holder("as it was"), Holder("as it was")])
     with pytest.raises(CheckpointError) as caught:
         state.load(fresh, path)
     assert "custom_checkpoint_1.pkl" in caught.value.what
@@ -148,12 +148,12 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
 
 
 def test_the_loose_function_refuses_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loose.save_custom_state(Holder(Colour.RED), str(tmp_path))
+    accelerator_state.save_custom_state(Holder(Colour.RED), str(tmp_path))
     assert "custom_checkpoint_0.pkl (Holder) saves" in caplog.text
     with pytest.raises(CheckpointError, match=r"(?s)Colour.*load_custom_state\(..., load_kwargs="):
-        loose.load_custom_state(Holder(), str(tmp_path))
+        accelerator_state.load_custom_state(Holder(), str(tmp_path))
     fresh = Holder()
-    loose.load_custom_state(fresh, str(tmp_path), load_kwargs={"weights_only": False})
+    accelerator_state.load_custom_state(fresh, str(tmp_path), load_kwargs={"weights_only": False})
     assert fresh.value is Colour.RED
 
 
@@ -179,10 +179,10 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
 ) -> None:
     from accelerate.world import rng
 
-    def parts() -> Parts:
+    def parts() -> TrainState:
         model = nn.Linear(1, 1)
         scaler = torch.amp.GradScaler("cpu")
-        return Parts([model], [torch.optim.SGD(model.parameters())], [], scaler, [Holder(1)], rng=rng)
+        return TrainState([model], [torch.optim.SGD(model.parameters())], [], scaler, [Holder(1)], rng=rng)
 
     path = tmp_path / "c"
     state.save(parts(), path, safe_serialization=False)
@@ -196,7 +196,7 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
 @pytest.mark.parametrize("poison", [poison_torch, poison_legacy, poison_pickle])
 def test_files_of_weights_are_refused_too(tmp_path: Path, poison: Any) -> None:
     poison(tmp_path / "w.bin")
-    for read in (export.load_state_dict, export.load):
+    for read in (weight_files.load_state_dict, weight_files.load):
         with pytest.raises(CheckpointError, match=r"(?s)could run code.*load\(.*weights_only=False\)"):
             read(tmp_path / "w.bin")
     assert_not_sprung()
@@ -206,7 +206,7 @@ def test_metadata_of_a_safetensors_file_is_text(tmp_path: Path) -> None:
     """A pickle in it stays text; an alias that names nothing in the file is no alias."""
     text = pickle.dumps(Trap(), 0).decode("latin1")
     save_file({"weight": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"a": text, "../x": "../y"})
-    assert list(export.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
+    assert list(weight_files.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
     assert_not_sprung()
 
 
@@ -263,7 +263,7 @@ def test_looking_for_what_would_be_refused_costs_nothing_for_plain_states(
 ) -> None:
     """The pickle is read again only if a class is in it that is not known to be plain."""
     looked: list[str] = []
-    monkeypatch.setattr(pickles, "_tell", lambda what, pickled: looked.append(what))
+    monkeypatch.setattr(pickles, "_warn_refused", lambda what, pickled: looked.append(what))
     weights = nn.Linear(2, 2).state_dict()
     pickles.write({"ema": weights, "all": PLAIN[:3], "array": np.ones(3)}, io.BytesIO(), what="plain")
     pickles.write({"ema": weights, "colour": Colour.RED}, io.BytesIO(), what="coloured")

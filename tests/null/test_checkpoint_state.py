@@ -21,8 +21,8 @@ from torch import nn
 from accelerate.checkpoint import pickles, state
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.state import Part, Parts
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.state import StatefulAdapter, TrainState
 from accelerate.core.errors import CheckpointError
 from accelerate.world import rng
 
@@ -50,7 +50,7 @@ class Loader(Counter):
         self.count = state["samples"]
 
 
-class Tied(nn.Module):
+class TiedEmbedding(nn.Module):
     """Input and output embedding are one parameter."""
 
     def __init__(self, tie: bool = True) -> None:
@@ -62,19 +62,19 @@ class Tied(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def training(seed: int = 0, steps: int = 0) -> Parts:
+def training(seed: int = 0, steps: int = 0) -> TrainState:
     """Everything a training has, after some steps from a seed."""
     rng.set_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3], gamma=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
-    parts = Parts([model], [optimizer], [scheduler], scaler, [Counter(seed)], [Loader(seed)], rng=rng)
+    parts = TrainState([model], [optimizer], [scheduler], scaler, [Counter(seed)], [Loader(seed)], rng=rng)
     train(parts, steps)
     return parts
 
 
-def train(parts: Parts, steps: int) -> list[float]:
+def train(parts: TrainState, steps: int) -> list[float]:
     """Steps whose losses depend on every part: data from three generators, dropout, scaler, schedule."""
     model, optimizer, scheduler = parts.models[0], parts.optimizers[0], parts.schedulers[0]
     losses = []
@@ -93,7 +93,7 @@ def train(parts: Parts, steps: int) -> list[float]:
     return losses
 
 
-def everything(parts: Parts) -> dict[str, Any]:
+def all_states(parts: TrainState) -> dict[str, Any]:
     """The state of all parts, to compare."""
     return {
         "model": parts.models[0].state_dict(),
@@ -122,7 +122,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, safe: bool) -
     resumed.step = loaded.step
     assert train(resumed, 3) == expected
     assert resumed.step == 6
-    assert_same(everything(resumed), everything(straight))
+    assert_same(all_states(resumed), all_states(straight))
 
 
 def test_the_files_are_those_of_the_public_format(tmp_path: Path) -> None:
@@ -183,15 +183,15 @@ def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
     parts = training(steps=2)
     path = state.save(parts, tmp_path / "c")
     fresh = training(seed=1)
-    model_only = Parts(models=fresh.models, custom=[Counter()])
+    model_only = TrainState(models=fresh.models, custom=[Counter()])
     state.load(model_only, path)
     assert_same(fresh.models[0].state_dict(), parts.models[0].state_dict())
     assert fresh.optimizers[0].state_dict()["state"] == {}
 
 
 def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) -> None:
-    path = state.save(Parts(metadata={"epoch": 1}), tmp_path / "c")
-    assert state.load(Parts(), path).metadata == {"epoch": 1}
+    path = state.save(TrainState(metadata={"epoch": 1}), tmp_path / "c")
+    assert state.load(TrainState(), path).metadata == {"epoch": 1}
 
 
 # ---------------------------------------------------------------- tied and wrapped models
@@ -200,16 +200,16 @@ def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) ->
 @pytest.mark.parametrize("safe", [True, False])
 def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
     """D6: one tensor in the file, an alias in the manifest, one parameter after loading."""
-    model = Tied()
-    path = state.save(Parts([model]), tmp_path / "c", safe_serialization=safe)
+    model = TiedEmbedding()
+    path = state.save(TrainState([model]), tmp_path / "c", safe_serialization=safe)
     if safe:
         assert sorted(load_file(path / "model.safetensors")) == ["body.bias", "body.weight", "embed.weight"]
         with safe_open(path / "model.safetensors", framework="pt") as file:
             assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
         manifest = json.loads((path / "manifest.json").read_text())
         assert manifest["parts"]["models"][0]["aliases"] == {"head.weight": "embed.weight"}
-    fresh = Tied()
-    loaded = state.load(Parts([fresh]), path)
+    fresh = TiedEmbedding()
+    loaded = state.load(TrainState([fresh]), path)
     assert loaded.notes == ()
     assert fresh.head.weight is fresh.embed.weight
     assert_same(fresh.state_dict(), model.state_dict())
@@ -219,10 +219,10 @@ def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """D6."""
-    model = Tied()
-    path = state.save(Parts([model]), tmp_path / "c")
-    apart = Tied(tie=False)
-    loaded = state.load(Parts([apart]), path)
+    model = TiedEmbedding()
+    path = state.save(TrainState([model]), tmp_path / "c")
+    apart = TiedEmbedding(tie=False)
+    loaded = state.load(TrainState([apart]), path)
     assert_same(apart.head.weight, model.embed.weight)
     assert "head.weight tied to embed.weight" in loaded.notes[0]
     assert "head.weight tied to embed.weight" in caplog.text
@@ -230,14 +230,14 @@ def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
 
 def test_tied_weights_without_an_alias_table_follow_the_model(tmp_path: Path) -> None:
     """D6: a file of the public package drops the tied name and says nothing."""
-    model, fresh = Tied(), Tied()
-    path = state.save(Parts([model]), tmp_path / "c")
+    model, fresh = TiedEmbedding(), TiedEmbedding()
+    path = state.save(TrainState([model]), tmp_path / "c")
     (path / "manifest.json").unlink()
     from safetensors.torch import save_file
 
     weights = {n: t for n, t in model.state_dict().items() if n != "embed.weight"}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    state.load(Parts([fresh]), path)
+    state.load(TrainState([fresh]), path)
     assert fresh.head.weight is fresh.embed.weight
     assert_same(fresh.state_dict(), model.state_dict())
 
@@ -246,10 +246,10 @@ def test_views_that_overlap_are_saved_each(tmp_path: Path) -> None:
     big = torch.arange(12.0).reshape(3, 4)
     views = {"all": big, "row": big[1], "column": big[:, 2], "again": big, "turned": big.t()}
     saved: dict[str, torch.Tensor] = {}
-    part = Part("views", lambda: views, saved.update)
-    path = state.save(Parts([part]), tmp_path / "c")
+    part = StatefulAdapter("views", lambda: views, saved.update)
+    path = state.save(TrainState([part]), tmp_path / "c")
     assert sorted(load_file(path / "model.safetensors")) == ["all", "column", "row", "turned"]
-    state.load(Parts([part]), path)
+    state.load(TrainState([part]), path)
     assert_same({k: v.clone() for k, v in saved.items()}, {k: v.clone() for k, v in views.items()})
 
 
@@ -261,10 +261,10 @@ def test_a_compiled_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
     regional.load_state_dict({n.replace("0.", "0._orig_mod.", 1): t for n, t in model.state_dict().items()})
     whole = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
     assert all("_orig_mod" in n for n in whole.state_dict())
-    path = state.save(Parts([regional]), tmp_path / "c")
+    path = state.save(TrainState([regional]), tmp_path / "c")
     assert set(load_file(path / "model.safetensors")) == names
     for target in (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), whole):
-        state.load(Parts([target]), path)
+        state.load(TrainState([target]), path)
         assert_same(list(target.parameters()), list(model.parameters()))
 
 
@@ -272,20 +272,20 @@ def test_names_under_a_wrapper_fit_the_bare_model_and_back(tmp_path: Path) -> No
     model, bare = nn.Linear(2, 2), nn.Linear(2, 2)
     wrapped = nn.Module()
     wrapped.add_module("module", model)
-    state.load(Parts([bare]), state.save(Parts([wrapped]), tmp_path / "wrapped"))
+    state.load(TrainState([bare]), state.save(TrainState([wrapped]), tmp_path / "wrapped"))
     assert_same(bare.state_dict(), model.state_dict())
     other = nn.Module()
     other.add_module("module", nn.Linear(2, 2))
-    state.load(Parts([other]), state.save(Parts([bare]), tmp_path / "bare"))
+    state.load(TrainState([other]), state.save(TrainState([bare]), tmp_path / "bare"))
     assert_same(other.get_submodule("module").state_dict(), model.state_dict())
 
 
 def test_a_model_with_a_part_called_module_keeps_its_names(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
     fresh = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
-    path = state.save(Parts([model]), tmp_path / "c")
+    path = state.save(TrainState([model]), tmp_path / "c")
     assert "module.weight" in load_file(path / "model.safetensors")
-    state.load(Parts([fresh]), path)
+    state.load(TrainState([fresh]), path)
     assert_same(fresh.state_dict(), model.state_dict())
 
 
@@ -299,8 +299,8 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) ->
         "empty": torch.empty(0, 3).to(dtype),
     }
     back: dict[str, torch.Tensor] = {}
-    part = Part("x", lambda: saved, back.update)
-    state.load(Parts([part]), state.save(Parts([part]), tmp_path / "c"))
+    part = StatefulAdapter("x", lambda: saved, back.update)
+    state.load(TrainState([part]), state.save(TrainState([part]), tmp_path / "c"))
     assert {n: (t.dtype, t.shape) for n, t in back.items()} == {
         n: (t.dtype, t.shape) for n, t in saved.items()
     }
@@ -319,13 +319,13 @@ def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
         assert len(weights) == 2
         weights.pop(0)
 
-    path = state.save(Parts([first, second]), tmp_path / "c", before=hook)
+    path = state.save(TrainState([first, second]), tmp_path / "c", before=hook)
     assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors", "unet"]
     assert load_file(path / "model.safetensors")["weight"].shape == (2, 2)
     manifest = json.loads((path / "manifest.json").read_text())
     assert "unet/config.json" in manifest["files"]
 
-    parts = Parts([nn.Linear(1, 1), nn.Linear(2, 2)])
+    parts = TrainState([nn.Linear(1, 1), nn.Linear(2, 2)])
     seen: list[Path] = []
 
     def load_hook(folder: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
 
     (path / "unet" / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"unet/config.json is damaged"):
-        state.load(Parts([second]), path)
+        state.load(TrainState([second]), path)
 
 
 class Engine:
@@ -359,13 +359,13 @@ class Engine:
 
 
 def test_a_part_may_write_files_of_its_own(tmp_path: Path) -> None:
-    path = state.save(Parts(own_files=[Engine("weights")]), tmp_path / "c")
+    path = state.save(TrainState(own_files=[Engine("weights")]), tmp_path / "c")
     fresh = Engine()
-    state.load(Parts(own_files=[fresh]), path)
+    state.load(TrainState(own_files=[fresh]), path)
     assert fresh.value == "weights"
     (path / "pytorch_model" / "deep" / "rank0.pt").write_text("Weights")
     with pytest.raises(CheckpointError, match=r"rank0.pt is damaged"):
-        state.load(Parts(own_files=[fresh]), path)
+        state.load(TrainState(own_files=[fresh]), path)
 
 
 def test_saving_over_a_checkpoint_replaces_it_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_any_damage_is_an_error_that_names_the_file_and_changes_nothing(
     path = state.save(training(steps=2), tmp_path / "c")
     damage(path / name, how)
     fresh = training(seed=3)
-    before = everything(fresh)
+    before = all_states(fresh)
     draws = torch.get_rng_state()
     if (name, how) == ("manifest.json", "missing"):
         fresh.loaders = []  # positions are in the manifest: what is left is a folder of the public format
@@ -468,7 +468,7 @@ def test_any_damage_is_an_error_that_names_the_file_and_changes_nothing(
         return
     with pytest.raises(CheckpointError, match=name):
         state.load(fresh, path)
-    assert_same(everything(fresh), before)
+    assert_same(all_states(fresh), before)
     assert torch.equal(torch.get_rng_state(), draws)
 
 
@@ -480,7 +480,7 @@ def test_sizes_are_compared_even_without_digests(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_manifest_is_guarded(tmp_path: Path) -> None:
-    path = state.save(Parts(metadata={"epoch": 3}), tmp_path / "c")
+    path = state.save(TrainState(metadata={"epoch": 3}), tmp_path / "c")
     file = path / "manifest.json"
     whole = file.read_bytes()
     for place in range(0, len(whole), 7):
@@ -488,7 +488,7 @@ def test_every_byte_of_the_manifest_is_guarded(tmp_path: Path) -> None:
         if json_or_none(file) == json.loads(whole):
             continue  # white space
         with pytest.raises(CheckpointError, match=r"manifest.json"):
-            state.load(Parts(), path)
+            state.load(TrainState(), path)
 
 
 def json_or_none(file: Path) -> Any:
@@ -532,24 +532,24 @@ def test_the_number_of_registered_objects_must_match(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    path = state.save(Parts([nn.Linear(2, 2)]), tmp_path / "c")
+    path = state.save(TrainState([nn.Linear(2, 2)]), tmp_path / "c")
     with pytest.raises(
         CheckpointError, match=r"(?s)could not load model 0 \(Linear\).*size mismatch for weight"
     ):
-        state.load(Parts([nn.Linear(3, 2)]), path)
+        state.load(TrainState([nn.Linear(3, 2)]), path)
     with pytest.raises(CheckpointError, match=r"(?s)model 0 \(Sequential\).*Missing key"):
-        state.load(Parts([nn.Sequential(nn.Linear(2, 2))]), path)
+        state.load(TrainState([nn.Sequential(nn.Linear(2, 2))]), path)
     wider = nn.Linear(2, 2)
     wider.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(CheckpointError, match="extra"):
-        state.load(Parts([wider]), path)
-    state.load(Parts([wider]), path, model_kwargs={"strict": False})
+        state.load(TrainState([wider]), path)
+    state.load(TrainState([wider]), path, model_kwargs={"strict": False})
 
 
 def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """D8."""
     with pytest.raises(CheckpointError, match=r"registered object 1 cannot be saved: it is a object"):
-        state.save(Parts(custom=[Counter(), object()]), tmp_path / "c")
+        state.save(TrainState(custom=[Counter(), object()]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -563,18 +563,18 @@ def test_metadata_that_would_change_on_the_way_is_refused(
     tmp_path: Path, metadata: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
-        state.save(Parts(metadata=metadata), tmp_path / "c")
+        state.save(TrainState(metadata=metadata), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_state_that_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
-    odd = Part("odd", lambda: {"x": torch.ones(1), "extra": [1, 2]}, dict)
+    odd = StatefulAdapter("odd", lambda: {"x": torch.ones(1), "extra": [1, 2]}, dict)
     with pytest.raises(
         CheckpointError, match=r"(?s)extra in a model's state is a list.*safe_serialization=False"
     ):
-        state.save(Parts([odd]), tmp_path / "c")
+        state.save(TrainState([odd]), tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"weight has no data to save"):
-        state.save(Parts([nn.Linear(1, 1, device="meta")]), tmp_path / "c")
+        state.save(TrainState([nn.Linear(1, 1, device="meta")]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -595,7 +595,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
         state.load(fresh, path)
 
 
-class Own(SimpleNamespace):
+class UnknownClass(SimpleNamespace):
     """A class that no list of plain classes knows."""
 
 
@@ -604,39 +604,39 @@ def test_load_kwargs_override(tmp_path: Path) -> None:
         got: Any = None
 
         def state_dict(self) -> dict[str, Any]:
-            return {"set": Own(a=1)}
+            return {"set": UnknownClass(a=1)}
 
         def load_state_dict(self, value: Any) -> None:
             self.got = value
 
     plain = Plain()
-    path = state.save(Parts(schedulers=[plain]), tmp_path / "c")
-    with pytest.raises(CheckpointError, match="Own"):
-        state.load(Parts(schedulers=[plain]), path)
-    state.load(Parts(schedulers=[plain]), path, load_kwargs={"weights_only": False})
-    assert plain.got == {"set": Own(a=1)}
+    path = state.save(TrainState(schedulers=[plain]), tmp_path / "c")
+    with pytest.raises(CheckpointError, match="UnknownClass"):
+        state.load(TrainState(schedulers=[plain]), path)
+    state.load(TrainState(schedulers=[plain]), path, load_kwargs={"weights_only": False})
+    assert plain.got == {"set": UnknownClass(a=1)}
 
 
 def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
     holder: dict[str, torch.Tensor] = {}
-    part = Part("x", lambda: {"t": torch.ones(2)}, holder.update)
-    path = state.save(Parts(optimizers=[part]), tmp_path / "c")
-    state.load(Parts(optimizers=[part]), path, map_location="meta")
+    part = StatefulAdapter("x", lambda: {"t": torch.ones(2)}, holder.update)
+    path = state.save(TrainState(optimizers=[part]), tmp_path / "c")
+    state.load(TrainState(optimizers=[part]), path, map_location="meta")
     assert holder["t"].device.type == "meta"
-    state.load(Parts(optimizers=[part]), path, load_kwargs={"map_location": "cpu"}, map_location="meta")
+    state.load(TrainState(optimizers=[part]), path, load_kwargs={"map_location": "cpu"}, map_location="meta")
     assert holder["t"].device.type == "cpu"
     model = nn.Linear(2, 2)
-    state.save(Parts([model]), path, safe_serialization=False)
-    state.load(Parts([model]), path, load_kwargs={"map_location": "cpu", "mmap": False})
-    state.save(Parts(optimizers=[part]), path)
-    state.load(Parts(optimizers=[part]), path, map_location="on_device")
+    state.save(TrainState([model]), path, safe_serialization=False)
+    state.load(TrainState([model]), path, load_kwargs={"map_location": "cpu", "mmap": False})
+    state.save(TrainState(optimizers=[part]), path)
+    state.load(TrainState(optimizers=[part]), path, map_location="on_device")
     assert holder["t"].device.type == "cpu"
 
 
 # ---------------------------------------------------------------- other writers, other worlds
 
 
-def public_checkpoint(folder: Path, parts: Parts, ranks: int = 1) -> Path:
+def public_checkpoint(folder: Path, parts: TrainState, ranks: int = 1) -> Path:
     """A folder as the public package writes it: the same files, no manifest."""
     path = state.save(parts, folder)
     (path / "manifest.json").unlink()
@@ -657,7 +657,7 @@ def test_a_checkpoint_of_the_public_package_loads_by_name_and_says_so(
     assert "has no manifest" in caplog.text
     assert "position of loader 0" in loaded.notes[0]
     fresh.loaders[0].count = saved.loaders[0].count
-    assert_same(everything(fresh), everything(saved))
+    assert_same(all_states(fresh), all_states(saved))
 
 
 @pytest.mark.parametrize("manifest", [True, False])
@@ -671,12 +671,12 @@ def test_a_rank_without_random_states_gets_derived_ones(
 
     def draws(rank: int, size: int) -> tuple[float, float, float]:
         torch.manual_seed(99)
-        reader_ranks = Ranks(rank, size)
+        reader_ranks = RankGroup(rank, size)
         from accelerate.checkpoint import manifest as manifests
-        from accelerate.checkpoint.restore import Reader
+        from accelerate.checkpoint.restore import CheckpointReader
 
-        parts = Parts(rng=rng)
-        reader = Reader(path, manifests.read(path), reader_ranks)
+        parts = TrainState(rng=rng)
+        reader = CheckpointReader(path, manifests.read(path), reader_ranks)
         reader.read(parts)
         reader.finish(parts)
         assert len(reader.notes) == (1 if size > 1 else 0)
@@ -690,12 +690,12 @@ def test_a_rank_without_random_states_gets_derived_ones(
 
 def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
     """D2: a rank's file that should be there and is not."""
-    from accelerate.checkpoint.restore import Reader
+    from accelerate.checkpoint.restore import CheckpointReader
 
     path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)
     (path / "random_states_1.pkl").unlink()
     with pytest.raises(CheckpointError, match=r"random_states_1.pkl is missing"):
-        Reader(path, None, Ranks(1, 3)).read(Parts(rng=rng))
+        CheckpointReader(path, None, RankGroup(1, 3)).read(TrainState(rng=rng))
 
 
 def test_no_hook_is_left_in_the_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

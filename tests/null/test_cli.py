@@ -18,8 +18,8 @@ from accelerate.cli import env, main, options
 from accelerate.cli.launch import launch_command, launch_command_parser
 from accelerate.cli.main import COMMANDS, run
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.core.setting import declared
-from accelerate.launch.job import Job
+from accelerate.core.setting import declared_settings
+from accelerate.launch.launch_request import JobSettings
 
 Run = Callable[..., SimpleNamespace]
 
@@ -53,9 +53,9 @@ def test_help_of_launch_tells_every_flag_with_its_variable_and_key(
     cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    switches = [row.flags[0] for row in options.rows() if row.flags and row.switch]
+    switches = [row.flags[0] for row in options.launch_settings() if row.flags and row.switch]
     text = " ".join(cli("launch", *switches, "--help").out.split())
-    for row in options.rows():
+    for row in options.launch_settings():
         if row.flags:
             assert row.flags[0] in text
             assert " ".join(row.help.split()) in text
@@ -66,12 +66,14 @@ def test_help_of_launch_tells_every_flag_with_its_variable_and_key(
 def test_help_of_launch_is_grouped_by_topic(cli: Run) -> None:
     text = cli("launch", "--help").out
     topics = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert topics == [*dict.fromkeys(row.topic for row in options.rows() if row.flags), "Other"]
+    assert topics == [*dict.fromkeys(row.topic for row in options.launch_settings() if row.flags), "Other"]
 
 
 @pytest.mark.parametrize("typed", ["--use_fsdp", "--use-fsdp", "--fsdp_version=2"])
 def test_flags_of_one_way_of_training_are_folded_until_one_is_typed(cli: Run, typed: str) -> None:
-    flags = [row.flags[0] for row in options.rows() if row.flags and row.flags[0].startswith("--fsdp_")]
+    flags = [
+        row.flags[0] for row in options.launch_settings() if row.flags and row.flags[0].startswith("--fsdp_")
+    ]
     folded = cli("launch", "--help").out
     assert "--use_fsdp " in folded
     assert not [flag for flag in flags if flag in folded]
@@ -86,10 +88,10 @@ def test_flags_of_one_way_of_training_are_folded_until_one_is_typed(cli: Run, ty
 def test_only_topics_of_one_way_are_folded(cli: Run) -> None:
     """Every way of training with a switch and more than a few options."""
     folded = options.folded_topics()
-    switched = {cls.__topic__ for cls in options.HANDED if hasattr(cls, "__switch__")}
+    switched = {cls.__topic__ for cls in options.SCRIPT_SETTINGS if hasattr(cls, "__switch__")}
     assert "Sharding" in switched
     assert switched <= folded
-    assert not folded & {row.topic for row in declared(Job)}
+    assert not folded & {row.topic for row in declared_settings(JobSettings)}
 
 
 def test_the_version(cli: Run) -> None:
@@ -173,7 +175,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     *shown, loaded, files = subprocess.run(
         [sys.executable, "-c", code], check=True, text=True, capture_output=True
     ).stdout.splitlines()
-    assert ast.literal_eval(loaded) == ["accelerate.cli.main", "accelerate.cli.show"]
+    assert ast.literal_eval(loaded) == ["accelerate.cli.error_output", "accelerate.cli.main"]
     for name in ast.literal_eval(files):
         line = next(line for line in shown if line.split()[:1] == [name.replace("_", "-")])
         assert len(line.split()) > 3
@@ -215,7 +217,7 @@ def test_explain_shows_every_source_of_every_setting(
         "env", "--explain", "--mixed_precision", "no", "-n", "2", "train.py", "--lr", "1"
     ).out.splitlines()
     table = {line.split("\t")[0]: line.split("\t")[1:] for line in lines}
-    assert set(table) == {"setting", *(row.name for row in options.rows())}
+    assert set(table) == {"setting", *(row.name for row in options.launch_settings())}
     assert table["mixed_precision"] == [
         "no",
         "--mixed_precision",

@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accelerate.checkpoint import export, state
+from accelerate.checkpoint import state, weight_files
+from accelerate.checkpoint.lazy_weights import open_weights
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.state import Part, Parts
-from accelerate.checkpoint.weights import weights_of
+from accelerate.checkpoint.state import StatefulAdapter, TrainState
 from accelerate.cli.main import run
 from accelerate.core.errors import CheckpointError
 from accelerate.world import rng
@@ -45,11 +45,11 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def parts(step: int = 0, value: float = 0.0) -> Parts:
+def parts(step: int = 0, value: float = 0.0) -> TrainState:
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Parts([model], [optimizer], rng=rng, step=step, metadata={"epoch": step // 10})
+    return TrainState([model], [optimizer], rng=rng, step=step, metadata={"epoch": step // 10})
 
 
 @pytest.fixture
@@ -221,8 +221,8 @@ def test_verify_says_what_it_cannot_check(cli: Run, tmp_path: Path) -> None:
 
 def test_files_of_many_pieces_are_checked_by_pieces(cli: Run, tmp_path: Path) -> None:
     """A byte anywhere counts, also behind the first 64 MiB."""
-    big = Part("big", lambda: {"w": torch.zeros(18 * 2**20)}, lambda state: None)
-    path = Path(state.save(Parts([big]), tmp_path / "c"))
+    big = StatefulAdapter("big", lambda: {"w": torch.zeros(18 * 2**20)}, lambda state: None)
+    path = Path(state.save(TrainState([big]), tmp_path / "c"))
     assert cli("verify", path).code == 0
     with (path / "model.safetensors").open("r+b") as file:
         file.seek(70 * 2**20)
@@ -233,7 +233,7 @@ def test_files_of_many_pieces_are_checked_by_pieces(cli: Run, tmp_path: Path) ->
 # ---------------------------------------------------------------- prune
 
 
-def left(project: Path) -> list[str]:
+def list_checkpoints(project: Path) -> list[str]:
     return sorted(os.listdir(project / "checkpoints"))
 
 
@@ -242,11 +242,11 @@ def test_prune_removes_the_oldest_and_what_was_left(cli: Run, project: Path) -> 
     old(leftover(project))
     result = cli("prune", project, "--keep", "2", "--dry-run")
     assert "would free" in result.out
-    assert len(left(project)) == 5
+    assert len(list_checkpoints(project)) == 5
     result = cli("prune", project, "--keep", "2", "--yes")
     assert result.code == 0
     assert "removed 3 folder(s)" in result.out
-    assert left(project) == ["checkpoint_2", "checkpoint_3"]
+    assert list_checkpoints(project) == ["checkpoint_2", "checkpoint_3"]
     assert "nothing to remove" in cli("prune", project, "--keep", "2", "--yes").out
 
 
@@ -254,7 +254,7 @@ def test_prune_counts_complete_checkpoints_only(cli: Run, project: Path) -> None
     """D5: a damaged newest one is no reason to remove the last that can be loaded; it stays itself."""
     (project / "checkpoints" / "checkpoint_3" / "optimizer.bin").unlink()
     cli("prune", project, "--keep", "1", "--yes")
-    assert left(project) == ["checkpoint_2", "checkpoint_3"]
+    assert list_checkpoints(project) == ["checkpoint_2", "checkpoint_3"]
 
 
 @pytest.mark.parametrize("when", ["now", "after the newest"])
@@ -266,9 +266,9 @@ def test_prune_leaves_a_save_that_may_be_going_on(cli: Run, project: Path, when:
         body = json.loads(path.read_text())
         body.pop("digest")
         body["saved"] = "2020-01-01T00:00:00.000+00:00"
-        from accelerate.checkpoint.manifest import _guard
+        from accelerate.checkpoint.manifest import _manifest_digest
 
-        path.write_text(json.dumps({"digest": _guard(body), **body}))
+        path.write_text(json.dumps({"digest": _manifest_digest(body), **body}))
         old(folder)
     result = cli("prune", project, "--keep", "4", "--yes")
     assert folder.is_dir()
@@ -278,21 +278,21 @@ def test_prune_leaves_a_save_that_may_be_going_on(cli: Run, project: Path, when:
 def test_prune_asks(cli: Run, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda *_: "n")
     assert cli("prune", project, "--keep", "1").code == 130
-    assert len(left(project)) == 4
+    assert len(list_checkpoints(project)) == 4
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda *_: "y")
     assert cli("prune", project, "--keep", "1").code == 0
-    assert left(project) == ["checkpoint_3"]
+    assert list_checkpoints(project) == ["checkpoint_3"]
 
 
 def test_prune_of_one_checkpoint_or_of_all_is_refused(cli: Run, project: Path) -> None:
     result = cli("prune", project / "checkpoints" / "checkpoint_1", "--keep", "1", "--yes")
     assert (result.code, "is one checkpoint" in result.err) == (2, True)
     assert cli("prune", project, "--keep", "0", "--yes").code == 2
-    assert len(left(project)) == 4
+    assert len(list_checkpoints(project)) == 4
 
 
 def test_remote_checkpoints_are_listed_verified_and_pruned(cli: Run, tmp_path: Path) -> None:
-    """By the same Store as saving; exporting needs a local copy, and says so."""
+    """The commands use the same Store as saving; exporting needs a local copy, and says so."""
     url = f"memory://{tmp_path.name}/run"
     configuration = ProjectConfiguration(url, str(tmp_path), automatic_checkpoint_naming=True)
     for step in (1, 2, 3):
@@ -307,7 +307,7 @@ def test_remote_checkpoints_are_listed_verified_and_pruned(cli: Run, tmp_path: P
 # ---------------------------------------------------------------- export
 
 
-class Wrapped(nn.Module):
+class WrappedNet(nn.Module):
     """Names as data parallelism and compilation leave them; two weights are one, one is turned."""
 
     def __init__(self) -> None:
@@ -318,21 +318,21 @@ class Wrapped(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.turned = nn.Parameter(torch.randn(5, 3).t())
 
-    def saved(self, prefix: str = "module._orig_mod.") -> dict[str, torch.Tensor]:
+    def state_as_saved(self, prefix: str = "module._orig_mod.") -> dict[str, torch.Tensor]:
         return {f"{prefix}{name}": value for name, value in self.state_dict().items()}
 
 
-def save_wrapped(path: Path, model: Wrapped, *, safe: bool, world: int = 2) -> Path:
-    part = Part("Wrapped", model.saved, lambda state: None)
-    path = Path(state.save(Parts([part], rng=rng, strategy="ddp"), path, safe_serialization=safe))
+def save_wrapped(path: Path, model: WrappedNet, *, safe: bool, world: int = 2) -> Path:
+    part = StatefulAdapter("Wrapped", model.state_as_saved, lambda state: None)
+    path = Path(state.save(TrainState([part], rng=rng, strategy="ddp"), path, safe_serialization=safe))
     manifest = path / "manifest.json"
     text = manifest.read_text()
     if world > 1:
-        from accelerate.checkpoint.manifest import _guard
+        from accelerate.checkpoint.manifest import _manifest_digest
 
         body = {**json.loads(text), "world_size": world}
         body.pop("digest")
-        manifest.write_text(json.dumps({"digest": _guard(body), **body}))
+        manifest.write_text(json.dumps({"digest": _manifest_digest(body), **body}))
     return path
 
 
@@ -340,7 +340,7 @@ def save_wrapped(path: Path, model: Wrapped, *, safe: bool, world: int = 2) -> P
 @pytest.mark.parametrize("limit", ["5GB", "120"])
 def test_export_gives_the_users_own_names(cli: Run, tmp_path: Path, safe: bool, limit: str) -> None:
     """D6, D9: tied weights once, with their other name; no prefix; one file or shards."""
-    model = Wrapped()
+    model = WrappedNet()
     path = save_wrapped(tmp_path / "c", model, safe=safe)
     out = tmp_path / "out"
     result = cli("export", path, out, "--max-shard-size", limit)
@@ -348,27 +348,28 @@ def test_export_gives_the_users_own_names(cli: Run, tmp_path: Path, safe: bool, 
     files = sorted(p for p in out.iterdir() if p.suffix == ".safetensors")
     assert (len(files) > 1) == (limit == "120")
     assert (out / "model.safetensors.index.json").exists() == (limit == "120")
-    found: dict[str, torch.Tensor] = {}
+    exported: dict[str, torch.Tensor] = {}
     alias: dict[str, str] = {}
     for file in files:
-        found |= load_file(file)
+        exported |= load_file(file)
         with safe_open(file, framework="pt") as opened:
             alias |= opened.metadata()
     assert alias.pop("format") == "pt"
     assert alias == {"head.weight": "embed.weight"}
     expected = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(exported, expected, rtol=0, atol=0)
     torch.testing.assert_close(
-        {name: tensor.read() for name, tensor in weights_of(out).every().items()}, dict(model.state_dict())
+        {name: tensor.read() for name, tensor in open_weights(out).by_all_names().items()},
+        dict(model.state_dict()),
     )
 
 
 def test_export_casts_floating_point_weights_only(cli: Run, tmp_path: Path) -> None:
-    path = save_wrapped(tmp_path / "c", Wrapped(), safe=True)
+    path = save_wrapped(tmp_path / "c", WrappedNet(), safe=True)
     cli("export", path, tmp_path / "out", "--dtype", "bf16")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.pop("norm.num_batches_tracked").dtype == torch.int64
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.pop("norm.num_batches_tracked").dtype == torch.int64
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     result = cli("export", path, tmp_path / "out", "--dtype", "int8")
     assert "no floating point dtype" in result.err
 
@@ -377,7 +378,7 @@ def test_export_keeps_a_module_of_that_name(cli: Run, tmp_path: Path) -> None:
     """One process puts no prefix in front: ``module.`` is the user's own."""
     model = nn.Module()
     model.module = nn.Linear(1, 1)
-    path = Path(state.save(Parts([model], rng=rng), tmp_path / "c"))
+    path = Path(state.save(TrainState([model], rng=rng), tmp_path / "c"))
     cli("export", path, tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.weight", "module.bias"}
 
@@ -387,7 +388,7 @@ def test_export_takes_the_newest_complete_checkpoint_and_the_model_asked_for(cli
     assert cli("export", project, project / "out").code == 0
     assert load_file(project / "out" / "model.safetensors")["weight"].unique() == 30.0
     two = [nn.Linear(1, 1), nn.Linear(2, 2)]
-    path = Path(state.save(Parts(two, rng=rng), project / "two"))
+    path = Path(state.save(TrainState(two, rng=rng), project / "two"))
     assert cli("export", path, project / "second", "--model", "1").code == 0
     assert load_file(project / "second" / "model.safetensors")["weight"].shape == (2, 2)
     result = cli("export", path, project / "third", "--model", "2")
@@ -420,7 +421,7 @@ def test_a_crash_never_leaves_an_index_over_mixed_shards(
     weights = [{f"w{i}": torch.full((64,), float(k)) for i in range(4)} for k in range(2)]
     steps = 0
 
-    def counted(function: Callable[..., Any], fatal: int) -> Callable[..., Any]:
+    def count_calls(function: Callable[..., Any], fatal: int) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal steps
             steps += 1
@@ -433,22 +434,22 @@ def test_a_crash_never_leaves_an_index_over_mixed_shards(
     fatal = 0
     for fatal in range(1, 40):
         out = tmp_path / str(fatal)
-        export.save_weights(weights[0], out, max_shard_size=600)
+        weight_files.save_weights(weights[0], out, max_shard_size=600)
         steps = 0
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", counted(Path.replace, fatal))
-            patch.setattr(Path, "unlink", counted(Path.unlink, fatal))
+            patch.setattr(Path, "replace", count_calls(Path.replace, fatal))
+            patch.setattr(Path, "unlink", count_calls(Path.unlink, fatal))
             try:
-                export.save_weights(weights[1], out, max_shard_size=600)
+                weight_files.save_weights(weights[1], out, max_shard_size=600)
             except KeyboardInterrupt:
                 pass
             else:
                 break
         if (out / "model.safetensors.index.json").exists():
-            values = {float(t.read()[0]) for t in weights_of(out).tensors.values()}
+            values = {float(t.read()[0]) for t in open_weights(out).tensors.values()}
             assert len(values) == 1, fatal
-        export.save_weights(weights[1], out, max_shard_size=600)
-        assert {float(t.read()[0]) for t in weights_of(out).tensors.values()} == {1.0}
+        weight_files.save_weights(weights[1], out, max_shard_size=600)
+        assert {float(t.read()[0]) for t in open_weights(out).tensors.values()} == {1.0}
         assert not [name for name in os.listdir(out) if name.startswith(".")]
     assert fatal > 4
 
@@ -456,23 +457,24 @@ def test_a_crash_never_leaves_an_index_over_mixed_shards(
 def test_a_killed_process_leaves_nothing_that_the_next_export_does_not_clear(tmp_path: Path) -> None:
     (tmp_path / ".model-00001-of-00002.safetensors.tmp-abc0").write_bytes(b"half")
     (tmp_path / ".notes.tmp-abc0").write_bytes(b"the user's")
-    export.save_weights({"w": torch.ones(2)}, tmp_path)
+    weight_files.save_weights({"w": torch.ones(2)}, tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".notes.tmp-abc0", "model.safetensors"]
 
 
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from accelerate.checkpoint import overview
-from accelerate.checkpoint.handover import hand_over
+from accelerate.checkpoint import checkpoint_folder
+from accelerate.checkpoint.weight_export import export_weights
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-found = overview.chosen(overview.look(sys.argv[1]))
-hand_over(overview.chosen(overview.look(sys.argv[2])), Path(sys.argv[3], "small"), dtype="bf16")
+open_one = lambda text: checkpoint_folder.select_checkpoint(checkpoint_folder.open_checkpoints(text))
+big = open_one(sys.argv[1])
+export_weights(open_one(sys.argv[2]), Path(sys.argv[3], "small"), dtype="bf16")
 before = peak()
-hand_over(found, Path(sys.argv[3], "big"), max_shard_size="64MiB", dtype="bf16")
+export_weights(big, Path(sys.argv[3], "big"), max_shard_size="64MiB", dtype="bf16")
 print(peak() - before)
 """
 
@@ -482,9 +484,13 @@ def test_export_holds_one_shard_in_memory_at_most(tmp_path: Path, safe: bool) ->
     """A model several times larger than the limit of a shard, from both formats, while its dtype changes."""
     every = {f"layer.{i}": torch.randn(4 * 2**20) for i in range(24)}  # 16 MiB each, 384 MiB in all
     big = Path(
-        state.save(Parts([Part("big", lambda: every, print)]), tmp_path / "b", safe_serialization=safe)
+        state.save(
+            TrainState([StatefulAdapter("big", lambda: every, print)]),
+            tmp_path / "b",
+            safe_serialization=safe,
+        )
     )
-    small = Path(state.save(Parts([nn.Linear(2, 2)]), tmp_path / "s", safe_serialization=safe))
+    small = Path(state.save(TrainState([nn.Linear(2, 2)]), tmp_path / "s", safe_serialization=safe))
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(big), str(small), str(tmp_path)], capture_output=True, text=True
     )
@@ -493,9 +499,9 @@ def test_export_holds_one_shard_in_memory_at_most(tmp_path: Path, safe: bool) ->
     shards = sorted((tmp_path / "big").glob("*.safetensors"))
     assert len(shards) == 3
     assert all(path.stat().st_size <= 64 * 2**20 + 4096 for path in shards)
-    found = {name: tensor.read() for name, tensor in weights_of(tmp_path / "big").tensors.items()}
-    assert all(torch.equal(found[name], value.bfloat16()) for name, value in every.items())
-    assert len(found) == len(every)
+    exported = {name: tensor.read() for name, tensor in open_weights(tmp_path / "big").tensors.items()}
+    assert all(torch.equal(exported[name], value.bfloat16()) for name, value in every.items())
+    assert len(exported) == len(every)
 
 
 # ---------------------------------------------------------------- files of strangers
@@ -508,7 +514,7 @@ def test_an_index_never_leads_out_of_its_folder(tmp_path: Path, file: Any) -> No
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(CheckpointError, match="outside of the folder"):
-        weights_of(folder)
+        open_weights(folder)
 
 
 def header(path: Path, body: bytes, length: int | None = None) -> None:
@@ -529,20 +535,20 @@ def header(path: Path, body: bytes, length: int | None = None) -> None:
 def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, body: bytes) -> None:
     header(tmp_path / "m.safetensors", body)
     with pytest.raises(CheckpointError, match=r"m\.safetensors"):
-        weights_of(tmp_path / "m.safetensors")
+        open_weights(tmp_path / "m.safetensors")
     header(tmp_path / "m.safetensors", body, 2**60)
     with pytest.raises(CheckpointError, match=r"m\.safetensors"):
-        weights_of(tmp_path / "m.safetensors")
+        open_weights(tmp_path / "m.safetensors")
 
 
 def test_an_index_that_is_none_and_shards_that_lack_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text("{}")
     with pytest.raises(CheckpointError, match="weight_map"):
-        weights_of(path)
+        open_weights(path)
     path.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"a\.safetensors is missing"):
-        weights_of(path)
+        open_weights(path)
     save_file({"v": torch.ones(1)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="does not hold w"):
-        weights_of(path)
+        open_weights(path)

@@ -84,7 +84,9 @@ def test_a_basic_file_is_for_all_devices_and_overwrites_nothing(
     found = Device("cuda")
     for count, expected in ((3, ("MULTI_GPU", 3, False)), (1, ("NO", 1, False)), (0, ("NO", 1, True))):
         path.unlink(missing_ok=True)
-        monkeypatch.setattr("accelerate.device.probe", lambda found=found, count=count: (found, count))
+        monkeypatch.setattr(
+            "accelerate.device.probe_devices", lambda found=found, count=count: (found, count)
+        )
         assert write_basic_config("bf16", path) == path
         told = json.loads(path.read_text())
         assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == expected

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.cli import bars
-from accelerate.cli.estimate_memory import spread
+from accelerate.cli import bar_charts
+from accelerate.cli.estimate_memory import split_dtypes
 from accelerate.cli.main import run
 from accelerate.commands import estimate
 from tests.laws.test_8_no_torch import command as without_torch
@@ -101,22 +101,22 @@ def test_a_training_is_shown_part_by_part_for_one_rank(cli: Run) -> None:
 
 def test_the_bar_is_as_long_as_its_parts(cli: Run) -> None:
     result = cli("./llama", "--training", "--length", "16", "--dtypes", "float32", "bfloat16")
-    drawn = [line for line in result.out.splitlines() if bars.SIGNS[0] * 3 in line]
+    drawn = [line for line in result.out.splitlines() if bar_charts.SIGNS[0] * 3 in line]
     assert [line.split()[0] for line in drawn] == ["float32", "bfloat16"]
-    (legend,) = [line for line in result.out.splitlines() if f"{bars.SIGNS[0]} weights" in line]
-    lengths = [sum(line.count(sign) for sign in bars.SIGNS) for line in drawn]
-    assert lengths[0] == bars.WIDTH
-    assert lengths[1] == pytest.approx(bars.WIDTH / 2, abs=1)
+    (legend,) = [line for line in result.out.splitlines() if f"{bar_charts.SIGNS[0]} weights" in line]
+    lengths = [sum(line.count(sign) for sign in bar_charts.SIGNS) for line in drawn]
+    assert lengths[0] == bar_charts.WIDTH
+    assert lengths[1] == pytest.approx(bar_charts.WIDTH / 2, abs=1)
     for name in ("weights", "gradients", "optimizer", "copies", "activations"):
         assert f" {name}" in legend
 
 
 def test_rounding_keeps_the_length_of_a_bar() -> None:
     rows = {"a": dict.fromkeys("vwxyz", 1), "b": dict.fromkeys("vwxyz", 7)}
-    first, second, _ = bars.bars(rows).splitlines()
-    assert sum(second.count(sign) for sign in bars.SIGNS) == bars.WIDTH
-    assert sum(first.count(sign) for sign in bars.SIGNS) == round(bars.WIDTH / 7)
-    assert bars.bars({}) == "  "
+    first, second, _ = bar_charts.draw_bars(rows).splitlines()
+    assert sum(second.count(sign) for sign in bar_charts.SIGNS) == bar_charts.WIDTH
+    assert sum(first.count(sign) for sign in bar_charts.SIGNS) == round(bar_charts.WIDTH / 7)
+    assert bar_charts.draw_bars({}) == "  "
 
 
 def test_a_picture_is_drawn(cli: Run, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_factory_and_a_folder_of_weights_alone(cli: Run, tmp_path: Path) -> No
     ],
 )
 def test_dtypes_are_words_up_to_the_next_flag(typed: list[str], meant: list[str]) -> None:
-    assert spread(typed) == meant
+    assert split_dtypes(typed) == meant
 
 
 def test_the_page_shows_what_the_commands_print(cli: Run, tmp_path: Path) -> None:

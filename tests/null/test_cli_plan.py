@@ -15,9 +15,17 @@ import yaml
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.estimate.bill import Facts, Training, facts_of
-from accelerate.offload.estimate.layouts import SPARE, Devices, Way, devices, reason, recommended, ways
-from accelerate.offload.estimate.skeleton import skeleton
+from accelerate.offload.estimate.memory_estimate import ModelFacts, TrainingSetup, measure_model
+from accelerate.offload.estimate.parallel_layouts import (
+    SPARE,
+    ClusterSpec,
+    ParallelLayout,
+    explain_choice,
+    list_layouts,
+    parse_cluster,
+    recommend_layout,
+)
+from accelerate.offload.estimate.skeleton import build_skeleton
 from tests.null.test_cli_estimate import LLAMA, write
 from tests.support.environment import ROOT
 
@@ -46,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def facts(folder: Path) -> Facts:
-    return facts_of(skeleton(folder), "llama")
+def facts(folder: Path) -> ModelFacts:
+    return measure_model(build_skeleton(folder), "llama")
 
 
 @pytest.fixture
@@ -66,105 +74,107 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Run:
 # ---------------------------------------------------------------- facts and sums
 
 
-def test_blocks_and_matrices_are_counted(facts: Facts) -> None:
-    assert facts.block == BLOCK
-    assert facts.rest == 2 * EMBEDDING + 64
+def test_blocks_and_matrices_are_counted(facts: ModelFacts) -> None:
+    assert facts.largest_block == BLOCK
+    assert facts.outside_blocks == 2 * EMBEDDING + 64
     # The embeddings and the head are cut by the model's plan too.
-    assert facts.matrices == 4 * MATRICES + 2 * EMBEDDING
+    assert facts.tensor_parallel_numbers == 4 * MATRICES + 2 * EMBEDDING
 
 
-def named(found: list[Way]) -> dict[str, Way]:
+def named(found: list[ParallelLayout]) -> dict[str, ParallelLayout]:
     return {way.name: way for way in found}
 
 
-def test_every_part_is_the_sum_that_it_says(facts: Facts) -> None:
-    on = Devices(2, 4, 10**9)
-    found = named(ways(facts, Training(mixed_precision="bf16"), on))
+def test_every_part_is_the_sum_that_it_says(facts: ModelFacts) -> None:
+    on = ClusterSpec(2, 4, 10**9)
+    found = named(list_layouts(facts, TrainingSetup(mixed_precision="bf16"), on))
     n = facts.parameters
     buffers = facts.buffers
-    copies, sharded = found["copies (DDP)"].bill, found["sharded (FSDP)"].bill
+    copies, sharded = found["copies (DDP)"].estimate, found["sharded (FSDP)"].estimate
     assert (copies.weights, copies.gradients, copies.optimizer) == (4 * n + buffers, 4 * n, 8 * n)
     assert sharded.weights == -(-4 * n // 8) + buffers
-    inside = found["sharded in each machine (HSDP)"].bill
+    inside = found["sharded in each machine (HSDP)"].estimate
     assert inside.optimizer == 8 * n // 4
     # Around the blocks 16 bits all the time; two blocks; the gradients of one in 16 and 32 bits.
-    assert sharded.copies == 2 * (facts.rest + 2 * BLOCK) + 6 * BLOCK
-    assert found["sharded, whole in the step (FSDP)"].bill.copies == 2 * n + 6 * BLOCK
-    tensor = found["sharded, layers over 2, recomputed (FSDP x TP)"].bill
-    assert tensor.gradients == pytest.approx((4 * n - 2 * facts.matrices) / 4, abs=1)
-    host = found["sharded, recomputed, on the host (FSDP)"].bill
+    assert sharded.copies == 2 * (facts.outside_blocks + 2 * BLOCK) + 6 * BLOCK
+    assert found["sharded, whole in the step (FSDP)"].estimate.copies == 2 * n + 6 * BLOCK
+    tensor = found["sharded, layers over 2, recomputed (FSDP x TP)"].estimate
+    assert tensor.gradients == pytest.approx((4 * n - 2 * facts.tensor_parallel_numbers) / 4, abs=1)
+    host = found["sharded, recomputed, on the host (FSDP)"].estimate
     assert (host.weights, host.gradients, host.optimizer) == (buffers, 0, 0)
     assert host.host == sharded.weights - buffers + sharded.gradients + sharded.optimizer
 
 
-def test_whole_gradients_wait_for_the_last_micro_batch(facts: Facts) -> None:
+def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelFacts) -> None:
     """Sharding reduces once in a window, an engine in every micro-batch; copies have whole ones anyway."""
-    on = Devices(2, 4, 10**9)
-    how = Training(mixed_precision="bf16")
-    before, after = (named(ways(facts, replace(how, accumulation=n), on)) for n in (1, 4))
+    on = ClusterSpec(2, 4, 10**9)
+    how = TrainingSetup(mixed_precision="bf16")
+    before, after = (named(list_layouts(facts, replace(how, accumulation=n), on)) for n in (1, 4))
     for name, way in after.items():
-        more = way.bill.total - before[name].bill.total
-        assert more == way.bill.waiting == way.bill.gradients - before[name].bill.gradients
+        more = way.estimate.total - before[name].estimate.total
+        assert more == way.estimate.unreduced == way.estimate.gradients - before[name].estimate.gradients
         assert bool(more) == ("FSDP" in name or "HSDP" in name), name
     # In float32, in which they are reduced; layers over 2 have a part of them.
     n = 4 * facts.parameters
-    assert after["sharded (FSDP)"].bill.gradients == n
-    assert after["sharded in each machine (HSDP)"].bill.waiting == n - n // 4
-    tensor = after["sharded, layers over 2, recomputed (FSDP x TP)"].bill
-    assert tensor.gradients == pytest.approx(n - 2 * facts.matrices, abs=1)
-    host = after["sharded, recomputed, on the host (FSDP)"].bill
-    assert (host.gradients, host.host) == (n, before["sharded, recomputed, on the host (FSDP)"].bill.host)
+    assert after["sharded (FSDP)"].estimate.gradients == n
+    assert after["sharded in each machine (HSDP)"].estimate.unreduced == n - n // 4
+    tensor = after["sharded, layers over 2, recomputed (FSDP x TP)"].estimate
+    assert tensor.gradients == pytest.approx(n - 2 * facts.tensor_parallel_numbers, abs=1)
+    host = after["sharded, recomputed, on the host (FSDP)"].estimate
+    assert (host.gradients, host.host) == (n, before["sharded, recomputed, on the host (FSDP)"].estimate.host)
     with pytest.raises(SettingError, match="accumulation is 0"):
-        Training(accumulation=0)
+        TrainingSetup(accumulation=0)
 
 
-def test_layers_are_divided_only_where_heads_allow(facts: Facts) -> None:
-    found = named(ways(facts, Training(), Devices(1, 8, 10**9)))
+def test_layers_are_divided_only_where_heads_allow(facts: ModelFacts) -> None:
+    found = named(list_layouts(facts, TrainingSetup(), ClusterSpec(1, 8, 10**9)))
     assert [name for name in found if "TP" in name] == ["sharded, layers over 2, recomputed (FSDP x TP)"]
-    plain = replace(facts, matrices=0)
-    assert not [way for way in ways(plain, Training(), Devices(1, 8, 10**9)) if "TP" in way.name]
+    plain = replace(facts, tensor_parallel_numbers=0)
+    assert not [
+        way for way in list_layouts(plain, TrainingSetup(), ClusterSpec(1, 8, 10**9)) if "TP" in way.name
+    ]
 
 
-def test_one_device_exchanges_nothing(facts: Facts) -> None:
-    (only,) = ways(facts, Training(), Devices(1, 1, 10**9))
-    assert only.bill.weights == 4 * facts.parameters + facts.buffers
+def test_one_device_exchanges_nothing(facts: ModelFacts) -> None:
+    (only,) = list_layouts(facts, TrainingSetup(), ClusterSpec(1, 1, 10**9))
+    assert only.estimate.weights == 4 * facts.parameters + facts.buffers
 
 
-def test_the_first_that_fits_is_recommended(facts: Facts) -> None:
-    how = Training(length=128)
-    found = ways(facts, how, Devices(1, 4, 1))
+def test_the_first_that_fits_is_recommended(facts: ModelFacts) -> None:
+    how = TrainingSetup(length=128)
+    found = list_layouts(facts, how, ClusterSpec(1, 4, 1))
     for way in found:
-        on = Devices(1, 4, int(way.bill.total / (1 - SPARE)) + 1)
+        on = ClusterSpec(1, 4, int(way.estimate.total / (1 - SPARE)) + 1)
         assert way.fits(on)
-        best = recommended(found, on)
-        if way.engine:
+        best = recommend_layout(found, on)
+        if way.needs_library:
             continue
         assert best is not None
         assert found.index(best) <= found.index(way)
-        assert best.name in reason(best, found, on)
-    assert recommended(found, Devices(1, 4, 1000)) is None
-    assert reason(None, found, Devices(1, 4, 1000)).startswith("Nothing fits: the leanest, ")
-    roomy = Devices(1, 4, 10**12)
-    assert found[0] is recommended(found, roomy)
-    assert "no way exchanges less" in reason(found[0], found, roomy)
+        assert best.name in explain_choice(best, found, on)
+    assert recommend_layout(found, ClusterSpec(1, 4, 1000)) is None
+    assert explain_choice(None, found, ClusterSpec(1, 4, 1000)).startswith("Nothing fits: the leanest, ")
+    roomy = ClusterSpec(1, 4, 10**12)
+    assert found[0] is recommend_layout(found, roomy)
+    assert "no way exchanges less" in explain_choice(found[0], found, roomy)
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("8x80GB", Devices(1, 8, 80 * 10**9)),
-        ("4x8x80GiB", Devices(4, 8, 80 * 2**30)),
-        ("2 x 24gb", Devices(1, 2, 3 * 10**9)),
+        ("8x80GB", ClusterSpec(1, 8, 80 * 10**9)),
+        ("4x8x80GiB", ClusterSpec(4, 8, 80 * 2**30)),
+        ("2 x 24gb", ClusterSpec(1, 2, 3 * 10**9)),
     ],
 )
-def test_devices_are_read(text: str, found: Devices) -> None:
-    assert devices(text.replace("gb", "GB")) in (found, replace(found, memory=24 * 10**9))
+def test_devices_are_read(text: str, found: ClusterSpec) -> None:
+    assert parse_cluster(text.replace("gb", "GB")) in (found, replace(found, memory=24 * 10**9))
 
 
 @pytest.mark.parametrize("text", ["", "80GB", "0x80GB", "8x", "axb", "1x2x3x4GB", "8x80XB", "8x80"])
 def test_what_says_no_devices_is_refused(text: str) -> None:
     with pytest.raises(SettingError):
-        devices(text)
+        parse_cluster(text)
 
 
 # ---------------------------------------------------------------- the command

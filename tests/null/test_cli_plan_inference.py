@@ -15,9 +15,13 @@ from torch import nn
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.estimate.activations import Layers, activations, layers_of
-from accelerate.offload.estimate.reserve import inference
-from accelerate.offload.estimate.skeleton import skeleton
+from accelerate.offload.estimate.activation_formula import (
+    TransformerShape,
+    activation_bytes,
+    transformer_shape,
+)
+from accelerate.offload.estimate.inference_reserve import reserve_for_inference
+from accelerate.offload.estimate.skeleton import build_skeleton
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,7 +101,10 @@ def test_keys_values_and_activations_are_part_of_the_plan(cli, folder):
     assert "3 x 100 tokens: keys and values of 4 blocks x 2 x 2 heads x 16 x 4 bytes" in result.out
     found = cli(folder, "--device", "1GB", "--batch", "3", "--length", "100", "--json").found
     assert found["devices"]["0"]["keys_and_values"] == 4 * CACHE
-    assert found["devices"]["0"]["activations"] == inference(skeleton(str(folder)), 3, 100, 4).working
+    assert (
+        found["devices"]["0"]["activations"]
+        == reserve_for_inference(build_skeleton(str(folder)), 3, 100, 4).working
+    )
     tight = cli(folder, "--device", "2MB", "--cpu", "1GB", "--batch", "3", "--length", "100", "--json").found
     devices = tight["devices"]
     assert devices["0"]["keys_and_values"] + devices["cpu"]["keys_and_values"] == 4 * CACHE
@@ -107,21 +114,21 @@ def test_keys_values_and_activations_are_part_of_the_plan(cli, folder):
 
 
 def test_the_formulas(folder):
-    model = skeleton(str(folder))
-    need = inference(model, 3, 100, 4)
+    model = build_skeleton(str(folder))
+    need = reserve_for_inference(model, 3, 100, 4)
     assert need.cache == {f"model.layers.{n}": CACHE for n in range(4)}
-    assert layers_of(model) is not None
-    one = Layers(1, 64, 4, 2, 16, 128, gated=True)
-    assert need.working == activations(one, 3, 100, 4) + 3 * 1000 * 8
+    assert transformer_shape(model) is not None
+    one = TransformerShape(1, 64, 4, 2, 16, 128, gated=True)
+    assert need.working == activation_bytes(one, 3, 100, 4) + 3 * 1000 * 8
     body = transformers.AutoModel.from_config(transformers.BertConfig(num_hidden_layers=2))
-    assert inference(body, 1, 10, 4).cache == {}
+    assert reserve_for_inference(body, 1, 10, 4).cache == {}
     with torch.device("meta"):
         both = transformers.T5ForConditionalGeneration(transformers.T5Config(num_layers=2, d_model=64))
-    assert list(inference(both, 1, 10, 4).cache) == ["decoder.block.0", "decoder.block.1"]
+    assert list(reserve_for_inference(both, 1, 10, 4).cache) == ["decoder.block.0", "decoder.block.1"]
     with pytest.raises(SettingError, match="cannot be counted"):
-        inference(nn.Linear(2, 2), 1, 10, 4)
+        reserve_for_inference(nn.Linear(2, 2), 1, 10, 4)
     with pytest.raises(SettingError, match="a batch of 0"):
-        inference(model, 0, 10, 4)
+        reserve_for_inference(model, 0, 10, 4)
 
 
 def test_this_machine_is_asked_where_nothing_is_typed(cli, folder):

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.ranks import End, Outcome
-from accelerate.launch.report import error_file, failure, fault_file
+from accelerate.launch.failure_report import build_job_error, error_file, fault_file
+from accelerate.launch.supervisor import JobOutcome, ProcessExit
 
 MS = 1_000_000
 START = 10_000 * MS
 
 
-def end(rank: int, code: int, at: int = 0, *, asked: bool = False) -> End:
+def end(rank: int, code: int, at: int = 0, *, asked: bool = False) -> ProcessExit:
     """A process that ended ``at`` ms after the start."""
-    return End(rank, code, START + at * MS, asked)
+    return ProcessExit(rank, code, START + at * MS, asked)
 
 
 def raised(folder: Path, rank: int, at: int, summary: str = "ValueError: boom", code: int = 1) -> None:
@@ -25,14 +25,14 @@ def raised(folder: Path, rank: int, at: int, summary: str = "ValueError: boom", 
     error_file(folder, rank).write_text(f"{START + at * MS} {code} {summary}\n{text}")
 
 
-def shown(folder: Path, *ends: End, stopped_by: int | None = None) -> tuple[int, list[str]]:
-    error = failure(Outcome(list(ends), stopped_by), folder)
+def shown(folder: Path, *ends: ProcessExit, stopped_by: int | None = None) -> tuple[int, list[str]]:
+    error = build_job_error(JobOutcome(list(ends), stopped_by), folder)
     assert error is not None
-    return error.code, [line.removeprefix("accelerate launch: ") for line in error.shown().splitlines()]
+    return error.code, [line.removeprefix("accelerate launch: ") for line in error.format_text().splitlines()]
 
 
 def test_a_good_end_is_no_failure(tmp_path: Path) -> None:
-    assert failure(Outcome([end(0, 0), end(1, 0)]), tmp_path) is None
+    assert build_job_error(JobOutcome([end(0, 0), end(1, 0)]), tmp_path) is None
 
 
 def test_the_first_to_raise_is_the_cause_whoever_ended_first(tmp_path: Path) -> None:

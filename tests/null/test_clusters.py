@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
 from accelerate.world.clusters import Cluster, detect
-from accelerate.world.hosts import expand_counts, expand_nodes
-from accelerate.world.variables import DEFAULT_PORT, PORTS
+from accelerate.world.slurm_lists import expand_counts, expand_nodes
+from accelerate.world.variables import DEFAULT_PORT, JOB_PORT_COUNT
 from tests.support.launchers import RECORDED, environments
 
 TORCHRUN = {
@@ -245,7 +245,7 @@ def test_slurm_ports_are_a_jobs_own() -> None:
         for step in ("0", "1")
     }
     assert len(ports) == 4
-    assert all(DEFAULT_PORT <= port < DEFAULT_PORT + PORTS < 32768 for port in ports)
+    assert all(DEFAULT_PORT <= port < DEFAULT_PORT + JOB_PORT_COUNT < 32768 for port in ports)
     assert found(slurm(0, 0, 0)).port == found(slurm(9, 0, 6)).port
 
 
@@ -311,8 +311,8 @@ def test_devices_stay_narrowed_below_the_protocol() -> None:
     """srun --gpus-per-task shows each task its own devices, also when our launcher has become the rank."""
     protocol = {"RANK": "5", "WORLD_SIZE": "10", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place = {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "7", "MASTER_ADDR": "gpu01-ib0"}
-    assert found(slurm(5, 1, 2, **protocol, **place)).narrows
-    assert not found(protocol | place | {"GROUP_WORLD_SIZE": "5"}).narrows
+    assert found(slurm(5, 1, 2, **protocol, **place)).hides_devices
+    assert not found(protocol | place | {"GROUP_WORLD_SIZE": "5"}).hides_devices
 
 
 def test_a_wrong_scheduler_below_a_complete_protocol_does_not_matter() -> None:

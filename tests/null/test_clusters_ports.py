@@ -18,7 +18,7 @@ def test_a_free_port_can_be_bound_and_is_then_in_use() -> None:
         server.bind(("127.0.0.1", port))
         server.listen(1)
         assert ports.is_port_in_use(port)
-        assert ports.in_use(port, "localhost")
+        assert ports.is_listening(port, "localhost")
     assert not ports.is_port_in_use(port)
 
 
@@ -35,6 +35,6 @@ def test_the_default_is_torchs_own_port(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append(port)
         return True
 
-    monkeypatch.setattr(ports, "in_use", listen)
+    monkeypatch.setattr(ports, "is_listening", listen)
     assert ports.is_port_in_use()
     assert asked == [DEFAULT_PORT] == [29500]

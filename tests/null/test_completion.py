@@ -52,7 +52,7 @@ def test_what_is_offered(words: list[str], expected: list[str]) -> None:
 def test_all_commands_and_all_flags_are_offered_once() -> None:
     assert offered("") == sorted(name.replace("_", "-") for name in COMMANDS.names())
     found = offered("launch", "--")
-    flags = {flag for row in options.rows() for flag in row.flags if flag.startswith("--")}
+    flags = {flag for row in options.launch_settings() for flag in row.flags if flag.startswith("--")}
     assert set(found) - flags == {"--help"}
     assert not {flag for flag in flags if "-" not in flag[2:]} - set(found)
     assert len(found) == len(set(found))

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import setting
 from accelerate.device.machine import Machine
-from accelerate.launch.check import check, place
-from accelerate.launch.conflicts import CLASHES
-from accelerate.launch.job import declarations, read
+from accelerate.launch.check import allocate_devices, check_request
+from accelerate.launch.conflicts import CONFLICTS
+from accelerate.launch.launch_request import all_settings, read_request
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class OtherSettings:
 def asks(file: str, **flags: Any) -> Any:
     Path("my.yaml").write_text(file)
     Path("train.py").touch()
-    handed = (*HANDED, OtherSwitch, OtherSettings)
-    return read({"config_file": "my.yaml", **flags}, ["train.py"], handed)
+    handed = (*SCRIPT_SETTINGS, OtherSwitch, OtherSettings)
+    return read_request({"config_file": "my.yaml", **flags}, ["train.py"], handed)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_what_does_not_go_together_names_both_places(
     file: str, flags: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(SettingError) as error:
-        check(asks(file, **flags))
+        check_request(asks(file, **flags))
     assert [word for word in words if word not in error.value.what] == []
     assert error.value.why
 
@@ -106,10 +106,10 @@ def test_what_does_not_go_together_names_both_places(
 def test_variables_are_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     with pytest.raises(SettingError, match="the environment variable ACCELERATE_USE_CPU and --multi_gpu"):
-        check(asks("", multi_gpu=True))
+        check_request(asks("", multi_gpu=True))
     monkeypatch.setenv("ACCELERATE_USE_OTHER", "yes")
     with pytest.raises(SettingError, match="--use_fsdp and the environment variable ACCELERATE_USE_OTHER"):
-        check(asks("", use_fsdp=True, use_cpu=True))
+        check_request(asks("", use_fsdp=True, use_cpu=True))
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ def test_variables_are_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_goes_together(file: str, flags: dict[str, Any]) -> None:
-    check(asks(file, **flags))
+    check_request(asks(file, **flags))
 
 
 def test_no_accelerator_names_what_hides_it(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     env = {"CUDA_VISIBLE_DEVICES": ""}
-    machine = Machine(tmp_path, env, {"cuda": "12.8"}, has=lambda package: package == "torch")
+    machine = Machine(tmp_path, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
     with pytest.raises(SettingError, match=r"--multi_gpu insists .* CUDA_VISIBLE_DEVICES= hides"):
-        place(asks("", multi_gpu=True), machine)
+        allocate_devices(asks("", multi_gpu=True), machine)
     with pytest.raises(SettingError, match=r"--multi_gpu insists .* none was found"):
-        place(asks("", multi_gpu=True), Machine(tmp_path / "empty", {}, {}))
+        allocate_devices(asks("", multi_gpu=True), Machine(tmp_path / "empty", {}, {}))
 
 
 def test_the_table_names_settings_that_exist() -> None:
     """A misspelt row would never fire."""
-    known = {row.name for row in declarations(HANDED)}
-    assert {name for clash in CLASHES for name in (clash.one, clash.other)} <= known
+    known = {row.name for row in all_settings(SCRIPT_SETTINGS)}
+    assert {name for clash in CONFLICTS for name in (clash.first, clash.second)} <= known

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.attention_masks import documents
-from accelerate.strategy.parallelism.context_cut import IGNORED, Cutter, cut, join, runs, shifted
+from accelerate.strategy.parallelism.context.attention_masks import document_ids
+from accelerate.strategy.parallelism.context.sequence_shards import (
+    IGNORED,
+    SequenceSharder,
+    join_shards,
+    shard_tokens,
+    shift_labels,
+    token_ranges,
+)
 
 SIZES = [(size, balanced) for size in (1, 2, 3, 4, 8) for balanced in (False, True)]
 
@@ -17,7 +24,7 @@ SIZES = [(size, balanced) for size in (1, 2, 3, 4, 8) for balanced in (False, Tr
 @pytest.mark.parametrize(("size", "balanced"), SIZES)
 def test_each_token_is_in_one_part_and_parts_are_equal(size: int, balanced: bool) -> None:
     for total in range(size, 6 * size + 1, size):
-        found = [runs(total, size, place, balanced) for place in range(size)]
+        found = [token_ranges(total, size, place, balanced) for place in range(size)]
         tokens = [[t for a, b in part for t in range(a, b)] for part in found]
         assert sorted(t for part in tokens for t in part) == list(range(total))
         assert {len(part) for part in tokens} == {total // size}
@@ -27,7 +34,8 @@ def test_each_token_is_in_one_part_and_parts_are_equal(size: int, balanced: bool
 def test_balanced_parts_have_the_same_work(size: int) -> None:
     """Causal attention of a token costs as much as there are tokens before it."""
     pairs = [
-        sum(t for a, b in runs(12 * size, size, place, True) for t in range(a, b)) for place in range(size)
+        sum(t for a, b in token_ranges(12 * size, size, place, True) for t in range(a, b))
+        for place in range(size)
     ]
     assert len(set(pairs)) == 1
 
@@ -36,8 +44,8 @@ def test_balanced_parts_have_the_same_work(size: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_joined_parts_are_the_whole(size: int, balanced: bool, dim: int) -> None:
     whole = torch.arange(24 * 24 * 24).view(24, 24, 24)
-    parts = [cut(whole, dim, size, place, balanced) for place in range(size)]
-    assert torch.equal(join(parts, dim, balanced), whole)
+    parts = [shard_tokens(whole, dim, size, place, balanced) for place in range(size)]
+    assert torch.equal(join_shards(parts, dim, balanced), whole)
     parts[0].zero_()
     assert torch.equal(whole.flatten(), torch.arange(24**3)), "a part is a tensor of its own"
 
@@ -48,7 +56,7 @@ def batch(length: int, **more: Any) -> dict[str, Any]:
 
 
 def parts_of(whole: dict[str, Any], size: int, balanced: bool = False) -> list[dict[str, Any]]:
-    return [Cutter(size, place, balanced)(whole) for place in range(size)]
+    return [SequenceSharder(size, place, balanced)(whole) for place in range(size)]
 
 
 @pytest.mark.parametrize("balanced", [False, True])
@@ -56,11 +64,11 @@ def test_labels_are_shifted_before_they_are_cut(balanced: bool) -> None:
     """The last token of a part learns the first of the next."""
     whole = batch(8)
     parts = parts_of(whole, 2, balanced)
-    targets = join([part["shift_labels"] for part in parts], 1, balanced)
-    assert torch.equal(targets, shifted(whole["labels"]))
+    targets = join_shards([part["shift_labels"] for part in parts], 1, balanced)
+    assert torch.equal(targets, shift_labels(whole["labels"]))
     assert targets[:, -1].tolist() == [IGNORED] * 2
     assert sum((part["shift_labels"] != IGNORED).sum() for part in parts) == 2 * 7
-    assert torch.equal(join([part["labels"] for part in parts], 1, balanced), whole["labels"])
+    assert torch.equal(join_shards([part["labels"] for part in parts], 1, balanced), whole["labels"])
 
 
 def test_labels_that_are_shifted_already_stay() -> None:
@@ -75,7 +83,7 @@ def test_positions_are_those_of_the_whole_sequence(balanced: bool) -> None:
         assert torch.equal(part["position_ids"], part["input_ids"] % 8)
     given = torch.arange(8).flip(0).expand(1, 8)
     found = [part["position_ids"] for part in parts_of(batch(8, position_ids=given), 2, balanced)]
-    assert torch.equal(join(found, 1, balanced), given)
+    assert torch.equal(join_shards(found, 1, balanced), given)
 
 
 def test_masks_of_keys_stay_whole_and_rows_are_cut() -> None:
@@ -102,13 +110,13 @@ def test_a_mask_allows_padding(balanced: bool) -> None:
     parts = parts_of(batch(7, attention_mask=mask), 2, balanced)
     assert all(part["input_ids"].shape == (2, 4) for part in parts)
     assert [part["attention_mask"].tolist() for part in parts] == [[[1] * 7 + [0]] * 2] * 2
-    targets = join([part["shift_labels"] for part in parts], 1, balanced)
+    targets = join_shards([part["shift_labels"] for part in parts], 1, balanced)
     assert targets[:, 6:].tolist() == [[IGNORED] * 2] * 2
 
 
 def test_a_length_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(PrepareError, match=r"7 tokens.*2 processes(.|\n)*pad_to_multiple_of=4"):
-        Cutter(2, 0, True)(batch(7))
+        SequenceSharder(2, 0, True)(batch(7))
 
 
 def test_named_keys_alone_are_cut() -> None:
@@ -117,28 +125,30 @@ def test_named_keys_alone_are_cut() -> None:
         "frames": torch.zeros(8, 3),
         "input_ids": torch.ones(2, 8),
     }
-    part = Cutter(2, 1, False, {"tokens": 1, "frames": 0})(given)
+    part = SequenceSharder(2, 1, False, {"tokens": 1, "frames": 0})(given)
     assert {name: tuple(value.shape) for name, value in part.items()} == {
         "tokens": (2, 4), "frames": (4, 3), "input_ids": (2, 8), "position_ids": (2, 4),
     }  # fmt: skip
     with pytest.raises(PrepareError, match="no words"):
-        Cutter(2, 1, False, {"words": 1, "tokens": 1})(given)
+        SequenceSharder(2, 1, False, {"words": 1, "tokens": 1})(given)
 
 
 def test_embeddings_are_tokens_too() -> None:
-    part = Cutter(2, 1, False)({"inputs_embeds": torch.ones(2, 8, 3), "labels": torch.ones(2, 8).long()})
+    part = SequenceSharder(2, 1, False)(
+        {"inputs_embeds": torch.ones(2, 8, 3), "labels": torch.ones(2, 8).long()}
+    )
     assert part["inputs_embeds"].shape == (2, 4, 3)
     assert part["shift_labels"].tolist() == [[1, 1, 1, IGNORED]] * 2
 
 
 def test_a_batch_without_known_tokens_is_no_batch_of_sequences() -> None:
-    cutter = Cutter(2, 0, False)
-    assert not cutter.cuts({"pixel_values": torch.ones(2, 8)})
-    assert not cutter.cuts((torch.ones(2, 8), torch.ones(2, 8)))
+    cutter = SequenceSharder(2, 0, False)
+    assert not cutter.has_tokens({"pixel_values": torch.ones(2, 8)})
+    assert not cutter.has_tokens((torch.ones(2, 8), torch.ones(2, 8)))
 
 
 def test_documents_in_a_row_are_told_by_their_positions() -> None:
-    assert documents(torch.arange(8).expand(2, 8)) is None
-    found = documents(torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]))
+    assert document_ids(torch.arange(8).expand(2, 8)) is None
+    found = document_ids(torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]))
     assert found is not None
     assert found.tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]

@@ -10,16 +10,21 @@ import torch
 import torch.nn.functional as F
 
 from accelerate.core.errors import PrepareError, SettingError
-from accelerate.strategy.parallelism import context_ring
-from accelerate.strategy.parallelism.attention import Call
-from accelerate.strategy.parallelism.context_ring import KERNELS, WHERE, Kernel, Ring
+from accelerate.strategy.parallelism.context import ring_attention
+from accelerate.strategy.parallelism.context.attention import AttentionCall
+from accelerate.strategy.parallelism.context.ring_attention import (
+    KERNELS,
+    TORCH_MODULE,
+    AttentionKernel,
+    RingAttention,
+)
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """A ring of one: torch's template without its exchanges; what it was asked for, and torch's options."""
     asked: list[dict[str, Any]] = []
-    module = import_module(WHERE)
+    module = import_module(TORCH_MODULE)
 
     def forward(group: Any, seq_dim: int, op: Any, q: Any, k: Any, v: Any, causal: bool, **more: Any) -> Any:
         asked.append({"group": group, "dim": seq_dim, **vars(module._cp_options)})
@@ -48,19 +53,19 @@ def parts(device: str, width: int = 16) -> list[torch.Tensor]:
     return [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
 
 
-def call(*tensors: torch.Tensor, causal: bool = True, **more: Any) -> Call:
+def call(*tensors: torch.Tensor, causal: bool = True, **more: Any) -> AttentionCall:
     query, key, value = tensors
-    return Call(query, key, value, None, 0.0, causal, more)
+    return AttentionCall(query, key, value, None, 0.0, causal, more)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name.lstrip("_"))
 def test_every_kernel_takes_what_it_is_given(
-    alone: list[Any], monkeypatch: pytest.MonkeyPatch, kernel: Kernel
+    alone: list[Any], monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel
 ) -> None:
     """Those of accelerators too: without data, their operations are checked by name, number and shape."""
-    monkeypatch.setattr(Ring, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(RingAttention, "_kernel", lambda *_: kernel)
     given = parts("meta")
-    result = Ring(2, 0, "group", True).exchanged(call(*given))
+    result = RingAttention(2, 0, "group", True).compute_attention(call(*given))
     result.sum().backward()
     assert result.shape == given[0].shape
     assert [part.grad.shape for part in given if part.grad is not None] == [part.shape for part in given]
@@ -72,7 +77,7 @@ def test_every_kernel_takes_what_it_is_given(
 def test_a_ring_of_one_is_torchs_attention(alone: list[Any], causal: bool, width: int) -> None:
     """Widths that kernels do not take are filled up, and do not change the scale."""
     ours, theirs = parts("cpu", width), parts("cpu", width)
-    mine = Ring(1, 0, "group", True).exchanged(call(*ours, causal=causal))
+    mine = RingAttention(1, 0, "group", True).compute_attention(call(*ours, causal=causal))
     key, value = (part.repeat_interleave(2, 1) for part in theirs[1:])
     wanted = F.scaled_dot_product_attention(theirs[0], key, value, is_causal=causal)
     torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6)
@@ -84,10 +89,10 @@ def test_a_ring_of_one_is_torchs_attention(alone: list[Any], causal: bool, width
 
 def test_sums_of_no_query_are_infinite(alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel has sums for 32 queries at once: they are cut for the ring, and filled up for its gradient."""
-    (blocks,) = (kernel for kernel in KERNELS if kernel.block > 1)
+    (blocks,) = (kernel for kernel in KERNELS if kernel.query_multiple > 1)
     given: dict[str, torch.Tensor] = {}
 
-    def operation(kernel: Kernel, ending: str = "") -> Any:
+    def operation(kernel: AttentionKernel, ending: str = "") -> Any:
         def forward(q: Any, k: Any, v: Any, **more: Any) -> Any:
             return q * 1, torch.zeros(2, 4, 32), torch.zeros(()), torch.zeros(())
 
@@ -97,9 +102,9 @@ def test_sums_of_no_query_are_infinite(alone: list[Any], monkeypatch: pytest.Mon
 
         return backward if ending else forward
 
-    monkeypatch.setattr(Ring, "_kernel", lambda *_: blocks)
-    monkeypatch.setattr(Kernel, "operation", operation)
-    Ring(1, 0, "group", True).exchanged(call(*parts("cpu"))).sum().backward()
+    monkeypatch.setattr(RingAttention, "_kernel", lambda *_: blocks)
+    monkeypatch.setattr(AttentionKernel, "operation", operation)
+    RingAttention(1, 0, "group", True).compute_attention(call(*parts("cpu"))).sum().backward()
     sums = given["logsumexp"]
     assert (tuple(sums.shape), sums.is_contiguous()) == ((2, 4, 32), True)
     assert sums[:, :, :8].isfinite().all()
@@ -107,14 +112,14 @@ def test_sums_of_no_query_are_infinite(alone: list[Any], monkeypatch: pytest.Mon
 
 
 def test_torchs_options_are_changed_for_the_time_of_a_call(alone: list[Any]) -> None:
-    options = import_module(WHERE)._cp_options
+    options = import_module(TORCH_MODULE)._cp_options
     before = dict(vars(options))
-    ring = Ring(2, 1, "group", True)
+    ring = RingAttention(2, 1, "group", True)
     q, k, v = parts("cpu")
-    ring.exchanged(call(q, k, v)).sum().backward()
-    ring.exchanged(call(*(part[:, :, :7] for part in (q, k, v))))
-    ring.exchanged(call(q, k, v, causal=False))
-    ring.exchanged(call(q.double(), k.double(), v.double()))
+    ring.compute_attention(call(q, k, v)).sum().backward()
+    ring.compute_attention(call(*(part[:, :, :7] for part in (q, k, v))))
+    ring.compute_attention(call(q, k, v, causal=False))
+    ring.compute_attention(call(q.double(), k.double(), v.double()))
     told = [(one["rotate_method"].name, one["enable_load_balance"], one["convert_to_f32"]) for one in alone]
     balanced, plain = ("ALL_TO_ALL", True, True), ("ALL_TO_ALL", False, True)
     assert told == [balanced, balanced, plain, plain, ("ALL_TO_ALL", True, False)]
@@ -122,31 +127,33 @@ def test_torchs_options_are_changed_for_the_time_of_a_call(alone: list[Any]) -> 
     assert {one["dim"] for one in alone} == {2}
     assert vars(options) == before
     with pytest.raises(RuntimeError):
-        ring.exchanged(call(q, k, v, scale="wrong"))
+        ring.compute_attention(call(q, k, v, scale="wrong"))
     assert vars(options) == before
 
 
 def test_it_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    context_ring.check("cpu")
+    ring_attention.check_ring_support("cpu")
     with pytest.raises(SettingError, match="no attention kernel for mps") as caught:
-        context_ring.check("mps")
+        ring_attention.check_ring_support("mps")
     assert 'cp_comm_strategy="allgather"' in str(caught.value)
-    taken = {**context_ring._TAKEN, "_templated_ring_attention": ("mesh", "seq_dim", "op")}
-    monkeypatch.setattr(context_ring, "_TAKEN", taken)
+    taken = {**ring_attention._SIGNATURES, "_templated_ring_attention": ("mesh", "seq_dim", "op")}
+    monkeypatch.setattr(ring_attention, "_SIGNATURES", taken)
     with pytest.raises(SettingError, match=r"no ring attention that is known here; torch 2\.13 has it"):
-        context_ring.check("cpu")
-    monkeypatch.setattr(context_ring, "WHERE", "torch.distributed.tensor.experimental.elsewhere.ring")
+        ring_attention.check_ring_support("cpu")
+    monkeypatch.setattr(
+        ring_attention, "TORCH_MODULE", "torch.distributed.tensor.experimental.elsewhere.ring"
+    )
     with pytest.raises(SettingError, match="no ring attention that is known here"):
-        context_ring.check("cpu")
+        ring_attention.check_ring_support("cpu")
 
 
 def test_tensors_that_no_kernel_takes_are_refused() -> None:
-    ring = Ring(2, 0, "group", True)
+    ring = RingAttention(2, 0, "group", True)
     q, k, v = parts("cpu")
     with pytest.raises(PrepareError, match=r"queries of torch.int64 and width 16 on cpu.*alltoall"):
-        ring.exchanged(call(q.long(), k.long(), v.long()))
+        ring.compute_attention(call(q.long(), k.long(), v.long()))
     with pytest.raises(PrepareError, match="queries, keys and values of"):
-        ring.exchanged(call(q, k[:1], v))
+        ring.compute_attention(call(q, k[:1], v))
     ring.lengths = frozenset({8})
     with pytest.raises(PrepareError, match="an attention mask"):
         ring.attend(q, k, v, torch.ones(8, 16))

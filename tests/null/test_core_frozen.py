@@ -1,4 +1,4 @@
-"""``frozen`` classes do what frozen dataclasses do; each case holds for both."""
+"""``frozen_dataclass`` classes do what frozen dataclasses do; each case holds for both."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 
 
-@frozen
+@frozen_dataclass
 class Ours:
     place: str
     count: int = 1
@@ -30,7 +30,7 @@ class Theirs:
     note: str = field(default="", kw_only=True)
 
 
-@frozen
+@frozen_dataclass
 class More(Ours):
     size: int = 2
 

@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "tests_foreign.py").write_text("PLUGIN = 'from elsewhere'")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    registry._groups_of_others.cache_clear()
+    registry._external_groups.cache_clear()
     for name in [name for name in sys.modules if name.startswith("tests_plugins")]:
         del sys.modules[name]
 
@@ -46,25 +46,25 @@ def register(folder: Path) -> None:
     (info / "entry_points.txt").write_text(
         f"[console_scripts]\nx = y:z\n\n[{GROUP}]\nthree = tests_foreign:PLUGIN\n"
     )
-    registry._groups_of_others.cache_clear()
+    registry._external_groups.cache_clear()
 
 
 def test_a_file_is_a_plugin(folder: Path) -> None:
-    found = plugins()
-    assert found.names() == ("broken", "one", "two")
-    assert found.get("two") == "the second"
-    assert "one" in found
-    assert "base" not in found
+    registry = plugins()
+    assert registry.names() == ("broken", "one", "two")
+    assert registry.get("two") == "the second"
+    assert "one" in registry
+    assert "base" not in registry
 
 
 def test_nothing_is_imported_before_it_is_asked_for(folder: Path) -> None:
-    found = plugins()
-    found.names()
+    registry = plugins()
+    registry.names()
     assert "tests_plugins.one" not in sys.modules
-    assert found.get("one") == "the first"
+    assert registry.get("one") == "the first"
     assert "tests_plugins.two" not in sys.modules
     with pytest.raises(OSError, match="no driver"):
-        found.get("broken")
+        registry.get("broken")
 
 
 def test_an_unknown_name_suggests_the_nearest(folder: Path) -> None:
@@ -78,23 +78,23 @@ def test_an_unknown_name_suggests_the_nearest(folder: Path) -> None:
 
 def test_another_package_adds_one_through_an_entry_point(folder: Path) -> None:
     register(folder)
-    found = plugins()
-    assert found.names() == ("broken", "one", "two", "three")
-    assert found.get("three") == "from elsewhere"
+    registry = plugins()
+    assert registry.names() == ("broken", "one", "two", "three")
+    assert registry.get("three") == "from elsewhere"
 
 
 def test_entry_points_cost_nothing_where_there_are_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a mention of the group makes it worth importing the machinery that reads entry points."""
-    registry._groups_of_others.cache_clear()
+    registry._external_groups.cache_clear()
     monkeypatch.setitem(sys.modules, "importlib.metadata", None)  # importing it fails
     assert "three" not in plugins()
 
 
 def test_a_test_adds_one_for_a_while(folder: Path) -> None:
-    found = plugins()
-    with found.add("four", "for now"):
-        assert found.get("four") == "for now"
-        assert list(found.names())[-1] == "four"
-    assert "four" not in found
+    registry = plugins()
+    with registry.add("four", "for now"):
+        assert registry.get("four") == "for now"
+        assert list(registry.names())[-1] == "four"
+    assert "four" not in registry

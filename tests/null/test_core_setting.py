@@ -9,11 +9,11 @@ from typing import Any, Literal
 import pytest
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.setting import SOURCES, Told, declared, load, setting
+from accelerate.core.setting import SOURCES, SchedulerValue, declared_settings, load_settings, setting
 
 
 @dataclass(frozen=True)
-class Top:
+class TopLevelSettings:
     __topic__ = "Speed"
 
     speed: int = setting(1, help="how fast", flags=("-s",))
@@ -29,7 +29,7 @@ class Top:
 
 
 @dataclass(frozen=True)
-class Nested:
+class EngineSettings:
     __section__ = "engine_config"
     __prefix__ = "engine_"
 
@@ -38,7 +38,7 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class Needed:
+class RequiredSettings:
     name: str = setting(help="who")
 
 
@@ -48,14 +48,14 @@ GIVEN: dict[str, dict[str, Any]] = {
     "code": {"code": {"{name}": 40}},
     "flag": {"flags": {"{name}": "30"}},
     "environment": {"env": {"ACCELERATE_{NAME}": "20"}},
-    "scheduler": {"told": {"{name}": Told("15", "JOB_SPEED")}},
+    "scheduler": {"scheduler": {"{name}": SchedulerValue("15", "JOB_SPEED")}},
     "file": {"file": {"{name}": 10}},
 }
 WINS = {"code": 40, "flag": 30, "environment": 20, "scheduler": 15, "file": 10}
 
 
-def given(sources: tuple[str, ...], name: str) -> dict[str, Any]:
-    """Arguments of ``load`` for these sources, each with a value of its own, in this order."""
+def load_arguments(sources: tuple[str, ...], name: str) -> dict[str, Any]:
+    """Arguments of ``load_settings`` for these sources, each with a value of its own, in this order."""
     arguments: dict[str, Any] = {}
     for source in sources:
         for argument, table in GIVEN[source].items():
@@ -64,11 +64,11 @@ def given(sources: tuple[str, ...], name: str) -> dict[str, Any]:
     return {"env": {}, **arguments}
 
 
-@pytest.mark.parametrize(("cls", "name"), [(Top, "speed"), (Nested, "engine_version")])
+@pytest.mark.parametrize(("cls", "name"), [(TopLevelSettings, "speed"), (EngineSettings, "engine_version")])
 @pytest.mark.parametrize("order", list(permutations(GIVEN)))
 def test_the_documented_source_wins_in_any_order(cls: type, name: str, order: tuple[str, ...]) -> None:
     """F4: all 120 orders of five sources, of a top-level and of a nested key; every source is remembered."""
-    loaded = load(cls, **given(order, name))
+    loaded = load_settings(cls, **load_arguments(order, name))
     assert getattr(loaded.value, name) == 40
     assert [(o.source, o.value) for o in loaded.origins[name]] == [*WINS.items(), ("default", 1)]
 
@@ -77,20 +77,22 @@ def test_the_documented_source_wins_in_any_order(cls: type, name: str, order: tu
 def test_the_next_source_wins_where_one_says_nothing(missing: int) -> None:
     """F4: code > flag > environment > scheduler > file > default."""
     left = SOURCES[missing:-1]
-    loaded = load(Top, **given(left, "speed"))
+    loaded = load_settings(TopLevelSettings, **load_arguments(left, "speed"))
     assert loaded.value.speed == WINS.get(left[0], 1) if left else loaded.value.speed == 1
     assert loaded.origin("speed").source == (left[0] if left else "default")
-    assert loaded.given("speed") == bool(left)
+    assert loaded.is_given("speed") == bool(left)
 
 
 def test_none_says_nothing_and_an_empty_variable_is_unset() -> None:
-    loaded = load(Top, code={"speed": None}, flags={"speed": None}, env={"ACCELERATE_SPEED": ""})
+    loaded = load_settings(
+        TopLevelSettings, code={"speed": None}, flags={"speed": None}, env={"ACCELERATE_SPEED": ""}
+    )
     assert loaded.origin("speed").source == "default"
 
 
 def test_an_origin_names_its_place_in_the_users_words() -> None:
-    loaded = load(
-        Top,
+    loaded = load_settings(
+        TopLevelSettings,
         code={"later": True},
         flags={"careful": True},
         env={"ACCELERATE_SPEED": "3"},
@@ -111,7 +113,7 @@ def test_an_origin_names_its_place_in_the_users_words() -> None:
 
 
 def test_everything_is_derived_from_the_declaration() -> None:
-    rows = {row.name: row for row in declared(Top)}
+    rows = {row.name: row for row in declared_settings(TopLevelSettings)}
     assert rows["speed"].flags == ("--speed", "-s")
     assert rows["careful"].flags == ("--safe",)
     assert rows["careful"].variable == "TESTS_SAFE"
@@ -124,15 +126,15 @@ def test_everything_is_derived_from_the_declaration() -> None:
         False,
         False,
     ]
-    (version, _) = declared(Nested)
+    (version, _) = declared_settings(EngineSettings)
     assert version.spellings == ("--engine_version", "--engine-version")
     assert (version.path, version.prefix) == ("engine_config.engine_version", "engine_")
 
 
 def test_a_setting_without_default_must_be_given() -> None:
-    assert load(Needed, code={"name": "Ada"}, env={}).value.name == "Ada"
+    assert load_settings(RequiredSettings, code={"name": "Ada"}, env={}).value.name == "Ada"
     with pytest.raises(SettingError, match="name is needed") as error:
-        load(Needed, env={})
+        load_settings(RequiredSettings, env={})
     assert error.value.fix == "add --name ..."
 
 
@@ -142,24 +144,24 @@ def test_a_setting_without_default_must_be_given() -> None:
 def test_a_typo_in_a_key_is_an_error_with_a_suggestion_at_any_depth() -> None:
     """F5."""
     with pytest.raises(UnknownNameError) as top:
-        load(Top, env={}, file={"spede": 1}, file_name="job.yaml", lines={"spede": 3})
+        load_settings(TopLevelSettings, env={}, file={"spede": 1}, file_name="job.yaml", lines={"spede": 3})
     assert str(top.value).startswith("unknown key 'spede' in job.yaml, line 3")
     assert top.value.near == "speed"
     with pytest.raises(UnknownNameError) as nested:
-        load(Nested, env={}, file={"engine_reshrd": True}, file_name="job.yaml")
+        load_settings(EngineSettings, env={}, file={"engine_reshrd": True}, file_name="job.yaml")
     assert str(nested.value).startswith("unknown key of engine_config 'engine_reshrd' in job.yaml")
     assert nested.value.near == "engine_reshard"
 
 
 def test_a_key_that_only_flags_have_is_unknown_in_files() -> None:
     with pytest.raises(UnknownNameError, match="unknown key 'typed'"):
-        load(Top, env={}, file={"typed": 1})
+        load_settings(TopLevelSettings, env={}, file={"typed": 1})
 
 
 def test_a_section_may_omit_its_prefix_but_not_say_a_thing_twice() -> None:
-    assert load(Nested, env={}, file={"version": 2}).value.engine_version == 2
+    assert load_settings(EngineSettings, env={}, file={"version": 2}).value.engine_version == 2
     with pytest.raises(SettingError, match="gives engine_version twice"):
-        load(Nested, env={}, file={"version": 2, "engine_version": 3})
+        load_settings(EngineSettings, env={}, file={"version": 2, "engine_version": 3})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_a_section_may_omit_its_prefix_but_not_say_a_thing_twice() -> None:
 def test_a_wrong_type_in_a_file_is_an_error_that_says_what_fits(name: str, value: Any, fix: str) -> None:
     """F5: "8" is not 8 in a file, where both can be written."""
     with pytest.raises(SettingError) as error:
-        load(Top, env={}, file={name: value}, file_name="job.yaml", lines={name: 2})
+        load_settings(TopLevelSettings, env={}, file={name: value}, file_name="job.yaml", lines={name: 2})
     assert error.value.what.startswith(f"job.yaml, line 2: {name} is ")
     assert error.value.fix == fix
 
@@ -201,8 +203,8 @@ def test_a_wrong_type_in_a_file_is_an_error_that_says_what_fits(name: str, value
     ],
 )
 def test_what_fits_a_file(name: str, value: Any, result: Any) -> None:
-    found = getattr(load(Top, env={}, file={name: value}).value, name)
-    assert (found, type(found)) == (result, type(result))
+    value = getattr(load_settings(TopLevelSettings, env={}, file={name: value}).value, name)
+    assert (value, type(value)) == (result, type(result))
 
 
 @pytest.mark.parametrize(
@@ -218,18 +220,18 @@ def test_what_fits_a_file(name: str, value: Any, result: Any) -> None:
     ],
 )
 def test_flags_and_variables_are_text(name: str, text: str, result: Any) -> None:
-    (row,) = [row for row in declared(Top) if row.name == name]
-    assert getattr(load(Top, env={}, flags={name: text}).value, name) == result
-    assert getattr(load(Top, env={str(row.variable): text}).value, name) == result
+    (row,) = [row for row in declared_settings(TopLevelSettings) if row.name == name]
+    assert getattr(load_settings(TopLevelSettings, env={}, flags={name: text}).value, name) == result
+    assert getattr(load_settings(TopLevelSettings, env={str(row.variable): text}).value, name) == result
 
 
 def test_an_unknown_value_suggests_the_nearest_and_names_its_place() -> None:
     with pytest.raises(UnknownNameError) as error:
-        load(Top, env={"ACCELERATE_KIND": "bf61"})
+        load_settings(TopLevelSettings, env={"ACCELERATE_KIND": "bf61"})
     assert error.value.what == "unknown value 'bf61' of kind (the environment variable ACCELERATE_KIND)"
     assert error.value.fix == "did you mean 'bf16'?"
 
 
 def test_a_wrong_value_is_an_error_even_where_another_source_wins() -> None:
     with pytest.raises(SettingError, match="ACCELERATE_SPEED"):
-        load(Top, code={"speed": 1}, env={"ACCELERATE_SPEED": "fast"})
+        load_settings(TopLevelSettings, code={"speed": 1}, env={"ACCELERATE_SPEED": "fast"})

@@ -1,4 +1,4 @@
-"""Floor 0's small helpers: trees, units, errors, the environment."""
+"""The small helpers of core: trees, units, errors, the environment."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def test_a_mapping_of_any_class_keeps_what_is_beside_its_items() -> None:
 
 def test_leaves_are_named_like_python_names_them() -> None:
     value = {"a": [1, Pair(2, 3)], "b": Frozen(4)}
-    assert dict(tree.leaves(value)) == {"['a'][0]": 1, "['a'][1].left": 2, "['a'][1].right": 3,
+    assert dict(tree.iterate_leaves(value)) == {"['a'][0]": 1, "['a'][1].left": 2, "['a'][1].right": 3,
                                         "['b'].x": 4, "['b'].y": None}  # fmt: skip
 
 
 def test_finding_and_rebuilding() -> None:
     value = [1, {"a": (2, "x")}]
-    assert tree.find(lambda leaf: isinstance(leaf, str), value) == "x"
-    assert tree.find(lambda leaf: leaf == 9, value) is None
-    assert tree.rebuild(value, iter([7, 8, 9])) == [7, {"a": (8, 9)}]
+    assert tree.find_leaf(lambda leaf: isinstance(leaf, str), value) == "x"
+    assert tree.find_leaf(lambda leaf: leaf == 9, value) is None
+    assert tree.replace_leaves(value, iter([7, 8, 9])) == [7, {"a": (8, 9)}]
 
 
 # ---------------------------------------------------------------- units
@@ -145,34 +145,34 @@ def test_the_nearest_name() -> None:
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("YES", True), ("off", False), (" f ", False)])
 def test_yes_and_no(monkeypatch: pytest.MonkeyPatch, text: str, value: bool) -> None:
     monkeypatch.setenv("TESTS_FLAG", text)
-    assert environ.flag("TESTS_FLAG") is value
+    assert environ.get_flag("TESTS_FLAG") is value
 
 
 def test_neither_yes_nor_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESTS_FLAG", "perhaps")
     with pytest.raises(errors.SettingError, match="TESTS_FLAG is 'perhaps'"):
-        environ.flag("TESTS_FLAG")
+        environ.get_flag("TESTS_FLAG")
 
 
 def test_patching_puts_back_exactly_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESTS_A", "1")
     monkeypatch.delenv("TESTS_B", raising=False)
     before = environ.snapshot()
-    with environ.patched({"TESTS_A": None, "TESTS_B": 2}):
+    with environ.patch_environment({"TESTS_A": None, "TESTS_B": 2}):
         assert environ.get("TESTS_A") is None
-        assert environ.first(["TESTS_A", "TESTS_B"]) == ("TESTS_B", "2")
+        assert environ.get_first(["TESTS_A", "TESTS_B"]) == ("TESTS_B", "2")
     assert environ.snapshot() == before
-    with contextlib.suppress(KeyError), environ.patched({"TESTS_A": None}):
+    with contextlib.suppress(KeyError), environ.patch_environment({"TESTS_A": None}):
         raise KeyError
     assert environ.snapshot() == before
-    with environ.patched({"TESTS_C": 3}, clear=True):
+    with environ.patch_environment({"TESTS_C": 3}, clear=True):
         assert environ.snapshot() == {"TESTS_C": "3"}
     assert environ.snapshot() == before
 
 
 def test_a_childs_environment_leaves_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESTS_A", "1")
-    child = environ.child({"TESTS_A": None, "TESTS_B": 2})
+    child = environ.make_child_environment({"TESTS_A": None, "TESTS_B": 2})
     assert "TESTS_A" not in child
     assert child["TESTS_B"] == "2"
     assert environ.get("TESTS_A") == "1"

@@ -1,4 +1,4 @@
-"""The engine's own launcher for several machines: its command, and the file of variables it hands on.
+"""DeepSpeed's own launcher for several machines: its command, and the file of variables it hands on.
 
 A program of its name stands on the path and writes down how it was called.
 """
@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.launch import base
 from accelerate.launch.errors import RankError
-from accelerate.launch.job import Request, read
 from accelerate.launch.kinds.deepspeed import PLUGIN
+from accelerate.launch.launch_request import LaunchRequest, read_request
 from tests.support.command import CONSOLE, Running, launch
 
 FAKE = """\
@@ -50,7 +50,7 @@ def fake(folder: Path, ending: str = "") -> Path:
 
 @pytest.fixture
 def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``asks(file=..., **flags)`` is a request for two machines of the engine."""
+    """``asks(file=..., **flags)`` is a request for two machines of DeepSpeed."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", f"{fake(tmp_path).parent}:{os.defpath}")
@@ -60,20 +60,20 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def request(
         file: str = "", program: tuple[str, ...] = ("train.py", "--lr", "1"), **flags: Any
-    ) -> Request:
+    ) -> LaunchRequest:
         if file:
             (tmp_path / "accelerate.yaml").write_text(file)
         engine = {"use_deepspeed": True, "num_machines": "2", "deepspeed_hostfile": "hosts"}
-        return read({**engine, **flags}, program, HANDED)
+        return read_request({**engine, **flags}, program, SCRIPT_SETTINGS)
 
     return request
 
 
-def command(request: Request) -> list[str]:
-    base.check(request)
-    kind = base.choose(request)
+def command(request: LaunchRequest) -> list[str]:
+    base.check_request(request)
+    kind = base.choose_kind(request)
     assert kind is PLUGIN
-    (start,) = kind.plan(request).starts
+    (start,) = kind.plan(request).commands
     assert start.program[0].endswith("/bin/deepspeed")
     return list(start.program[1:])
 
@@ -93,8 +93,8 @@ def command(request: Request) -> list[str]:
     ],
 )
 def test_it_takes_jobs_of_the_engine_on_several_machines(asks: Any, flags: Any, takes: bool) -> None:
-    """As in 1.15 also where nobody said which launcher; ``standard`` starts this launcher on each machine."""
-    assert PLUGIN.takes(asks(**flags)) is takes
+    """The default launcher is that of 1.15; ``standard`` starts this launcher on each machine."""
+    assert PLUGIN.accepts(asks(**flags)) is takes
 
 
 def test_its_options_on_one_machine_are_said_to_do_nothing(
@@ -181,7 +181,7 @@ def test_words_with_blanks_stay_whole(asks: Any) -> None:
     ],
 )
 def test_what_does_not_fit_names_both_places(asks: Any, flags: Any, words: list[str]) -> None:
-    """A hostfile that is not there would make the engine's launcher train on this machine alone."""
+    """A hostfile that is not there would make DeepSpeed's launcher train on this machine alone."""
     request = asks(**flags)
     with pytest.raises(SettingError) as error:
         PLUGIN.plan(request)
@@ -205,7 +205,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def run(request: Request) -> None:
+def run(request: LaunchRequest) -> None:
     base.launch(request)
 
 
@@ -264,7 +264,7 @@ def test_how_it_failed_is_how_the_launch_failed(asks: Any, tmp_path: Path) -> No
 
 
 def test_a_signal_goes_on_to_it(tmp_path: Path) -> None:
-    """F8: the engine's launcher stops its processes on other machines when it is asked to stop."""
+    """F8: DeepSpeed's launcher stops its processes on other machines when it is asked to stop."""
     ending = (
         "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('asked', flush=True), sys.exit(1)))\n"
     )

@@ -1,4 +1,4 @@
-"""The engine's plugin, and the configuration made from it: one owner for each number. No engine runs."""
+"""DeepSpeed's plugin, and the configuration made from it: one owner for each number. No engine runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
-from accelerate.core.packages import installed
-from accelerate.strategy.deepspeed import tree
-from accelerate.strategy.deepspeed.fill import Wanted, fill, hidden_size
+from accelerate.core.packages import is_installed
+from accelerate.strategy.deepspeed import config_tree
+from accelerate.strategy.deepspeed.engine_config import EngineInputs, build_config, hidden_size
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 CONFIG: dict[str, Any] = {
@@ -26,10 +26,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def wanted(**more: Any) -> Wanted:
+def wanted(**more: Any) -> EngineInputs:
     model = nn.Linear(2, 2)
     given = {"model": model, "steps": 1, "precision": "no", "processes": 2, "host": True}
-    return Wanted(**{**given, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **more})
+    return EngineInputs(**{**given, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **more})
 
 
 def test_the_defaults_are_those_of_the_public_package() -> None:
@@ -157,19 +157,21 @@ def test_the_tree_that_transformers_derives_from(tmp_path: Path) -> None:
 def test_each_number_has_one_owner() -> None:
     """F15, PAINS: accumulation of the Accelerator, the batch of the loader, "auto" from both."""
     plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
-    made = fill(plugin, wanted(steps=4, batches=[8, 16], precision="bf16"))
+    made = build_config(plugin, wanted(steps=4, batches=[8, 16], precision="bf16"))
     assert made.config["train_batch_size"] == 8 * 4 * 2
-    assert tree.get(made.config, "bf16.enabled") is True
-    assert not list(tree.autos(made.config))
+    assert config_tree.get_key(made.config, "bf16.enabled") is True
+    assert not list(config_tree.auto_keys(made.config))
     assert made.sources["train_micro_batch_size_per_gpu"] == "the loader"
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == "auto"
-    plugin.show(made.config)
+    plugin.publish_config(made.config)
     assert plugin.deepspeed_config["train_batch_size"] == 64
     # Another model, another batch: what was filled in is no wish of the user.
-    assert fill(plugin, wanted(steps=4, batches=[2], precision="bf16")).config["train_batch_size"] == 16
+    assert (
+        build_config(plugin, wanted(steps=4, batches=[2], precision="bf16")).config["train_batch_size"] == 16
+    )
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 5
     with pytest.raises(SettingError, match=r"loader says 2, but .*train_micro_batch_size_per_gpu: 5"):
-        fill(plugin, wanted(steps=4, batches=[2]))
+        build_config(plugin, wanted(steps=4, batches=[2]))
 
 
 def test_contradictions_name_both_places() -> None:
@@ -187,10 +189,10 @@ def test_contradictions_name_both_places() -> None:
     for more, given, text in cases:
         plugin = DeepSpeedPlugin(hf_ds_config={**CONFIG, **more})
         with pytest.raises(SettingError, match=text):
-            fill(plugin, wanted(**given))
+            build_config(plugin, wanted(**given))
     # A number that is the same as text is the same number.
     same = {**CONFIG, "train_micro_batch_size_per_gpu": "8", "gradient_accumulation_steps": "4"}
-    fill(DeepSpeedPlugin(hf_ds_config=same), wanted(steps=4, batches=[8]))
+    build_config(DeepSpeedPlugin(hf_ds_config=same), wanted(steps=4, batches=[8]))
 
 
 def test_optimizer_and_schedule_of_the_engine() -> None:
@@ -201,7 +203,7 @@ def test_optimizer_and_schedule_of_the_engine() -> None:
     dummy = DummyOptim(model.parameters(), lr=0.02, betas=(0.8, 0.9))
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     scheduler = DummyScheduler(dummy, total_num_steps=10)
-    made = fill(plugin, wanted(optimizer=dummy, scheduler=scheduler)).config
+    made = build_config(plugin, wanted(optimizer=dummy, scheduler=scheduler)).config
     expected = {"lr": 0.02, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.5, "torch_adam": True}
     assert made["optimizer"]["params"] == expected
     assert made["scheduler"]["params"] == {
@@ -211,20 +213,20 @@ def test_optimizer_and_schedule_of_the_engine() -> None:
     }
     assert (
         "torch_adam"
-        not in fill(plugin, wanted(optimizer=dummy, scheduler=scheduler, host=False)).config["optimizer"][
-            "params"
-        ]
+        not in build_config(plugin, wanted(optimizer=dummy, scheduler=scheduler, host=False)).config[
+            "optimizer"
+        ]["params"]
     )
     with pytest.raises(SettingError, match=r"weight_decay of the DummyOptim says 0.1.*weight_decay: 0.5"):
-        fill(plugin, wanted(optimizer=DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)))
+        build_config(plugin, wanted(optimizer=DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)))
     with pytest.raises(SettingError, match="no optimizer"):
-        fill(DeepSpeedPlugin(), wanted(optimizer=dummy))
+        build_config(DeepSpeedPlugin(), wanted(optimizer=dummy))
     with pytest.raises(SettingError, match="no scheduler"):
-        fill(DeepSpeedPlugin(), wanted(scheduler=DummyScheduler(dummy)))
+        build_config(DeepSpeedPlugin(), wanted(scheduler=DummyScheduler(dummy)))
 
 
 def test_what_is_said_of_a_drive_goes_to_the_engine() -> None:
-    """Also what only the engine's own file says: sizes of its buffers and of its reader."""
+    """Also what only DeepSpeed's own file says: sizes of its buffers and of its reader."""
     plugin = DeepSpeedPlugin(
         zero_stage=3,
         offload_optimizer_device="nvme",
@@ -232,7 +234,7 @@ def test_what_is_said_of_a_drive_goes_to_the_engine() -> None:
         offload_param_device="nvme",
         offload_param_nvme_path="/drive/b",
     )
-    zero = fill(plugin, wanted()).config["zero_optimization"]
+    zero = build_config(plugin, wanted()).config["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "/drive/a"}
     assert zero["offload_param"] == {"device": "nvme", "nvme_path": "/drive/b"}
     own = {"device": "nvme", "nvme_path": "/drive", "buffer_count": 6, "pipeline_read": True}
@@ -240,7 +242,7 @@ def test_what_is_said_of_a_drive_goes_to_the_engine() -> None:
     config = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": own}, "aio": reader}
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     assert (plugin.offload_optimizer_device, plugin.offload_optimizer_nvme_path) == ("nvme", "/drive")
-    filled = fill(plugin, wanted()).config
+    filled = build_config(plugin, wanted()).config
     assert filled["zero_optimization"]["offload_optimizer"] == own
     assert filled["aio"] == reader
 
@@ -251,12 +253,12 @@ def test_buckets_go_by_the_width_of_the_model() -> None:
     assert hidden_size(model) == 16
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
     plugin = DeepSpeedPlugin(hf_ds_config={**CONFIG, "zero_optimization": zero})
-    filled = fill(plugin, wanted(model=model)).config["zero_optimization"]
+    filled = build_config(plugin, wanted(model=model)).config["zero_optimization"]
     assert (filled["reduce_bucket_size"], filled["stage3_param_persistence_threshold"]) == (256, 160)
-    assert "reduce_bucket_size" not in fill(plugin, wanted()).config["zero_optimization"]
+    assert "reduce_bucket_size" not in build_config(plugin, wanted()).config["zero_optimization"]
 
 
-@pytest.mark.skipif(not installed("deepspeed"), reason="the package deepspeed is not installed")
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed")
 def test_the_accelerator_takes_and_refuses() -> None:
     """In a world of one: what is asked is settled before anything is imported."""
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(gradient_accumulation_steps=4))
@@ -291,7 +293,7 @@ def test_the_accelerator_takes_and_refuses() -> None:
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_DEEPSPEED", ""])
 def test_without_the_package_nothing_trains(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """F3: asked for, it is never another strategy; the error is the line to type."""
-    monkeypatch.setattr("accelerate.strategy.deepspeed.strategy.installed", lambda _: False)
+    monkeypatch.setattr("accelerate.strategy.deepspeed.strategy.is_installed", lambda _: False)
     if variable:
         monkeypatch.setenv(variable, "true")
     with pytest.raises(MissingExtraError) as error:
@@ -301,5 +303,5 @@ def test_without_the_package_nothing_trains(monkeypatch: pytest.MonkeyPatch, var
 
 def test_stand_ins_mean_nothing_without_the_engine() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(PrepareError, match="DummyOptim stands for what an engine makes"):
+    with pytest.raises(PrepareError, match="DummyOptim stands for one of DeepSpeed"):
         Accelerator(cpu=True).prepare(model, DummyOptim(model.parameters()))

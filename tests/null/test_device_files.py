@@ -1,4 +1,4 @@
-"""What single device files do differently, and finding the right one."""
+"""The differences of single device files, and the detection of the right one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import DeviceError, SettingError
 from accelerate.device.base import Device
-from accelerate.device.null import Null
+from accelerate.device.null import NullDevice
 from tests.support.devices import TOTAL, FakeModule, FakeXla, install
 
 
@@ -33,9 +33,9 @@ def test_get_takes_any_type_torch_has_a_module_for() -> None:
         "MULTI_GPU",
         "torch_mtia_manual_seed",
     )
-    assert not device.available()
+    assert not device.is_available()
     assert device.count() == 0
-    assert device.probe() == 0
+    assert device.probe_count() == 0
 
 
 def test_an_unknown_type_is_refused_with_the_nearest() -> None:
@@ -51,7 +51,7 @@ def test_a_device_with_no_file_is_fully_usable(monkeypatch: pytest.MonkeyPatch) 
     assert device.count() == 4
     assert device.bind(3) == torch.device("mtia", 3)
     assert fake.index == 3
-    assert device.memory() == (TOTAL, TOTAL)
+    assert device.get_memory_info() == (TOTAL, TOTAL)
 
 
 def test_detect_prefers_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_devices_of_other_packages_are_detected(monkeypatch: pytest.MonkeyPatch)
         type = "own"
         priority = 1000
 
-        def ready(self) -> bool:
+        def is_usable(self) -> bool:
             return True
 
     with devices.DEVICES.add("own", Own()):
@@ -90,23 +90,23 @@ def test_a_module_without_memory_questions_asks_torch(monkeypatch: pytest.Monkey
         monkeypatch.setattr(FakeModule, name, None)
     monkeypatch.setattr(torch, "mtia", fake)
     device = devices.get("mtia")
-    with pytest.raises(DeviceError, match="do not tell how much memory"):
-        device.memory()
-    assert device.allocated() is None
-    assert device.reset_peak() is False
+    with pytest.raises(DeviceError, match="do not report how much memory"):
+        device.get_memory_info()
+    assert device.memory_allocated() is None
+    assert device.reset_peak_memory() is False
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mtia"))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: (5, 9), raising=False)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda index: 4, raising=False)
-    assert device.memory(1) == (5, 9)
-    assert device.allocated() == 4
+    assert device.get_memory_info(1) == (5, 9)
+    assert device.memory_allocated() == 4
 
 
 def test_bind_names_the_variable_that_hides_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "cuda")
     with (
-        environ.patched({"CUDA_VISIBLE_DEVICES": "0,1"}),
+        environ.patch_environment({"CUDA_VISIBLE_DEVICES": "0,1"}),
         pytest.raises(DeviceError, match="cuda:2 does not exist") as caught,
     ):
         devices.get("cuda").bind(2)
@@ -123,17 +123,17 @@ def test_a_broken_extension_is_an_error_only_where_its_device_is(monkeypatch: py
 
     monkeypatch.setattr("accelerate.device.base.importlib.import_module", refuse)
     npu = devices.get("npu")
-    assert not npu.available()
-    monkeypatch.setattr(type(npu), "present", lambda self, machine: 8)
+    assert not npu.is_available()
+    monkeypatch.setattr(type(npu), "count_physical", lambda self, machine: 8)
     with pytest.raises(DeviceError, match="cannot be imported") as caught:
-        npu.available()
+        npu.is_available()
     assert "libhccl.so" in str(caught.value)
 
 
 def test_a_package_that_registers_nothing_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The earlier package of that name works through XLA and brings no ``torch.neuron``."""
     monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
-    assert not devices.get("neuron").available()
+    assert not devices.get("neuron").is_available()
     with pytest.raises(DeviceError, match="no module for 'neuron'"):
         _ = devices.get("neuron").module
 
@@ -145,7 +145,7 @@ def test_cuda_is_asked_without_being_initialised(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         fake, "is_available", lambda: bool(seen.append(environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")) or True)
     )
-    assert devices.get("cuda").available()
+    assert devices.get("cuda").is_available()
     assert seen == ["1"]
     assert environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") is None
 
@@ -175,10 +175,10 @@ def test_rocm_has_fp8_by_architecture(monkeypatch: pytest.MonkeyPatch, arch: str
 
 
 def test_cuda_deterministic_readies_cublas() -> None:
-    devices.get("cuda").deterministic()
+    devices.get("cuda").make_deterministic()
     assert environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-    environ.write({"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
-    devices.get("cuda").deterministic()
+    environ.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    devices.get("cuda").make_deterministic()
     assert environ.get("CUBLAS_WORKSPACE_CONFIG") == ":16:8", "the user's choice stays"
 
 
@@ -201,13 +201,13 @@ def test_intel_cards_that_do_not_tell_free_memory(monkeypatch: pytest.MonkeyPatc
         fake, "get_device_properties", lambda index: SimpleNamespace(total_memory=100), raising=False
     )
     monkeypatch.setattr(fake, "memory_reserved", lambda index: 30, raising=False)
-    assert devices.get("xpu").memory(0) == (70, 100)
+    assert devices.get("xpu").get_memory_info(0) == (70, 100)
 
 
 def test_metal_never_promises_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "mps")
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000, total=2000))
-    assert devices.get("mps").memory() == (1000, TOTAL)
+    assert devices.get("mps").get_memory_info() == (1000, TOTAL)
 
 
 def test_metal_has_bf16_since_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +225,10 @@ def test_xla_is_hidden_by_its_variable_and_on_the_cpu(monkeypatch: pytest.Monkey
     assert isinstance(fake, FakeXla)
     xla = devices.get("xla")
     assert devices.detect() is xla
-    with environ.patched({"USE_TORCH_XLA": "0"}):
+    with environ.patch_environment({"USE_TORCH_XLA": "0"}):
         assert devices.detect().type == "cpu"
     fake.kind = "CPU"
-    assert not xla.available()
+    assert not xla.is_available()
     assert xla.bind(0).type == "xla", "asked for by name it still works"
 
 
@@ -244,9 +244,9 @@ def test_older_xla_tells_memory_in_kibibytes(monkeypatch: pytest.MonkeyPatch) ->
     fake = install(monkeypatch, "xla")
     monkeypatch.setattr(fake, "get_memory_info", lambda device: {"kb_free": 3, "kb_total": 8})
     xla = devices.get("xla")
-    assert xla.memory() == (3 * 1024, 8 * 1024)
-    assert xla.allocated() == 5 * 1024
-    assert xla.peak() is None
+    assert xla.get_memory_info() == (3 * 1024, 8 * 1024)
+    assert xla.memory_allocated() == 5 * 1024
+    assert xla.max_memory_allocated() is None
 
 
 def test_xla_work_is_done_at_a_synchronize(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +285,9 @@ def test_no_backend_is_an_error_that_lists_them(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_cpu_is_as_it_is() -> None:
     cpu = devices.get("cpu")
-    free, total = cpu.memory()
+    free, total = cpu.get_memory_info()
     assert 0 < free <= total
-    used = cpu.allocated()
+    used = cpu.memory_allocated()
     assert used is not None
     assert 0 < used <= total
     assert cpu.group_backend() == "gloo"
@@ -297,9 +297,9 @@ def test_the_cpu_is_as_it_is() -> None:
     assert not cpu.supports("fp8")
     assert cpu.is_out_of_memory(MemoryError())
     torch.manual_seed(3)
-    state = cpu.rng_all()
+    state = cpu.get_rng_state_all()
     first = torch.rand(3)
-    cpu.set_rng_all(state)
+    cpu.set_rng_state_all(state)
     assert torch.equal(torch.rand(3), first)
 
 
@@ -310,53 +310,53 @@ def test_the_cpus_peak_falls_after_a_reset() -> None:
     block = mmap.mmap(-1, 2**28)
     for page in range(0, 2**28, mmap.PAGESIZE):
         block[page] = 1
-    high = cpu.peak()
+    high = cpu.max_memory_allocated()
     block.close()
     assert high is not None
-    if not cpu.reset_peak():
+    if not cpu.reset_peak_memory():
         pytest.skip("the kernel does not let this process reset its peak")
-    after = cpu.peak()
+    after = cpu.max_memory_allocated()
     assert after is not None
     assert after <= high - 2**27
 
 
 def test_null_counts_and_holds_memory() -> None:
-    null = Null(size=2, capacity=1000)
+    null = NullDevice(size=2, capacity=1000)
     assert not null.calls
     assert null.count() == 2
-    assert null.available()
+    assert null.is_available()
     assert torch.ones(2, device=null.torch_device(1)).is_meta
     null.bind(1)
-    null.use(700)
-    assert null.memory(1) == (300, 1000)
-    assert null.memory(0) == (1000, 1000)
+    null.allocate(700)
+    assert null.get_memory_info(1) == (300, 1000)
+    assert null.get_memory_info(0) == (1000, 1000)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        null.use(400)
+        null.allocate(400)
     assert null.is_out_of_memory(caught.value)
-    null.use(-700)
-    assert (null.allocated(), null.peak()) == (0, 700)
-    assert null.reset_peak()
-    assert null.peak() == 0
+    null.allocate(-700)
+    assert (null.memory_allocated(), null.max_memory_allocated()) == (0, 700)
+    assert null.reset_peak_memory()
+    assert null.max_memory_allocated() == 0
     null.synchronize()
     null.empty_cache()
     null.seed(5)
-    states = null.rng_all()
+    states = null.get_rng_state_all()
     null.seed(6)
-    null.set_rng_all(states)
-    assert torch.equal(null.rng(0), states[0])
+    null.set_rng_state_all(states)
+    assert torch.equal(null.get_rng_state(0), states[0])
     assert (null.calls["bind"], null.calls["synchronize"], null.calls["empty_cache"]) == (1, 1, 1)
     assert null.group_backend() == "fake"
 
 
 def test_null_refuses_a_device_it_has_not() -> None:
     with pytest.raises(DeviceError, match="does not exist"):
-        Null(size=2).bind(2)
+        NullDevice(size=2).bind(2)
 
 
 def test_a_word_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "xla")
     with (
-        environ.patched({"USE_TORCH_XLA": "perhaps"}),
+        environ.patch_environment({"USE_TORCH_XLA": "perhaps"}),
         pytest.raises(SettingError, match="neither yes nor no"),
     ):
-        devices.get("xla").available()
+        devices.get("xla").is_available()

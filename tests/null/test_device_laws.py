@@ -37,8 +37,8 @@ def test_facts_have_their_types(name: str) -> None:
     assert isinstance(device.priority, int)
     assert device.dtypes <= PRECISIONS
     assert device.rng_key
-    assert device.out_of_memory
-    assert not any(pattern.startswith("/") for pattern in device.files)
+    assert device.out_of_memory_messages
+    assert not any(pattern.startswith("/") for pattern in device.node_patterns)
 
 
 @pytest.mark.parametrize("fact", ["type", "rng_key", "visible_variable", "priority"])
@@ -58,20 +58,20 @@ def test_a_file_is_small_and_says_what_was_run(name: str) -> None:
 def test_no_device_file_imports_torch() -> None:
     script = (
         "import sys; from accelerate import device as d; "
-        "list(d.DEVICES); d.probe(); assert 'torch' not in sys.modules"
+        "list(d.DEVICES); d.probe_devices(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", [name for name in VENDORS if devices.get(name).extension])
 def test_a_device_without_its_package_is_absent(name: str) -> None:
-    assert not devices.get(name).available()
+    assert not devices.get(name).is_available()
     assert devices.get(name).count() == 0
 
 
 def test_available_and_count(fake: tuple[Device, FakeModule]) -> None:
     device, module = fake
-    assert device.available()
+    assert device.is_available()
     assert device.count() == module.count
     assert isinstance(device.name(), str)
 
@@ -82,7 +82,7 @@ def test_none_of_them_is_none(fake: tuple[Device, FakeModule]) -> None:
     if isinstance(getattr(module, "kind", None), str):
         module.kind = "CPU"  # type: ignore[attr-defined]
     if device.type != "mps":
-        assert not device.available()
+        assert not device.is_available()
         assert device.count() == 0
 
 
@@ -116,7 +116,7 @@ def test_synchronize_reaches_the_module(fake: tuple[Device, FakeModule]) -> None
 def test_a_stream_is_used_inside_its_context(fake: tuple[Device, FakeModule]) -> None:
     device, module = fake
     stream = device.stream()
-    with device.on(stream):
+    with device.use_stream(stream):
         assert module.streams == ([] if stream is None else [stream])
     assert module.streams == []
 
@@ -124,41 +124,41 @@ def test_a_stream_is_used_inside_its_context(fake: tuple[Device, FakeModule]) ->
 def test_generator_state_goes_round(fake: tuple[Device, FakeModule]) -> None:
     device, _ = fake
     device.seed(7)
-    kept = device.rng_all()
-    one = device.rng(0)
+    kept = device.get_rng_state_all()
+    one = device.get_rng_state(0)
     device.seed(8)
-    assert not _same(device.rng(0), one)
-    device.set_rng(one, 0)
-    assert _same(device.rng(0), one)
+    assert not _same(device.get_rng_state(0), one)
+    device.set_rng_state(one, 0)
+    assert _same(device.get_rng_state(0), one)
     device.seed(9)
-    device.set_rng_all(kept)
-    assert _same(device.rng(0), one)
+    device.set_rng_state_all(kept)
+    assert _same(device.get_rng_state(0), one)
 
 
 def test_states_of_fewer_devices_set_those_they_are_for(fake: tuple[Device, FakeModule]) -> None:
     device, _ = fake
     device.seed(7)
-    kept = device.rng_all()
+    kept = device.get_rng_state_all()
     if isinstance(kept, list) and len(kept) > 1:
         device.seed(8)
-        device.set_rng_all(kept[:1])
-        assert _same(device.rng(0), kept[0])
-        assert not _same(device.rng(1), kept[1])
+        device.set_rng_state_all(kept[:1])
+        assert _same(device.get_rng_state(0), kept[0])
+        assert not _same(device.get_rng_state(1), kept[1])
 
 
 def test_memory_is_told_in_bytes(fake: tuple[Device, FakeModule]) -> None:
     device, module = fake
-    free, total = device.memory(0)
+    free, total = device.get_memory_info(0)
     module.take(2**20)
     # Metal's memory is the machine's own: what other programs leave may be less than what Metal allows.
-    assert free - device.memory(0)[0] == 2**20 or device.type == "mps"
-    assert 0 < device.memory()[0] <= total
-    assert device.allocated(0) == 2**20
+    assert free - device.get_memory_info(0)[0] == 2**20 or device.type == "mps"
+    assert 0 < device.get_memory_info()[0] <= total
+    assert device.memory_allocated(0) == 2**20
     module.take(-(2**20))
-    assert device.peak(0) in (2**20, None)
-    assert device.allocated() == 0
-    if device.reset_peak(0):
-        assert device.peak(0) == 0
+    assert device.max_memory_allocated(0) in (2**20, None)
+    assert device.memory_allocated() == 0
+    if device.reset_peak_memory(0):
+        assert device.max_memory_allocated(0) == 0
 
 
 def test_empty_cache_is_asked_of_those_that_have_one(fake: tuple[Device, FakeModule]) -> None:
@@ -172,7 +172,7 @@ def test_empty_cache_is_asked_of_those_that_have_one(fake: tuple[Device, FakeMod
 def test_out_of_memory_is_recognised_and_nothing_else(name: str) -> None:
     device = devices.get(name)
     assert device.is_out_of_memory(torch.OutOfMemoryError("full"))
-    for text in device.out_of_memory:
+    for text in device.out_of_memory_messages:
         assert device.is_out_of_memory(RuntimeError(f"{text}. Tried to allocate 2.00 GiB"))
         assert not device.is_out_of_memory(ValueError(text))
     assert not device.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -17,8 +17,8 @@ from torch import nn
 
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, SettingError, UnknownNameError
-from accelerate.device.null import Null
-from accelerate.offload.maps import device_of
+from accelerate.device.null import NullDevice
+from accelerate.offload.device_maps import device_of
 from accelerate.utils import infer_auto_device_map as from_utils
 from accelerate.utils.modeling import (
     check_device_map,
@@ -107,7 +107,7 @@ def test_buffers_that_stay_on_the_executor_count():
 
 
 def test_smaller_modules_are_looked_for_when_asked():
-    """What 1.x promises of ``fallback_allocation``."""
+    """``fallback_allocation`` keeps the promises of 1.x."""
     with pytest.warns(UserWarning, match="insufficient memory"):
         assert set(infer_auto_device_map(chain(), {0: 256}).values()) == {"disk"}
     expected = {"module.linear1": "disk", "module.linear2": 0, "module.linear3": "disk"}
@@ -129,7 +129,7 @@ def test_a_list_of_classes_may_name_some_that_a_model_lacks():
 
 def test_weights_that_are_to_be_tied_and_are_not_are_told():
     class PreTrainedModel(nn.Module):
-        """As far as anybody looks."""
+        """Only the attributes that are read."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -226,27 +226,27 @@ def test_balanced_budgets_hold_what_the_full_ones_hold():
 
 
 def test_a_single_accelerator_of_this_machine_keeps_a_tenth_free(monkeypatch):
-    monkeypatch.setattr(devices, "detect", lambda: Null(size=1, capacity=1000))
-    monkeypatch.setattr(Null, "torch_device", lambda self, index=None: torch.device("cuda", index))
+    monkeypatch.setattr(devices, "detect", lambda: NullDevice(size=1, capacity=1000))
+    monkeypatch.setattr(NullDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
     budgets = get_balanced_memory(Small())
     assert budgets[0] == 900
     assert list(budgets) == [0, "cpu"]
 
 
 def test_the_memory_of_this_machine(monkeypatch):
-    free, total = devices.get("cpu").memory()
+    free, total = devices.get("cpu").get_memory_info()
     assert 0 < get_max_memory()["cpu"] <= total
     assert free > 0
-    null = Null(size=2, capacity=1000)
-    null.use(400, 1)
+    null = NullDevice(size=2, capacity=1000)
+    null.allocate(400, 1)
     monkeypatch.setattr(devices, "detect", lambda: null)
-    monkeypatch.setattr(Null, "torch_device", lambda self, index=None: torch.device("cuda", index))
+    monkeypatch.setattr(NullDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
     assert {**get_max_memory(), "cpu": 1} == {0: 1000, 1: 600, "cpu": 1}
     assert get_max_memory({"disk": "2KB", 1: "1KB", "cpu": "1GiB"}) == {1: 1000, "cpu": 2**30, "disk": 2000}
 
 
 def test_an_accelerator_that_is_part_of_the_processor_stands_for_all_memory(monkeypatch):
-    monkeypatch.setattr(devices, "detect", lambda: Null(size=1, capacity=1000))
+    monkeypatch.setattr(devices, "detect", lambda: NullDevice(size=1, capacity=1000))
     assert get_max_memory() == {"meta": 1000}
 
 
@@ -256,7 +256,7 @@ def test_devices_that_are_not_here_are_refused(monkeypatch):
         get_max_memory({0: "1GB"})
     with pytest.raises(UnknownNameError, match="'foo'"):
         get_max_memory({"foo": 1})
-    monkeypatch.setattr(devices, "detect", lambda: Null(size=2, capacity=1000))
+    monkeypatch.setattr(devices, "detect", lambda: NullDevice(size=2, capacity=1000))
     assert get_max_memory({1: 5}) == {1: 5}
     with pytest.raises(DeviceError, match="device 2 is not here\n  why: this process sees 2 'meta'"):
         get_max_memory({2: 5})

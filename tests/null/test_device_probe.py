@@ -52,17 +52,17 @@ def test_nothing_is_visible_where_nothing_is() -> None:
 @pytest.mark.parametrize(("value", "count"), [(None, 8), ("", 0), ("2,3", 2), ("-1", 0)])
 def test_nvidia_cards_are_counted_by_their_nodes(tmp_path: Path, value: str | None, count: int) -> None:
     env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
-    assert devices.get("cuda").probe(machine(tmp_path, EIGHT, env=env)) == count
+    assert devices.get("cuda").probe_count(machine(tmp_path, EIGHT, env=env)) == count
 
 
 def test_nvidia_nodes_that_are_not_made_yet_are_counted_by_the_driver(tmp_path: Path) -> None:
     files = [f"proc/driver/nvidia/gpus/0000:{bus}:00.0/information" for bus in ("3b", "86")]
-    assert devices.get("cuda").probe(machine(tmp_path, files)) == 2
+    assert devices.get("cuda").probe_count(machine(tmp_path, files)) == 2
 
 
 def test_a_container_has_the_cards_it_was_given(tmp_path: Path) -> None:
     files = [f"proc/driver/nvidia/gpus/0000:0{bus}:00.0/information" for bus in range(8)] + ["dev/nvidia5"]
-    assert devices.get("cuda").probe(machine(tmp_path, files)) == 1
+    assert devices.get("cuda").probe_count(machine(tmp_path, files)) == 1
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_a_container_has_the_cards_it_was_given(tmp_path: Path) -> None:
     ],
 )
 def test_wsl_and_jetson_have_one(tmp_path: Path, files: list[str], count: int) -> None:
-    assert devices.get("cuda").probe(machine(tmp_path, files)) == count
+    assert devices.get("cuda").probe_count(machine(tmp_path, files)) == count
 
 
 def test_a_torch_without_cuda_sees_no_card(tmp_path: Path) -> None:
-    assert devices.get("cuda").probe(machine(tmp_path, EIGHT, build={"cuda": None, "hip": None})) == 0
+    assert devices.get("cuda").probe_count(machine(tmp_path, EIGHT, build={"cuda": None, "hip": None})) == 0
 
 
 AMD = {
@@ -109,12 +109,12 @@ AMD = {
 )
 def test_amd_cards_are_counted_by_the_topology(tmp_path: Path, env: dict[str, str], count: int) -> None:
     rocm = {"cuda": None, "hip": "6.4", "xpu": None}
-    assert devices.get("cuda").probe(machine(tmp_path, AMD, env=env, build=rocm)) == count
+    assert devices.get("cuda").probe_count(machine(tmp_path, AMD, env=env, build=rocm)) == count
 
 
 def test_an_amd_card_outside_of_the_container_does_not_count(tmp_path: Path) -> None:
     files = {name: text for name, text in AMD.items() if name != "dev/dri/renderD136"}
-    assert devices.get("cuda").probe(machine(tmp_path, files, build={"hip": "6.4"})) == 1
+    assert devices.get("cuda").probe_count(machine(tmp_path, files, build={"hip": "6.4"})) == 1
 
 
 INTEL = {
@@ -146,11 +146,13 @@ TILES = {
 )
 def test_intel_cards_and_tiles(tmp_path: Path, files: dict[str, str], mask: str | None, count: int) -> None:
     env = {} if mask is None else {"ZE_AFFINITY_MASK": mask}
-    assert devices.get("xpu").probe(machine(tmp_path, files, env=env, build={"xpu": "20250101"})) == count
+    assert (
+        devices.get("xpu").probe_count(machine(tmp_path, files, env=env, build={"xpu": "20250101"})) == count
+    )
 
 
 def test_an_intel_card_needs_a_torch_for_it(tmp_path: Path) -> None:
-    assert devices.get("xpu").probe(machine(tmp_path, INTEL, packages=())) == 0
+    assert devices.get("xpu").probe_count(machine(tmp_path, INTEL, packages=())) == 0
 
 
 @pytest.mark.parametrize(
@@ -177,13 +179,13 @@ def test_an_intel_card_needs_a_torch_for_it(tmp_path: Path) -> None:
 def test_other_vendors_cards_are_counted_by_their_nodes(
     tmp_path: Path, name: str, files: list[str], count: int
 ) -> None:
-    assert devices.get(name).probe(machine(tmp_path, files)) == count
+    assert devices.get(name).probe_count(machine(tmp_path, files)) == count
 
 
 @pytest.mark.parametrize("name", [name for name in devices.DEVICES.names() if devices.get(name).extension])
 def test_a_card_without_the_vendors_package_does_not_count(tmp_path: Path, name: str) -> None:
-    files = [pattern.replace("[0-9]*", "0") for pattern in devices.get(name).files]
-    assert devices.get(name).probe(machine(tmp_path, files, packages=())) == 0
+    files = [pattern.replace("[0-9]*", "0") for pattern in devices.get(name).node_patterns]
+    assert devices.get(name).probe_count(machine(tmp_path, files, packages=())) == 0
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_a_neuron_device_has_several_cores(
     files = {"dev/neuron0": "", "dev/neuron1": ""}
     if cores is not None:
         files |= {f"sys/devices/virtual/neuron_device/neuron{i}/core_count": cores for i in range(2)}
-    assert devices.get("neuron").probe(machine(tmp_path, files, env=env)) == count
+    assert devices.get("neuron").probe_count(machine(tmp_path, files, env=env)) == count
 
 
 def test_tpu_chips_are_counted_on_the_bus(tmp_path: Path) -> None:
@@ -215,30 +217,30 @@ def test_tpu_chips_are_counted_on_the_bus(tmp_path: Path) -> None:
         files[f"sys/bus/pci/devices/0000:00:0{index}.0/vendor"] = vendor
         files[f"sys/bus/pci/devices/0000:00:0{index}.0/device"] = chip
     xla = devices.get("xla")
-    assert xla.probe(machine(tmp_path, files)) == 2
-    assert xla.probe(machine(tmp_path, files, env={"TPU_VISIBLE_CHIPS": "1"})) == 1
+    assert xla.probe_count(machine(tmp_path, files)) == 2
+    assert xla.probe_count(machine(tmp_path, files, env={"TPU_VISIBLE_CHIPS": "1"})) == 1
 
 
 def test_the_cpu_and_null_are_no_accelerators(tmp_path: Path) -> None:
-    assert devices.get("cpu").probe(machine(tmp_path)) == 0
-    assert devices.get("null").probe(machine(tmp_path)) == 0
+    assert devices.get("cpu").probe_count(machine(tmp_path)) == 0
+    assert devices.get("null").probe_count(machine(tmp_path)) == 0
 
 
 def test_probe_finds_the_accelerator_of_a_machine(tmp_path: Path) -> None:
-    device, count = devices.probe(machine(tmp_path, EIGHT))
+    device, count = devices.probe_devices(machine(tmp_path, EIGHT))
     assert (device.type, count) == ("cuda", 8)
 
 
 def test_probe_falls_back_to_the_cpu(tmp_path: Path) -> None:
-    device, count = devices.probe(machine(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"}))
+    device, count = devices.probe_devices(machine(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"}))
     assert (device.type, count) == ("cpu", 0)
     hidden = machine(tmp_path / "b", EIGHT, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert devices.probe(hidden)[1] == 0
+    assert devices.probe_devices(hidden)[1] == 0
 
 
 def test_probe_does_not_think_of_the_cpu_as_one_more(tmp_path: Path) -> None:
     both = machine(tmp_path, [*EIGHT, "dev/davinci0"])
-    assert devices.probe(both)[0].type == "npu", "the vendor whose package was installed on purpose"
+    assert devices.probe_devices(both)[0].type == "npu", "the vendor whose package was installed on purpose"
 
 
 def test_torch_tells_what_it_was_built_for() -> None:

@@ -15,8 +15,8 @@ import pytest
 import xxhash
 
 from accelerate.checkpoint import digest as digests
-from accelerate.checkpoint import direct
-from accelerate.checkpoint.digest import DigestingFile, digest
+from accelerate.checkpoint import direct_io
+from accelerate.checkpoint.digest import DigestingFile, file_digest
 
 SIZES = (0, 1, 4095, 4096, 12_288, 12_289, 20_480, 100_001)
 
@@ -27,14 +27,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "PIECE", 10_000)
     monkeypatch.setattr(digests, "_CHUNK", 999)
     monkeypatch.setattr(digests, "_SLICE", 3000)
-    monkeypatch.setattr(direct, "BLOCK", 4096)
+    monkeypatch.setattr(direct_io, "BLOCK", 4096)
 
 
 def content(size: int) -> bytes:
     return bytes((i * i + i // 251) % 256 for i in range(size))
 
 
-def written(path: Path, data: bytes, chunk: int) -> str:
+def write_digested(path: Path, data: bytes, chunk: int) -> str:
     with DigestingFile(path) as file:
         for start in range(0, len(data), chunk):
             part = data[start : start + chunk]
@@ -52,30 +52,30 @@ def test_the_digest_is_that_of_the_pieces_however_the_bytes_came(
     path, data = tmp_path / "file", content(size)
     pieces = [data[start : start + 10_000] for start in range(0, size, 10_000)] or [b""]
     by_hand = xxhash.xxh3_128(b"".join(xxhash.xxh3_128(piece).digest() for piece in pieces)).hexdigest()
-    assert written(path, data, chunk) == by_hand
+    assert write_digested(path, data, chunk) == by_hand
     assert path.read_bytes() == data
-    assert {digest(path, threads=threads) for threads in (1, 2, 5)} == {by_hand}
+    assert {file_digest(path, threads=threads) for threads in (1, 2, 5)} == {by_hand}
 
 
 def test_many_files_at_once_give_each_its_own_digest(tmp_path: Path) -> None:
     paths = [tmp_path / str(size) for size in SIZES]
-    expected = [written(path, content(size), 5000) for path, size in zip(paths, SIZES, strict=True)]
+    expected = [write_digested(path, content(size), 5000) for path, size in zip(paths, SIZES, strict=True)]
     for threads in (1, 3):
-        assert digests.digests(paths, threads=threads) == expected
-    assert digests.digests([]) == []
+        assert digests.file_digests(paths, threads=threads) == expected
+    assert digests.file_digests([]) == []
 
 
 def test_a_flipped_bit_anywhere_changes_the_digest(tmp_path: Path) -> None:
     """D2: first and last byte, and both sides of every border of pieces."""
     path, data = tmp_path / "file", content(35_000)
-    whole = written(path, data, 4096)
+    whole = write_digested(path, data, 4096)
     for place in (0, 9_999, 10_000, 19_999, 20_000, 29_999, 30_000, 34_999):
         damaged = bytearray(data)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        assert digest(path, threads=3) != whole
+        assert file_digest(path, threads=3) != whole
     path.write_bytes(data[10_000:20_000] + data[:10_000] + data[20_000:])
-    assert digest(path) != whole
+    assert file_digest(path) != whole
 
 
 def test_a_file_of_any_type_of_data_is_taken(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_file_of_any_type_of_data_is_taken(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == values.tobytes()
 
 
-def refusing(code: int) -> tuple[list[int], object]:
+def refuse_blocks(code: int) -> tuple[list[int], object]:
     """A ``pwrite`` that fails for whole blocks, and the flags of the file when it was called."""
     flags: list[int] = []
     real = os.pwrite
@@ -108,10 +108,10 @@ def refusing(code: int) -> tuple[list[int], object]:
 def test_a_file_system_that_refuses_direct_writes_gets_plain_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags, pwrite = refusing(errno.EINVAL)
+    flags, pwrite = refuse_blocks(errno.EINVAL)
     monkeypatch.setattr(os, "pwrite", pwrite)
     data = content(50_000)
-    written(tmp_path / "file", data, 3000)
+    write_digested(tmp_path / "file", data, 3000)
     assert (tmp_path / "file").read_bytes() == data
     assert flags[-1] == 0
 
@@ -122,17 +122,17 @@ def test_an_error_of_a_writing_thread_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """D1: a disk that is full in the middle is never taken for a file that was written."""
-    _, pwrite = refusing(code)
+    _, pwrite = refuse_blocks(code)
     monkeypatch.setattr(os, "pwrite", pwrite)
     with pytest.raises(OSError, match=os.strerror(code)) as caught:
-        written(tmp_path / "file", content(50_000), 3000)
+        write_digested(tmp_path / "file", content(50_000), 3000)
     assert caught.value.errno == code
 
 
 def test_without_pwrite_the_file_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = written(tmp_path / "a", content(50_000), 3000)
-    monkeypatch.setattr(direct, "_HAS_PWRITE", False)
-    assert written(tmp_path / "b", content(50_000), 3000) == expected == digest(tmp_path / "b")
+    expected = write_digested(tmp_path / "a", content(50_000), 3000)
+    monkeypatch.setattr(direct_io, "_HAS_PWRITE", False)
+    assert write_digested(tmp_path / "b", content(50_000), 3000) == expected == file_digest(tmp_path / "b")
 
 
 @contextmanager
@@ -150,4 +150,4 @@ def small_limit() -> Iterator[None]:
 
 def test_a_limit_of_the_system_is_an_error(tmp_path: Path) -> None:
     with small_limit(), pytest.raises(OSError, match="File too large"):
-        written(tmp_path / "file", content(50_000), 3000)
+        write_digested(tmp_path / "file", content(50_000), 3000)

@@ -21,10 +21,10 @@ from accelerate import device as devices
 from accelerate.core.errors import DeviceError, PrepareError, SettingError, UnknownNameError
 from accelerate.hooks import add_hook_to_module, remove_hook_from_submodules
 from accelerate.offload.dispatch import offload_stats
-from accelerate.offload.dispatched import hook_of
-from accelerate.offload.source import HostSource, OffloadError
-from accelerate.offload.tensor import offloaded
-from accelerate.offload.training import check_trainable
+from accelerate.offload.dispatch_hook import hook_of
+from accelerate.offload.offloaded_tensor import make_stand_in
+from accelerate.offload.tensor_source import HostSource, OffloadError
+from accelerate.offload.trainable_check import check_trainable
 from tests.support.ranks import RankServer
 
 WIDTH = 32
@@ -356,14 +356,14 @@ def test_a_model_waits_on_the_cpu_until_it_runs() -> None:
 
 
 def test_training_what_is_offloaded_is_refused(tmp_path: Path) -> None:
-    """By several processes always; on the CPU weights are real, and can be trained."""
+    """Several processes always refuse; on one CPU process weights are real, and can be trained."""
     model = built()
     dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.end_training()
     source = HostSource("scale", model.scale.detach())
-    model._parameters["scale"] = offloaded(model.scale, source, torch.device("cpu"))
+    model._parameters["scale"] = make_stand_in(model.scale, source, torch.device("cpu"))
     check_trainable(model, several=False, trained=False)
     with pytest.raises(PrepareError, match="scale is offloaded and cannot be trained"):
         check_trainable(model, several=False, trained=True)

@@ -377,10 +377,10 @@ def test_every_setting_is_on_its_page() -> None:
 
 
 def test_every_variable_of_the_protocol_is_on_the_page_of_settings() -> None:
-    from accelerate.core.environ import PROTOCOL
+    from accelerate.core.environ import PROTOCOL_VARIABLES
 
     page = text("docs/settings.md")
-    assert [name for name in PROTOCOL if f"`{name}`" not in page] == []
+    assert [name for name in PROTOCOL_VARIABLES if f"`{name}`" not in page] == []
 
 
 # --- what the pages say about the code ----------------------------------------------------------------------

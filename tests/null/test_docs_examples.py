@@ -93,7 +93,7 @@ def facts() -> dict[str, Any]:
     from docs import generate
 
     from accelerate.core.errors import DeviceError
-    from accelerate.device import get, probe
+    from accelerate.device import get, probe_devices
     from accelerate.utils import DistributedType
     from tests.support.devices import machine
 
@@ -110,7 +110,7 @@ def facts() -> dict[str, Any]:
     passed = Passed()
     laws = ["-q", "-p", "no:cacheprovider", "tests/null/test_device_laws.py", "-k", "aurora"]
     return {
-        "detected": [[device.type, count] for device, count in map(probe, several)],
+        "detected": [[device.type, count] for device, count in map(probe_devices, several)],
         "its type": DistributedType("MULTI_AURORA").value,
         "suggested": error,
         "laws": [int(pytest.main(laws, plugins=[passed])), passed.count],
@@ -254,13 +254,13 @@ def test_another_package_adds_a_device_through_an_entry_point(
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_aurora\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:{attribute}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry._groups_of_others.cache_clear()
+    registry._external_groups.cache_clear()
     try:
         devices = registry.Registry[Any]("device", "accelerate.device", group, exclude=("base", "machine"))
         assert name in devices.names()
         assert devices.get(name).visible_variable == "AURORA_VISIBLE_DEVICES"
     finally:
-        registry._groups_of_others.cache_clear()
+        registry._external_groups.cache_clear()
         for loaded in [known for known in sys.modules if known.startswith("torch_aurora")]:
             del sys.modules[loaded]
 
@@ -275,9 +275,9 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_setting_has_the_names_that_the_guide_says(example: dict[str, Any]) -> None:
-    from accelerate.core.setting import declared
+    from accelerate.core.setting import declared_settings
 
-    (row,) = declared(example["WatchSettings"])
+    (row,) = declared_settings(example["WatchSettings"])
     assert row.spellings == ("--report_every", "--report-every")
     assert (row.variable, row.path, row.topic) == ("ACCELERATE_REPORT_EVERY", "report_every", "Output")
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -301,13 +301,13 @@ def test_the_launcher_hands_the_setting_on(
     import click
 
     from accelerate.cli import options
-    from accelerate.launch.job import read
+    from accelerate.launch.launch_request import read_request
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "HANDED", (*options.HANDED, example["WatchSettings"]))
-    request = read({"report_every": "3"}, ("train.py",), options.HANDED)
-    assert request.handed() == {"ACCELERATE_REPORT_EVERY": "3"}
+    monkeypatch.setattr(options, "SCRIPT_SETTINGS", (*options.SCRIPT_SETTINGS, example["WatchSettings"]))
+    request = read_request({"report_every": "3"}, ("train.py",), options.SCRIPT_SETTINGS)
+    assert request.script_variables() == {"ACCELERATE_REPORT_EVERY": "3"}
     command = options.TopicCommand("launch", params=options.options())
     help_text = command.get_help(click.Context(command, max_content_width=200))
     assert "ACCELERATE_REPORT_EVERY, report_every:" in help_text

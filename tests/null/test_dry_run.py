@@ -14,10 +14,10 @@ import pytest
 
 from accelerate.cli.main import run
 from accelerate.core.setting import setting
-from accelerate.launch import effects, show
-from accelerate.launch.base import Kind
+from accelerate.launch import dry_run, option_report
+from accelerate.launch.base import LaunchKind
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.plan import Start
+from accelerate.launch.plan import PlannedCommand
 from tests.laws.test_8_no_torch import command as without_torch
 
 Run = Callable[..., SimpleNamespace]
@@ -30,7 +30,7 @@ def cli(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("open('ran', 'w')")
-    monkeypatch.setattr("accelerate.launch.kinds.local.become", lambda *given: None)
+    monkeypatch.setattr("accelerate.launch.kinds.local.replace_process", lambda *given: None)
 
     def command(*args: str) -> SimpleNamespace:
         code = run(["launch", "--cpu", *args])
@@ -172,20 +172,28 @@ def test_on_a_terminal_there_are_tables(cli: Run, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_long_lists_of_numbers_are_short(words: list[str], expected: str) -> None:
-    assert show._listed(words) == expected
+    assert dry_run._join_names(words) == expected
 
 
 def test_what_differs_between_commands_is_told_apart() -> None:
-    common, own = show.split([{"A": 1, "R": 0}, {"A": 1, "R": 1, "B": 2}])
+    common, own = dry_run.split_common_variables([{"A": 1, "R": 0}, {"A": 1, "R": 1, "B": 2}])
     assert common == {"A": 1}
     assert own == {"R": [0, 1], "B": [None, 2]}
-    rows = list(show._commands([Start("a", ("x",)), Start("b", ("x",)), Start("c", ("y", "z z"))]))
+    rows = list(
+        dry_run._command_rows(
+            [PlannedCommand("a", ("x",)), PlannedCommand("b", ("x",)), PlannedCommand("c", ("y", "z z"))]
+        )
+    )
     assert rows == [("a, b", "x"), ("c", "y 'z z'")]
 
 
 def test_secrets_are_not_shown() -> None:
-    assert effects.shown("aws_secret_access_key", "abc") == show._text("HF_TOKEN", "abc") == "***"
-    assert effects.shown("aws_secret_access_key", None) == "None"
+    assert (
+        option_report.display_value("aws_secret_access_key", "abc")
+        == dry_run._variable_text("HF_TOKEN", "abc")
+        == "***"
+    )
+    assert option_report.display_value("aws_secret_access_key", None) == "None"
 
 
 def test_a_dry_run_imports_no_torch(tmp_path: Path) -> None:
@@ -204,13 +212,13 @@ class FarSettings:
     far_distance: int = setting(0, help="how far away")
 
 
-class Far(Kind[Any]):
+class Far(LaunchKind[Any]):
     """A kind of launch with settings of its own."""
 
     name: ClassVar[str] = "far away"
     settings: ClassVar[tuple[type[Any], ...]] = (FarSettings,)
 
-    def takes(self, request: Any) -> bool:
+    def accepts(self, request: Any) -> bool:
         """Never."""
         return False
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.cli.options import HANDED
-from accelerate.core.effects import Effect, Ledger, Option
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
-from accelerate.launch.job import read
-from accelerate.launch.told import told
+from accelerate.core.option_report import OptionReport, OptionStatus, RequestedOption
+from accelerate.launch.launch_request import read_request
+from accelerate.launch.origin_variables import origin_variables
 from accelerate.precision import autocast
 from accelerate.precision.fp8 import Float8
 from accelerate.utils import (
@@ -65,7 +65,7 @@ def quietly(accelerator: Accelerator, *objects: Any) -> Any:
         return accelerator.prepare(*objects)
 
 
-def found(accelerator: Accelerator) -> dict[str, Effect]:
+def found(accelerator: Accelerator) -> dict[str, OptionStatus]:
     return {effect.option: effect for effect in accelerator.effects()}
 
 
@@ -87,10 +87,12 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def test_an_effect_reads_as_it_was_asked() -> None:
-    flag = Option("dynamo_backend", "inductor", "--dynamo_backend")
-    assert str(flag.failed("it is off")) == "--dynamo_backend inductor was not applied: it is off"
-    assert str(Option("debug", True, "--debug").applied()) == "--debug was applied"
-    code = Option("mixed_precision", "bf16", "the argument mixed_precision").pending("no model")
+    flag = RequestedOption("dynamo_backend", "inductor", "--dynamo_backend")
+    assert str(flag.report_not_applied("it is off")) == "--dynamo_backend inductor was not applied: it is off"
+    assert str(RequestedOption("debug", True, "--debug").report_applied()) == "--debug was applied"
+    code = RequestedOption("mixed_precision", "bf16", "the argument mixed_precision").report_pending(
+        "no model"
+    )
     assert str(code) == "mixed_precision=bf16 (the argument mixed_precision) is not applied yet: no model"
 
 
@@ -98,18 +100,21 @@ def test_an_effect_reads_as_it_was_asked() -> None:
     ("done", "applied", "why"), [(0, False, "none of 4 x: odd"), (3, True, "3 of 4 x: odd")]
 )
 def test_what_is_counted(done: int, applied: bool, why: str) -> None:
-    effect = Option("a", 1, "b").counted(done, 4, "x", "odd")
+    effect = RequestedOption("a", 1, "b").report_count(done, 4, "x", "odd")
     assert (effect.applied, effect.why) == (applied, why)
 
 
 def test_a_ledger_is_a_list_and_a_table_and_a_line() -> None:
-    one, two = Option("a", 1, "--a").applied(), Option("b", "x", "c.yaml, line 2: b").failed("no")
-    ledger = Ledger([one, two, Option("c", 3, "--c").pending("later")])
-    assert ledger.line == "applied: a=1; not applied: b=x"
+    one, two = (
+        RequestedOption("a", 1, "--a").report_applied(),
+        RequestedOption("b", "x", "c.yaml, line 2: b").report_not_applied("no"),
+    )
+    ledger = OptionReport([one, two, RequestedOption("c", 3, "--c").report_pending("later")])
+    assert ledger.summary == "applied: a=1; not applied: b=x"
     rows = str(ledger).splitlines()
     assert rows[0].split() == ["option", "effect", "asked", "by", "why"]
     assert rows[2].split() == ["b=x", "not", "applied", "c.yaml,", "line", "2:", "b", "no"]
-    assert (str(Ledger()), Ledger().line) == ("nothing was asked for", "")
+    assert (str(OptionReport()), OptionReport().summary) == ("nothing was asked for", "")
 
 
 def test_nothing_asked_nothing_said(capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +152,7 @@ def test_each_is_said_once_at_the_line_of_prepare() -> None:
 
 
 def test_strict_is_an_error_that_names_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autocast, "attach", lambda *_, **__: None)
+    monkeypatch.setattr(autocast, "attach_autocast", lambda *_, **__: None)
     accelerator = Accelerator(mixed_precision="bf16", cpu=True, strict=True)
     with pytest.raises(SettingError) as caught:
         accelerator.prepare(Net())
@@ -170,7 +175,7 @@ def test_strict_lets_pass_what_makes_no_difference() -> None:
     accelerator = Accelerator(kwargs_handlers=[handler], strict=True)
     accelerator.prepare(Net())
     effect = found(accelerator)["find_unused_parameters"]
-    assert (effect.failed, effect.wrong, effect.why) == (True, False, "there is one process")
+    assert (effect.not_applied, effect.is_failure, effect.why) == (True, False, "there is one process")
 
 
 # ---------------------------------------------------------------- number formats
@@ -181,7 +186,7 @@ def test_precision_is_seen_on_the_model() -> None:
     assert found(accelerator)["mixed_precision"].why == "no model is prepared"
     model = accelerator.prepare(Net())
     assert found(accelerator)["mixed_precision"].applied
-    autocast.detach(model)
+    autocast.detach_autocast(model)
     assert "no autocast is attached" in found(accelerator)["mixed_precision"].why
 
 
@@ -225,19 +230,19 @@ def test_converted_linears_are_counted(
         for part in linears([model]):
             part.eight_bits = part.in_features % 16 == 0  # type: ignore[assignment]
 
-    def effect(self: Float8, option: Option, models: Sequence[nn.Module]) -> Effect:
+    def effect(self: Float8, option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
         every = linears(models)
         done = [part for part in every if part.eight_bits]
-        return option.counted(len(done), len(every), "linears convert", "sides must be multiples of 16")
+        return option.report_count(len(done), len(every), "linears convert", "sides must be multiples of 16")
 
-    monkeypatch.setattr(Float8, "planned", "")
-    monkeypatch.setattr(Float8, "converts", lambda self: "linears convert")
+    monkeypatch.setattr(Float8, "planned_feature", "")
+    monkeypatch.setattr(Float8, "describe_conversion", lambda self: "linears convert")
     monkeypatch.setattr(Float8, "attach", attach)
-    monkeypatch.setattr(Float8, "effect", effect)
+    monkeypatch.setattr(Float8, "report_option", effect)
     accelerator = Accelerator(mixed_precision="fp8", cpu=True)
     quietly(accelerator, *map(Net, widths))
     said = found(accelerator)["mixed_precision"]
-    assert said.wrong == wrong
+    assert said.is_failure == wrong
     assert said.why.startswith(why)
 
 
@@ -354,7 +359,7 @@ def test_settings_of_a_world_that_was_open_already(monkeypatch: pytest.MonkeyPat
     Accelerator()
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
     effect = found(Accelerator())["debug"]
-    assert (effect.failed, effect.why) == (True, "the world was open already, without it")
+    assert (effect.not_applied, effect.why) == (True, "the world was open already, without it")
 
 
 def test_what_the_launcher_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,16 +380,18 @@ def test_what_a_launch_tells_the_script(tmp_path: Any) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("mixed_precision: bf16\n")
     flags = {"config_file": str(file), "num_processes": "2", "gradient_accumulation_steps": "4"}
-    variables = told(read(flags, ["x.py"], HANDED))
+    variables = origin_variables(read_request(flags, ["x.py"], SCRIPT_SETTINGS))
     assert json.loads(variables["ACCELERATE_ASKED"]) == {
         "mixed_precision": [f"{file}, line 1: mixed_precision", "bf16"],
         "gradient_accumulation_steps": ["--gradient_accumulation_steps", 4],
         "num_processes": ["--num_processes", 2],
     }
     assert variables["ACCELERATE_EFFECTS"] == "line"
-    assert "ACCELERATE_EFFECTS" not in told(read({**flags, "quiet": True}, ["x.py"], HANDED))
+    assert "ACCELERATE_EFFECTS" not in origin_variables(
+        read_request({**flags, "quiet": True}, ["x.py"], SCRIPT_SETTINGS)
+    )
     file.write_text("# nothing\n")
-    assert told(read({"config_file": str(file)}, ["x.py"], HANDED)) == {}
+    assert origin_variables(read_request({"config_file": str(file)}, ["x.py"], SCRIPT_SETTINGS)) == {}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes")
@@ -393,10 +400,10 @@ def test_cores_that_a_process_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> No
     if len(allowed) < 2:
         pytest.skip("there is one core")
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "true")
-    near = "accelerate.world.effects.near_cores"
+    near = "accelerate.world.option_report.near_cores"
     monkeypatch.setattr(near, lambda *_: [])
     effect = found(Accelerator(cpu=True))["enable_cpu_affinity"]
-    assert (effect.failed, effect.wrong) == (True, False)
+    assert (effect.not_applied, effect.is_failure) == (True, False)
     monkeypatch.setattr(near, lambda *_: allowed)
     assert found(Accelerator(cpu=True))["enable_cpu_affinity"].applied
     monkeypatch.setattr(near, lambda *_: allowed[:1])
@@ -419,7 +426,7 @@ def test_sharding_by_one_process_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---------------------------------------------------------------- loops, loaders, trackers
 
 
-def accumulates(how: str, **options: Any) -> Effect:
+def accumulates(how: str, **options: Any) -> OptionStatus:
     accelerator = Accelerator(**options)
     model = Net()
     model, optimizer, data = quietly(accelerator, model, sgd(model), loader())
@@ -454,7 +461,7 @@ def test_accumulation_that_no_loop_does() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2)
     for options in ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_plugin": plugin}):
         effect = accumulates("not at all", **options)
-        assert effect.wrong
+        assert effect.is_failure
         assert "accelerator.accumulate(model)" in effect.why
 
 
@@ -479,16 +486,16 @@ def test_options_of_loaders_are_seen_on_them() -> None:
     applied = [name for name, effect in effects.items() if effect.applied]
     assert applied == ["cpu", "use_seedable_sampler", "data_seed", "use_stateful_dataloader"]
     assert effects["non_blocking"].why == "batches stay on the host"
-    assert not any(effects[name].wrong for name in ("non_blocking", "even_batches", "rng_types"))
+    assert not any(effects[name].is_failure for name in ("non_blocking", "even_batches", "rng_types"))
     data.use_stateful_dataloader = False
-    assert found(accelerator)["use_stateful_dataloader"].wrong
+    assert found(accelerator)["use_stateful_dataloader"].is_failure
 
 
 def test_an_order_of_a_sampler_that_is_not_ours() -> None:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     accelerator.prepare(loader())
     effect = found(accelerator)["use_seedable_sampler"]
-    assert (effect.failed, effect.wrong) == (True, False)
+    assert (effect.not_applied, effect.is_failure) == (True, False)
     weighted = torch.utils.data.WeightedRandomSampler([1.0] * 8, 8)
     with pytest.warns(UserWarning, match="a loader has a WeightedRandomSampler"):
         accelerator.prepare(loader(sampler=weighted))
@@ -514,7 +521,7 @@ def test_only_the_first_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
     looked: list[int] = []
-    monkeypatch.setattr(Accelerator, "_report_effects", lambda self, depth=0: looked.append(depth))
+    monkeypatch.setattr(Accelerator, "_report_options", lambda self, depth=0: looked.append(depth))
     for _ in range(3):
         step(accelerator, model, optimizer, torch.randn(2, 16))
     assert len(looked) == 1

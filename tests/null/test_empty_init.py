@@ -176,7 +176,7 @@ def test_another_thread_is_not_concerned() -> None:
 
 
 def test_it_decorates_and_is_a_factory_of_contexts() -> None:
-    """As diffusers uses it."""
+    """The context works as a factory, like diffusers uses it."""
 
     @init_empty_weights()
     def build() -> nn.Module:
@@ -190,7 +190,7 @@ def test_it_decorates_and_is_a_factory_of_contexts() -> None:
 
 
 def test_every_use_of_a_tensor_gets_its_values() -> None:
-    """What may become a parameter is made as soon as anybody looks."""
+    """A tensor that may become a parameter is materialized as soon as it is used."""
     with init_empty_weights():
         base = torch.zeros(2, 3)
         assert base.device.type == "cpu"

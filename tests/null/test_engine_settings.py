@@ -1,4 +1,4 @@
-"""What is said about engines and 8-bit floats: flags, keys and the variables that a script is handed."""
+"""Settings of DeepSpeed, Megatron-LM and fp8: flags, keys and the variables that a script is handed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from accelerate import Accelerator
 from accelerate.cli.launch import PLUGIN
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import DeviceError, MissingExtraError, SettingError, UnknownNameError
-from accelerate.core.setting import declared
-from accelerate.launch.check import check
-from accelerate.launch.job import Request, read
+from accelerate.core.setting import declared_settings
+from accelerate.launch.check import check_request
+from accelerate.launch.launch_request import LaunchRequest, read_request
 from accelerate.precision import PRECISIONS
 from accelerate.precision.recipes import RECIPES
 from accelerate.state import PartialState
@@ -190,18 +190,18 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def request(file: str = "", **flags: Any) -> Request:
+    def request(file: str = "", **flags: Any) -> LaunchRequest:
         if file:
             (tmp_path / "accelerate.yaml").write_text(file)
-        found = read(flags, ("train.py",), HANDED)
-        check(found)
+        found = read_request(flags, ("train.py",), SCRIPT_SETTINGS)
+        check_request(found)
         return found
 
     return request
 
 
-def handed(request: Request) -> dict[str, str]:
-    told = request.handed()
+def handed(request: LaunchRequest) -> dict[str, str]:
+    told = request.script_variables()
     told.pop("PYTHONPATH", None)
     return told
 
@@ -327,7 +327,7 @@ def test_one_setting_for_three_variables(asks: Any) -> None:
     told = handed(asks(fp8_override_linear_precision="true,false,true"))
     parts = [told[f"ACCELERATE_FP8_OVERRIDE_{part}"] for part in ("FPROP", "DGRAD", "WGRAD")]
     assert parts == ["true", "false", "true"]
-    with pytest.raises(SettingError, match=r"--fp8_override_linear_precision says 2 things"):
+    with pytest.raises(SettingError, match=r"--fp8_override_linear_precision has 2 values, but 3 are needed"):
         asks(fp8_override_linear_precision="true,false")
 
 
@@ -348,7 +348,7 @@ def test_steps_of_accumulation_stand_in_the_section_of_the_engine(asks: Any) -> 
 
 
 def test_steps_of_accumulation_may_be_left_to_the_engine(asks: Any) -> None:
-    """As in files that libraries ship: a script finds nothing, which its reader takes for "auto"."""
+    """Files that libraries ship: a script finds nothing, which its reader takes for "auto"."""
     text = (
         "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_accumulation_steps: auto, zero_stage: 1}\n"
     )
@@ -364,11 +364,11 @@ def test_a_misspelt_key_of_an_engine_is_found(asks: Any) -> None:
     assert error.value.near == "zero_stage"
 
 
-# ---------------------------------------------------------------- the engine's own file
+# ---------------------------------------------------------------- DeepSpeed's own file
 
 
 def test_fields_that_a_file_gave_are_named(asks: Any) -> None:
-    """As 1.15 does: those of the configuration file, flags left out."""
+    """The fields of the configuration file, as in 1.15, flags left out."""
     file = (
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
         "  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 1\n"
@@ -387,10 +387,10 @@ def test_fields_that_a_file_gave_are_named(asks: Any) -> None:
 def test_modules_beside_the_launch_are_found(
     asks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert asks(use_deepspeed=True).handed()["PYTHONPATH"] == str(tmp_path)
+    assert asks(use_deepspeed=True).script_variables()["PYTHONPATH"] == str(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    assert asks(use_deepspeed=True).handed()["PYTHONPATH"] == f"/elsewhere:{tmp_path}"
-    assert "PYTHONPATH" not in asks().handed()
+    assert asks(use_deepspeed=True).script_variables()["PYTHONPATH"] == f"/elsewhere:{tmp_path}"
+    assert "PYTHONPATH" not in asks().script_variables()
 
 
 OWN_FILE = {
@@ -408,11 +408,11 @@ OWN_FILE = {
 
 @pytest.fixture
 def own_file(asks: Any, tmp_path: Path) -> Any:
-    """``own_file(**flags)`` is a request with the engine's own file."""
+    """``own_file(**flags)`` is a request with DeepSpeed's own file."""
     (tmp_path / "ds.json").write_text(json.dumps(OWN_FILE))
 
-    def request(**flags: Any) -> Request:
-        found: Request = asks(use_deepspeed=True, deepspeed_config_file="ds.json", **flags)
+    def request(**flags: Any) -> LaunchRequest:
+        found: LaunchRequest = asks(use_deepspeed=True, deepspeed_config_file="ds.json", **flags)
         return found
 
     return request
@@ -522,7 +522,7 @@ def test_the_engines_file_may_be_the_text_itself(asks: Any) -> None:
     ],
 )
 def test_bad_values_are_refused_before_anything_starts(asks: Any, flags: Any, words: str) -> None:
-    """F15: an option that nobody asked the engine for is an error too."""
+    """F15: an option that nobody asked DeepSpeed for is an error too."""
     with pytest.raises(SettingError) as error:
         asks(**flags)
     assert words in error.value.what
@@ -538,17 +538,17 @@ def test_bad_values_are_refused_before_anything_starts(asks: Any, flags: Any, wo
     ],
 )
 def test_names_may_be_said_by_their_numbers(asks: Any, name: str, said: str, value: str) -> None:
-    """As old files do; the script is handed the name."""
+    """Old files give a number; the script gets the name."""
     request = asks(use_fsdp=True, **{name: said})
     assert request.get(name) == value
-    assert request.handed()[name.upper()] == value
+    assert request.script_variables()[name.upper()] == value
 
 
 def test_every_declared_variable_is_a_promised_one() -> None:
     """The names are those that scripts and libraries look for."""
     own = {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "FSDP_REPLICATE_SIZE", "PARALLELISM_CONFIG_PP_SIZE"}
     classes = [cls for classes in SETTINGS for cls in classes] + list(RECIPES)
-    variables = {row.variable for cls in classes for row in declared(cls) if row.variable}
+    variables = {row.variable for cls in classes for row in declared_settings(cls) if row.variable}
     promised = set(contract()["variables"]) | set(contract()["identifiers"])
     assert {name for name in variables - own if name not in promised} <= {
         f"MEGATRON_LM_{name}" for name in ("ATTENTION_DROPOUT",)
@@ -559,7 +559,7 @@ def test_every_declared_variable_is_a_promised_one() -> None:
 
 
 def test_a_script_never_trains_in_another_way_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F3, F15: what, why, what to do. A script that calls the engine itself has ranks and devices."""
+    """F3, F15: what, why, what to do. A script that calls DeepSpeed itself has ranks and devices."""
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     assert PartialState(cpu=True).num_processes == 1
     with pytest.raises((DeviceError, MissingExtraError)) as error:

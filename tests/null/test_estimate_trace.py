@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.offload.estimate.activations import activations, layers_of
-from accelerate.offload.estimate.skeleton import skeleton
-from accelerate.offload.estimate.trace import Kept, kept
+from accelerate.offload.estimate.activation_formula import activation_bytes, transformer_shape
+from accelerate.offload.estimate.activation_trace import SavedActivations, trace_saved
+from accelerate.offload.estimate.skeleton import build_skeleton
 from tests.null.test_estimate import LLAMA
 from tests.null.test_skeleton import BERT, write
 
@@ -21,9 +21,9 @@ SMALL = {**LLAMA, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size"
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def traced(folder: Path, config: Any, batch: int = 2, length: int = 32, **options: Any) -> Kept:
-    found = kept(skeleton(write(folder, config)), batch, length, **options)
-    assert isinstance(found, Kept), found
+def traced(folder: Path, config: Any, batch: int = 2, length: int = 32, **options: Any) -> SavedActivations:
+    found = trace_saved(build_skeleton(write(folder, config)), batch, length, **options)
+    assert isinstance(found, SavedActivations), found
     return found
 
 
@@ -61,7 +61,7 @@ def test_it_grows_with_batch_and_length_and_shrinks_with_the_format(tmp_path: Pa
 
 
 def test_autocast_copies_weights_and_they_are_counted_apart(tmp_path: Path) -> None:
-    model = skeleton(write(tmp_path, SMALL))
+    model = build_skeleton(write(tmp_path, SMALL))
     layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
     found = traced(tmp_path, SMALL, autocast=torch.bfloat16)
     assert found.casts == 2 * sum(layer.weight.numel() for layer in layers)
@@ -81,9 +81,9 @@ def test_a_large_model_is_traced_without_memory(tmp_path: Path) -> None:
     before = psutil.Process().memory_info().rss
     found = traced(tmp_path, LLAMA, batch=8, length=2048, dtype=torch.bfloat16)
     assert psutil.Process().memory_info().rss - before < 500 * 2**20
-    layers = layers_of(skeleton(write(tmp_path, LLAMA)))
+    layers = transformer_shape(build_skeleton(write(tmp_path, LLAMA)))
     assert layers is not None
-    formula = activations(layers, 8, 2048)
+    formula = activation_bytes(layers, 8, 2048)
     assert found.activations > 50 * 2**30
     assert formula / 1.5 < found.activations < formula * 1.5
 
@@ -99,7 +99,7 @@ def test_an_operator_that_cannot_be_run_so_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 1}
-    found = kept(skeleton(write(tmp_path, experts)), 1, 8)
+    found = trace_saved(build_skeleton(write(tmp_path, experts)), 1, 8)
     assert str(found).startswith("MixtralForCausalLM cannot be traced: ")
     assert "torch._subclasses.fake_tensor" not in {record.name for record in caplog.records}
 
@@ -110,7 +110,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 
 
 def test_a_model_that_takes_no_tokens_or_fails_says_so() -> None:
-    assert kept(nn.Linear(2, 2), 1, 1) == "Linear takes no tokens"
+    assert trace_saved(nn.Linear(2, 2), 1, 1) == "Linear takes no tokens"
 
     class Failing(nn.Module):
         main_input_name = "input_ids"
@@ -118,4 +118,4 @@ def test_a_model_that_takes_no_tokens_or_fails_says_so() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return torch.ones(int(input_ids.sum()))
 
-    assert str(kept(Failing(), 1, 1)).startswith("Failing cannot be traced: ")
+    assert str(trace_saved(Failing(), 1, 1)).startswith("Failing cannot be traced: ")

@@ -1,4 +1,4 @@
-"""What sharding is made of, in one process: which processes share, how a tensor was cut, blocks that fail."""
+"""Parts of FSDP in one process: which processes share, how a tensor was cut, blocks that fail."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.core.errors import SettingError
-from accelerate.strategy import choose
-from accelerate.strategy.base import Request
-from accelerate.strategy.sharding.activations import keep_on_host, keeps_on_host
-from accelerate.strategy.sharding.shard import recompute
-from accelerate.strategy.sharding.whole import cuts
+from accelerate.strategy import choose_strategy
+from accelerate.strategy.base import StrategyRequest
+from accelerate.strategy.sharding.activation_offload import offload_inputs, offloads_inputs
+from accelerate.strategy.sharding.full_state import shard_mesh_dims
+from accelerate.strategy.sharding.shard import checkpoint_activations
 from accelerate.world.world import World
 
 
 def grid(size: int, nodes: int, **options: Any) -> tuple[int, int]:
     plugin = FullyShardedDataParallelPlugin(**options)
-    chosen: Any = choose(Request(World.fake(size, nodes=nodes), (plugin,)))
-    return chosen._grid
+    chosen: Any = choose_strategy(StrategyRequest(World.fake(size, nodes=nodes), (plugin,)))
+    return chosen._mesh_shape
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_copies_are_one_on_each_machine_or_as_many_as_asked(
 
 
 def test_copies_that_do_not_divide_the_processes_are_refused_before_any_mesh() -> None:
-    with pytest.raises(SettingError, match="3 copies of the shards, and 8 processes"):
+    with pytest.raises(SettingError, match="3 replicas, and 8 processes"):
         grid(8, 2, sharding_strategy="HYBRID_SHARD", replicate_size=3)
 
 
 def test_the_last_cut_is_undone_first() -> None:
     """A strided dimension cut what the later ones had cut before."""
     strided = _StridedShard(0, split_factor=2)
-    assert cuts((Shard(0), Shard(1))) == [0, 1]
-    assert cuts((Replicate(), Shard(0))) == [1]
-    assert cuts((Replicate(), strided, Shard(0))) == [2, 1]
+    assert shard_mesh_dims((Shard(0), Shard(1))) == [0, 1]
+    assert shard_mesh_dims((Replicate(), Shard(0))) == [1]
+    assert shard_mesh_dims((Replicate(), strided, Shard(0))) == [2, 1]
 
 
 class Fails(nn.Module):
@@ -73,8 +73,8 @@ class Fails(nn.Module):
 def test_a_block_that_fails_leaves_no_hook_behind() -> None:
     """E12: what is saved afterwards is saved as ever, and the block works again."""
     block = Fails()
-    recompute(block, [block], offload=True)
-    assert keeps_on_host(block)
+    checkpoint_activations(block, [block], offload=True)
+    assert offloads_inputs(block)
     rows = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(ValueError, match="in the block"):
         block(rows)
@@ -89,7 +89,7 @@ def test_inputs_stay_where_nothing_is_computed_again() -> None:
     """Without gradients there is no backward to keep them for."""
     block = Fails()
     block.broken = False
-    keep_on_host(block)
+    offload_inputs(block)
     checkpoint(block)
     with torch.no_grad():
         assert block(torch.ones(1, 3)).shape == (1, 3)

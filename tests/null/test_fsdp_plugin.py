@@ -19,14 +19,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.launch.job import read
-from accelerate.strategy import choose, idle
-from accelerate.strategy.base import Request
-from accelerate.strategy.sharding import functions
-from accelerate.strategy.sharding.blocks import blocks_of
-from accelerate.strategy.sharding.effects import effects
+from accelerate.launch.launch_request import read_request
+from accelerate.strategy import choose_strategy, unused_options
+from accelerate.strategy.base import StrategyRequest
+from accelerate.strategy.sharding import fsdp_utils
+from accelerate.strategy.sharding.fsdp_units import find_units
+from accelerate.strategy.sharding.option_report import option_statuses
 from accelerate.world.world import World
 from tests.support.sharded_models import Block, tiny
 
@@ -101,7 +101,7 @@ def test_fields_that_are_not_given_take_their_variable(monkeypatch: pytest.Monke
             "keep reshard_after_forward",
         ),
         ({"reshard_after_forward": "FULL_SHARD"}, SettingError, "use true, as FULL_SHARD did"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, SettingError, "one of version 1"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, SettingError, "one of FSDP1"),
         ({"activation_checkpointing_offload": True}, SettingError, "without activation_checkpointing"),
         ({"auto_wrap_policy": "transformer_wrap"}, UnknownNameError, "TRANSFORMER_BASED_WRAP"),
         ({"mixed_precision_policy": {"parm_dtype": "bf16"}}, UnknownNameError, "did you mean 'param_dtype'"),
@@ -165,7 +165,7 @@ def test_what_fields_mean_in_version_1(options: dict[str, Any], name: str, value
     ("options", "words"),
     [
         ({"reshard_after_forward": True}, "reshard_after_forward (the argument"),
-        ({"activation_checkpointing_offload": True}, "is an option of version 2, and fsdp_version is 1"),
+        ({"activation_checkpointing_offload": True}, "is an option of FSDP2, and fsdp_version is 1"),
         ({"mixed_precision_policy": MixedPrecisionPolicy(output_dtype=torch.float32)}, "output_dtype"),
         (
             {"cpu_ram_efficient_loading": True, "sync_module_states": False},
@@ -189,31 +189,31 @@ def test_what_launchers_always_write_is_no_contradiction(monkeypatch: pytest.Mon
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
     assert FullyShardedDataParallelPlugin().sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
     monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
-    with pytest.raises(SettingError, match="sharding_strategy='FULL_SHARD' says it in version 1"):
+    with pytest.raises(SettingError, match="sharding_strategy='FULL_SHARD' says it in FSDP1"):
         FullyShardedDataParallelPlugin()
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_copies_of_the_shards(version: int) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, sharding_strategy="HYBRID_SHARD")
-    assert [plugin.copies(8, nodes) for nodes in (1, 2, 4)] == [1, 2, 4]
+    assert [plugin.replicate_count(8, nodes) for nodes in (1, 2, 4)] == [1, 2, 4]
     with pytest.raises(SettingError, match="as many processes as any other"):
-        plugin.copies(6, 4)
+        plugin.replicate_count(6, 4)
     if version == 1:  # torch reduces no gradients then, and the copies drift apart
-        with pytest.raises(SettingError, match="shares nothing"):
-            plugin.copies(8, 8)
+        with pytest.raises(SettingError, match="shards nothing"):
+            plugin.replicate_count(8, 8)
     options: dict[str, Any] = {"fsdp_version": version, "sharding_strategy": "HYBRID_SHARD"}
-    assert FullyShardedDataParallelPlugin(**options, replicate_size=2).copies(8, 1) == 2
-    assert FullyShardedDataParallelPlugin(fsdp_version=version).copies(8, 4) == 1
+    assert FullyShardedDataParallelPlugin(**options, replicate_size=2).replicate_count(8, 1) == 2
+    assert FullyShardedDataParallelPlugin(fsdp_version=version).replicate_count(8, 4) == 1
 
 
 def test_replicas_in_disguise_are_refused() -> None:
     """Torch reduces no gradients where each process has a copy by itself: they would drift apart."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy="HYBRID_SHARD")
     world = World.fake(4, nodes=4)
-    with pytest.raises(SettingError, match="leave sharded training out to train replicas"):
-        choose(Request(world, plugins=(plugin,)))
-    chosen = choose(Request(World.fake(4, nodes=2), plugins=(plugin,)))
+    with pytest.raises(SettingError, match="leave FSDP out to train by DDP"):
+        choose_strategy(StrategyRequest(world, plugins=(plugin,)))
+    chosen = choose_strategy(StrategyRequest(World.fake(4, nodes=2), plugins=(plugin,)))
     assert (chosen.name, chosen.distributed_type(world)) == ("fsdp1", "FSDP")
 
 
@@ -221,7 +221,7 @@ def test_a_mesh_needs_version_2() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     layout = ParallelismConfig(dp_shard_size=4)
     with pytest.raises(SettingError, match="parallelism_config goes with version 2"):
-        choose(Request(World.fake(4), plugins=(plugin,), parallelism=layout))
+        choose_strategy(StrategyRequest(World.fake(4), plugins=(plugin,), parallelism=layout))
 
 
 def test_the_methods_in_version_1() -> None:
@@ -236,20 +236,20 @@ def test_the_methods_in_version_1() -> None:
     with pytest.raises(SettingError, match="an object CPUOffload"):
         plugin.validate_cpu_offload()
     plugin.set_cpu_offload()
-    assert plugin.offloads
+    assert plugin.offloads_params
     plugin.set_state_dict_type("LOCAL_STATE_DICT")
     assert type(plugin.state_dict_config).__name__ == "LocalStateDictConfig"
 
 
 def test_options_of_version_1_that_mean_nothing_are_said() -> None:
     plugin = FullyShardedDataParallelPlugin(use_orig_params=False, limit_all_gathers=False)
-    said = [effect for effect in effects((), plugin, []) if effect.wrong]
+    said = [effect for effect in option_statuses((), plugin, []) if effect.is_failure]
     assert sorted(effect.option for effect in said) == ["fsdp_use_orig_params", "limit_all_gathers"]
-    assert all("version 1" in effect.why for effect in said)
+    assert all("FSDP1" in effect.why for effect in said)
     plugin = FullyShardedDataParallelPlugin(
         backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
     )
-    assert not [effect for effect in effects((), plugin, []) if effect.failed]
+    assert not [effect for effect in option_statuses((), plugin, []) if effect.not_applied]
 
 
 def test_its_methods() -> None:
@@ -271,7 +271,7 @@ def test_which_modules_are_gathered_by_themselves() -> None:
     def named(**options: Any) -> list[str]:
         plugin = FullyShardedDataParallelPlugin(**options)
         names = {module: name for name, module in model.named_modules()}
-        return [names[block] for block in blocks_of(model, plugin.policy_for(model), set())]
+        return [names[block] for block in find_units(model, plugin.policy_for(model), set())]
 
     layers = ["layers.0", "layers.1"]
     assert named() == named(auto_wrap_policy="no_wrap") == []
@@ -286,7 +286,7 @@ def test_which_modules_are_gathered_by_themselves() -> None:
     every = named(auto_wrap_policy=always_wrap_policy)
     assert {"layers.0.norm", "layers.0", "frozen"} <= set(every)
     assert not {"embed", "head", "layers", ""} & set(every)
-    chosen = functions.fsdp2_prepare_auto_wrap_policy(
+    chosen = fsdp_utils.fsdp2_prepare_auto_wrap_policy(
         FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap"), model
     )
     assert chosen is not None
@@ -294,16 +294,16 @@ def test_which_modules_are_gathered_by_themselves() -> None:
 
 
 def test_small_functions() -> None:
-    assert functions.fsdp2_canonicalize_names({"a._checkpoint_wrapped_module.b": 1, "_orig_mod.c": 2}) == {
+    assert fsdp_utils.fsdp2_canonicalize_names({"a._checkpoint_wrapped_module.b": 1, "_orig_mod.c": 2}) == {
         "a.b": 1,
         "c": 2,
     }
     model: Any = tiny()
-    found = functions.get_parameters_from_modules(r"layers\.0\.up", model, "cpu")
+    found = fsdp_utils.get_parameters_from_modules(r"layers\.0\.up", model, "cpu")
     assert found == set(model.layers[0].up.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     new = nn.Parameter(torch.zeros(1))
-    functions.fsdp2_switch_optimizer_parameters(optimizer, {model.embed.weight.data_ptr(): new})
+    fsdp_utils.fsdp2_switch_optimizer_parameters(optimizer, {model.embed.weight.data_ptr(): new})
     assert optimizer.param_groups[0]["params"][0] is new
 
 
@@ -314,7 +314,7 @@ def test_weights_are_tied_again() -> None:
     def fill(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
 
-    again = functions.ensure_weights_retied(fill, model, "cpu")
+    again = fsdp_utils.ensure_weights_retied(fill, model, "cpu")
     for module in model.modules():
         again(module)
     assert model.head.weight is model.embed.weight
@@ -324,25 +324,25 @@ def test_weights_are_tied_again() -> None:
 # --- asked for
 
 
-def request(world: int, *plugins: Any) -> Request:
-    return Request(World.fake(world), plugins=plugins)
+def request(world: int, *plugins: Any) -> StrategyRequest:
+    return StrategyRequest(World.fake(world), plugins=plugins)
 
 
 def test_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """F3"""
     plugin = FullyShardedDataParallelPlugin()
-    assert choose(request(2, plugin)).name == "fsdp"
-    assert choose(request(2)).name == "ddp"
-    alone = choose(request(1, plugin))
+    assert choose_strategy(request(2, plugin)).name == "fsdp"
+    assert choose_strategy(request(2)).name == "ddp"
+    alone = choose_strategy(request(1, plugin))
     assert alone.name == "single"
-    said = [effect for effect in idle(alone.request, alone) if effect.matters]
-    assert [(effect.option, effect.failed) for effect in said] == [("fsdp_plugin", True)]
+    said = [effect for effect in unused_options(alone.request, alone) if effect.matters]
+    assert [(effect.option, effect.not_applied) for effect in said] == [("fsdp_plugin", True)]
     assert said[0].why.startswith("one process has nothing to shard")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert choose(request(2)).name == "fsdp"
+    assert choose_strategy(request(2)).name == "fsdp"
     monkeypatch.setenv("FSDP_VERSION", "1")
-    assert choose(request(2)).name == "fsdp1"
-    assert choose(request(2, plugin)).name == "fsdp"
+    assert choose_strategy(request(2)).name == "fsdp1"
+    assert choose_strategy(request(2, plugin)).name == "fsdp"
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ def config(tmp_path: Any) -> Any:
     def reads(text: str, **flags: Any) -> Any:
         file = tmp_path / "config.yaml"
         file.write_text(text)
-        return read({"config_file": str(file), **flags}, ("x.py",), HANDED)
+        return read_request({"config_file": str(file), **flags}, ("x.py",), SCRIPT_SETTINGS)
 
     return reads
 
@@ -376,7 +376,7 @@ num_processes: 8
 
 
 def test_a_file_asks_for_it(config: Any) -> None:
-    told = config(TALK).handed()
+    told = config(TALK).script_variables()
     assert told["ACCELERATE_USE_FSDP"] == "true"
     assert told["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
     assert told["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
@@ -385,7 +385,9 @@ def test_a_file_asks_for_it(config: Any) -> None:
 
 
 def test_flags_ask_for_it(config: Any) -> None:
-    told = config("{}", use_fsdp=True, fsdp_version="2", fsdp_reshard_after_forward="false").handed()
+    told = config(
+        "{}", use_fsdp=True, fsdp_version="2", fsdp_reshard_after_forward="false"
+    ).script_variables()
     assert (told["ACCELERATE_USE_FSDP"], told["FSDP_VERSION"]) == ("true", "2")
     assert told["FSDP_RESHARD_AFTER_FORWARD"] == "false"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli import arguments, functions, parser
+from accelerate.cli import arguments, launcher_functions, parser
 from accelerate.cli.launch import PLUGIN, launch_command, launch_command_parser
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.launch.errors import RankError
@@ -87,13 +87,13 @@ def parsed(*args: str) -> argparse.Namespace:
 
 
 def test_defaults_of_a_namespace_made_by_hand_ask_for_nothing() -> None:
-    assert parser.flags(PLUGIN, by_hand()) == {}
-    assert parser.flags(PLUGIN, by_hand(num_processes=2, mixed_precision="no", cpu=True)) == {
+    assert parser.typed_flags(PLUGIN, by_hand()) == {}
+    assert parser.typed_flags(PLUGIN, by_hand(num_processes=2, mixed_precision="no", cpu=True)) == {
         "num_processes": 2,
         "mixed_precision": "no",
         "use_cpu": True,
     }
-    assert parser.flags(PLUGIN, argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
+    assert parser.typed_flags(PLUGIN, argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
 
 
 def test_what_was_typed_counts_although_it_is_the_default() -> None:
@@ -104,9 +104,9 @@ def test_what_was_typed_counts_although_it_is_the_default() -> None:
         "cpu",
         "num_processes",
     }
-    flags = parser.flags(PLUGIN, namespace)
+    flags = parser.typed_flags(PLUGIN, namespace)
     assert flags == {"role": "default", "use_cpu": True, "num_processes": "2"}
-    assert parser.flags(PLUGIN, by_hand(fsdp_version="1", nondefault={"fsdp_version"})) == {
+    assert parser.typed_flags(PLUGIN, by_hand(fsdp_version="1", nondefault={"fsdp_version"})) == {
         "fsdp_version": "1"
     }
 
@@ -121,12 +121,16 @@ def test_a_rank_that_fails_is_an_error_of_the_function(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
-    for function in (launch_command, functions.simple_launcher, functions.multi_gpu_launcher):
+    for function in (
+        launch_command,
+        launcher_functions.simple_launcher,
+        launcher_functions.multi_gpu_launcher,
+    ):
         with pytest.raises(RankError) as error:
             function(by_hand(cpu=True))
         assert error.value.code == 7
     with pytest.raises(LaunchError, match="there is no script"):
-        functions.simple_launcher(by_hand(training_script="no.py"))
+        launcher_functions.simple_launcher(by_hand(training_script="no.py"))
 
 
 def test_a_dry_run_as_a_function_prints_and_returns(
@@ -138,9 +142,9 @@ def test_a_dry_run_as_a_function_prints_and_returns(
 
 
 def test_the_simple_launcher_starts_one_process(tmp_path: Path) -> None:
-    functions.simple_launcher(by_hand(cpu=True, num_processes=4))
+    launcher_functions.simple_launcher(by_hand(cpu=True, num_processes=4))
     assert [path.name for path in tmp_path.glob("ran*")] == ["ran"]
-    functions.multi_gpu_launcher(by_hand(cpu=True, num_processes=2))
+    launcher_functions.multi_gpu_launcher(by_hand(cpu=True, num_processes=2))
     assert len(list(tmp_path.glob("ran*"))) == 3
 
 
@@ -149,18 +153,24 @@ def test_the_simple_launcher_starts_one_process(tmp_path: Path) -> None:
 
 def test_the_command_and_environment_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TESTS", "here")
-    command, env = functions.prepare_simple_launcher_cmd_env(parsed("--cpu", "--mixed_precision", "bf16"))
+    command, env = launcher_functions.prepare_simple_launcher_cmd_env(
+        parsed("--cpu", "--mixed_precision", "bf16")
+    )
     assert command == [sys.executable, "train.py", "--lr", "1"]
     assert (env["ACCELERATE_USE_CPU"], env["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
     assert env["ACCELERATE_TESTS"] == "here"
     assert "ACCELERATE_USE_CPU" not in os.environ
-    assert functions.prepare_simple_launcher_cmd_env(parsed("-m"))[0][1:3] == ["-m", "train.py"]
-    assert functions.prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == ["train.py", "--lr", "1"]
+    assert launcher_functions.prepare_simple_launcher_cmd_env(parsed("-m"))[0][1:3] == ["-m", "train.py"]
+    assert launcher_functions.prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == [
+        "train.py",
+        "--lr",
+        "1",
+    ]
 
 
 def test_the_environment_of_several_processes() -> None:
     args = parsed("--cpu", "-n", "3", "--main_process_port", "0")
-    env = functions.prepare_multi_gpu_env(args)
+    env = launcher_functions.prepare_multi_gpu_env(args)
     assert args.nproc_per_node == "3"
     assert env["ACCELERATE_USE_CPU"] == "true"
     assert "OMP_NUM_THREADS" in env
@@ -169,26 +179,32 @@ def test_the_environment_of_several_processes() -> None:
 
 
 def test_a_plan_of_several_commands_is_one_command_of_torchrun() -> None:
-    plan = functions._plan(parsed("--cpu", "-n", "2"))
-    command, env = functions._command(plan)
+    plan = launcher_functions._plan_with(parsed("--cpu", "-n", "2"))
+    command, env = launcher_functions._single_command(plan)
     starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     assert command == [*starter, "train.py", "--lr", "1"]
     assert "RANK" not in env.keys() - os.environ.keys()
-    program = functions._plan(parsed("--cpu", "-n", "2", "--no_python"))
-    assert functions._command(program)[0] == [*starter, "--no-python", "train.py", "--lr", "1"]
+    program = launcher_functions._plan_with(parsed("--cpu", "-n", "2", "--no_python"))
+    assert launcher_functions._single_command(program)[0] == [
+        *starter,
+        "--no-python",
+        "train.py",
+        "--lr",
+        "1",
+    ]
 
 
 def test_what_is_asked_wrongly_is_an_error_of_the_function() -> None:
     with pytest.raises(SettingError, match="'bf61'"):
-        functions.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
+        launcher_functions.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
 
 
 def test_a_path_is_added_and_the_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PATH", "a")
-    assert functions.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"
+    assert launcher_functions.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"
     assert os.environ["SOME_PATH"] == "a"
     monkeypatch.delenv("SOME_PATH")
-    assert functions.env_var_path_add("SOME_PATH", "b") == "b"
+    assert launcher_functions.env_var_path_add("SOME_PATH", "b") == "b"
 
 
 # ---------------------------------------------------------------- argparse with our customs

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
-from accelerate.world.layout import DIMENSIONS, Layout
+from accelerate.world.layout import DIMENSIONS, MeshLayout
 
 degrees = st.integers(1, 3)
 
 
 def test_a_layout_is_a_plain_value_and_needs_no_torch() -> None:
-    assert Layout() == Layout(1, 1, 1, 1, 1, 1)
+    assert MeshLayout() == MeshLayout(1, 1, 1, 1, 1, 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Layout().tp = 2  # type: ignore[misc]
+        MeshLayout().tp = 2  # type: ignore[misc]
     script = "import sys, accelerate.world.layout; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
@@ -30,17 +30,17 @@ def test_a_layout_is_a_plain_value_and_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("layout", "size", "filled"),
     [
-        (Layout(), 1, Layout()),
-        (Layout(replicate=-1), 8, Layout(replicate=8)),
-        (Layout(shard=-1), 8, Layout(shard=8)),
-        (Layout(replicate=2, shard=-1), 8, Layout(replicate=2, shard=4)),
-        (Layout(shard=-1, tp=2, cp=2), 8, Layout(shard=2, tp=2, cp=2)),
-        (Layout(shard=-1, tp=8), 8, Layout(shard=1, tp=8)),
-        (Layout(pp=-1, tp=4), 8, Layout(pp=2, tp=4)),
-        (Layout(shard=2, sp=4), 8, Layout(shard=2, sp=4)),
+        (MeshLayout(), 1, MeshLayout()),
+        (MeshLayout(replicate=-1), 8, MeshLayout(replicate=8)),
+        (MeshLayout(shard=-1), 8, MeshLayout(shard=8)),
+        (MeshLayout(replicate=2, shard=-1), 8, MeshLayout(replicate=2, shard=4)),
+        (MeshLayout(shard=-1, tp=2, cp=2), 8, MeshLayout(shard=2, tp=2, cp=2)),
+        (MeshLayout(shard=-1, tp=8), 8, MeshLayout(shard=1, tp=8)),
+        (MeshLayout(pp=-1, tp=4), 8, MeshLayout(pp=2, tp=4)),
+        (MeshLayout(shard=2, sp=4), 8, MeshLayout(shard=2, sp=4)),
     ],
 )
-def test_check_fills_the_open_degree(layout: Layout, size: int, filled: Layout) -> None:
+def test_check_fills_the_open_degree(layout: MeshLayout, size: int, filled: MeshLayout) -> None:
     assert layout.check(size) == filled
     assert filled.check(size) is filled
     assert filled.size() == size
@@ -49,14 +49,14 @@ def test_check_fills_the_open_degree(layout: Layout, size: int, filled: Layout) 
 @pytest.mark.parametrize(
     ("layout", "size", "texts"),
     [
-        (Layout(shard=2, tp=3), 8, ["shard=2 x tp=3 = 6", "world size 8", "start 6 processes", "tp=4"]),
-        (Layout(shard=4), 8, ["shard=4 does not equal", "start 4 processes", "replicate=2"]),
-        (Layout(shard=-1, tp=3), 8, ["tp=3 does not divide", "start 9 processes", "tp=1"]),
-        (Layout(), 2, ["1 does not equal the world size 2", "start 1 processes", "replicate=2"]),
-        (Layout(tp=4, cp=4), 6, ["tp=4 x cp=4", "start 16 processes", "to 6"]),
+        (MeshLayout(shard=2, tp=3), 8, ["shard=2 x tp=3 = 6", "world size 8", "start 6 processes", "tp=4"]),
+        (MeshLayout(shard=4), 8, ["shard=4 does not equal", "start 4 processes", "replicate=2"]),
+        (MeshLayout(shard=-1, tp=3), 8, ["tp=3 does not divide", "start 9 processes", "tp=1"]),
+        (MeshLayout(), 2, ["1 does not equal the world size 2", "start 1 processes", "replicate=2"]),
+        (MeshLayout(tp=4, cp=4), 6, ["tp=4 x cp=4", "start 16 processes", "to 6"]),
     ],
 )
-def test_a_wrong_product_is_an_error_with_two_ways_out(layout: Layout, size: int, texts: list[str]) -> None:
+def test_a_wrong_product_is_an_error_with_two_fixes(layout: MeshLayout, size: int, texts: list[str]) -> None:
     with pytest.raises(WorldError) as caught:
         layout.check(size)
     for text in texts:
@@ -64,9 +64,11 @@ def test_a_wrong_product_is_an_error_with_two_ways_out(layout: Layout, size: int
 
 
 @given(degrees, degrees, degrees, degrees, st.integers(1, 24), st.booleans())
-def test_every_way_out_leads_out(shard: int, tp: int, cp: int, pp: int, size: int, fill: bool) -> None:
-    """What the error tells to type is accepted."""
-    layout = Layout(replicate=-1 if fill else 1, shard=shard, tp=tp, cp=cp, pp=pp)
+def test_every_suggested_fix_is_accepted(
+    shard: int, tp: int, cp: int, pp: int, size: int, fill: bool
+) -> None:
+    """The fix that the error suggests is accepted."""
+    layout = MeshLayout(replicate=-1 if fill else 1, shard=shard, tp=tp, cp=cp, pp=pp)
     try:
         layout.check(size)
     except WorldError as error:
@@ -81,18 +83,18 @@ def test_every_way_out_leads_out(shard: int, tp: int, cp: int, pp: int, size: in
 @pytest.mark.parametrize("wrong", [{"tp": 0}, {"shard": -2}, {"tp": -1, "shard": -1}])
 def test_what_is_no_degree_is_refused_at_once(wrong: dict[str, int]) -> None:
     with pytest.raises(WorldError) as caught:
-        Layout(**wrong)
+        MeshLayout(**wrong)
     assert all(name in str(caught.value) for name in wrong)
 
 
 def test_axes_are_those_with_more_than_one_rank_outermost_first() -> None:
-    assert Layout().axes() == ()
-    assert Layout(tp=2, shard=4, replicate=2).axes() == ("dp_replicate", "dp_shard", "tp")
-    assert Layout(2, 2, 2, 2, 2, 2).axes() == ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+    assert MeshLayout().axes() == ()
+    assert MeshLayout(tp=2, shard=4, replicate=2).axes() == ("dp_replicate", "dp_shard", "tp")
+    assert MeshLayout(2, 2, 2, 2, 2, 2).axes() == ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
 def test_neighbouring_ranks_meet_in_the_innermost_axis() -> None:
-    layout = Layout(shard=2, tp=2)
+    layout = MeshLayout(shard=2, tp=2)
     assert [layout.coordinates(rank) for rank in range(4)] == [
         {"pp": 0, "dp_replicate": 0, "dp_shard": shard, "cp": 0, "sp": 0, "tp": tp}
         for shard, tp in itertools.product(range(2), range(2))
@@ -103,18 +105,18 @@ def test_neighbouring_ranks_meet_in_the_innermost_axis() -> None:
 def test_coordinates_are_one_place_per_rank(
     replicate: int, shard: int, tp: int, cp: int, sp: int, pp: int
 ) -> None:
-    layout = Layout(replicate, shard, tp, cp, sp, pp)
+    layout = MeshLayout(replicate, shard, tp, cp, sp, pp)
     places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.size())]
     assert places == sorted(set(places))
     assert len(places) == math.prod((replicate, shard, tp, cp, sp, pp))
 
 
 def test_an_open_layout_has_no_size_yet() -> None:
-    for ask in (Layout(shard=-1).size, lambda: Layout(shard=-1).coordinates(0)):
+    for ask in (MeshLayout(shard=-1).size, lambda: MeshLayout(shard=-1).coordinates(0)):
         with pytest.raises(WorldError, match="not filled yet"):
             ask()
     with pytest.raises(WorldError, match="outside"):
-        Layout(shard=2).coordinates(2)
+        MeshLayout(shard=2).coordinates(2)
 
 
 @pytest.fixture
@@ -130,7 +132,7 @@ def world_of_8() -> Generator[None]:
 
 @pytest.mark.usefixtures("world_of_8")
 def test_a_mesh_has_the_contracts_names_and_our_coordinates() -> None:
-    layout = Layout(replicate=2, shard=-1, tp=2)
+    layout = MeshLayout(replicate=2, shard=-1, tp=2)
     mesh = layout.mesh("cpu", size=8)
     assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
     assert tuple(mesh.mesh.shape) == (2, 2, 2)
@@ -143,13 +145,13 @@ def test_a_mesh_has_the_contracts_names_and_our_coordinates() -> None:
 
 @pytest.mark.usefixtures("world_of_8")
 def test_a_mesh_of_one_axis_and_of_none() -> None:
-    assert Layout(shard=8).mesh("cpu").mesh_dim_names == ("dp_shard",)
+    assert MeshLayout(shard=8).mesh("cpu").mesh_dim_names == ("dp_shard",)
     with pytest.raises(WorldError, match="does not equal"):
-        Layout(shard=4).mesh("cpu", size=8)
+        MeshLayout(shard=4).mesh("cpu", size=8)
     with pytest.raises(WorldError, match="not filled"):
-        Layout(shard=-1).mesh("cpu")
+        MeshLayout(shard=-1).mesh("cpu")
 
 
 def test_dimensions_are_the_contracts() -> None:
     assert set(DIMENSIONS.values()) == {"dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"}
-    assert set(DIMENSIONS) == {item.name for item in dataclasses.fields(Layout)}
+    assert set(DIMENSIONS) == {item.name for item in dataclasses.fields(MeshLayout)}

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import NotBuiltError, PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.megatron import functions, rules
-from accelerate.strategy.megatron.families import FAMILIES, family_of
-from accelerate.strategy.megatron.layout import Layout, layout_of
+from accelerate.strategy.megatron import functions, weight_rules
+from accelerate.strategy.megatron.layout import MegatronLayout, megatron_layout
+from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
+from accelerate.strategy.megatron.model_families import FAMILIES, model_family
 from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
     add_model_config_to_megatron_parser,
 )
 from accelerate.strategy.megatron.plugin import DEFAULTS, MegatronLMPlugin
-from accelerate.strategy.megatron.refused import check
-from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler, schedule_of
-from accelerate.strategy.megatron.step import T5TrainStep
+from accelerate.strategy.megatron.train_step import T5TrainStep
+from accelerate.strategy.megatron.unsupported_options import check_options
 
 IDS = {"input_ids": torch.zeros(2, 16), "labels": torch.zeros(2, 12)}
 
@@ -72,7 +72,7 @@ def test_a_field_takes_its_variable_and_the_code_wins(name: str, monkeypatch: py
     monkeypatch.setenv(f"MEGATRON_LM_{name.upper()}", text)
     plugin = MegatronLMPlugin()
     assert getattr(plugin, name) == value
-    assert plugin.given(name) == value
+    assert plugin.explicit_value(name) == value
     code: Any = (
         (not value) if isinstance(value, bool) else {"block": "uniform", "selective": "full"}.get(value, 4)
     )
@@ -83,8 +83,8 @@ def test_a_default_is_not_what_somebody_asked_for() -> None:
     """The public package's default of two processes for a sequence cuts nothing here."""
     plugin = MegatronLMPlugin()
     assert plugin.context_parallel_size == 2
-    assert plugin.given("context_parallel_size") is None
-    check(plugin, "no")
+    assert plugin.explicit_value("context_parallel_size") is None
+    check_options(plugin, "no")
 
 
 def test_the_engines_arguments_have_the_training_scripts_names() -> None:
@@ -235,7 +235,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "words"), REFUSALS)
 def test_what_the_engine_cannot_do_is_refused_with_its_reason(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError) as caught:
-        check(MegatronLMPlugin(**options), "no")
+        check_options(MegatronLMPlugin(**options), "no")
     assert words in str(caught.value)
     assert caught.value.fix
 
@@ -243,7 +243,7 @@ def test_what_the_engine_cannot_do_is_refused_with_its_reason(options: dict[str,
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_precisions_that_nobody_has_run_are_refused(precision: str) -> None:
     with pytest.raises(SettingError, match="use mixed_precision='bf16' or 'no'"):
-        check(MegatronLMPlugin(), precision)
+        check_options(MegatronLMPlugin(), precision)
 
 
 def test_scripts_functions_refuse_and_say_what_to_do() -> None:
@@ -264,18 +264,18 @@ def test_scripts_functions_refuse_and_say_what_to_do() -> None:
 
 def test_places_follow_the_engines_order() -> None:
     """Tensor parallel first, then copies, then stages."""
-    places = [Layout(8, rank, 2, 2) for rank in range(8)]
+    places = [MegatronLayout(8, rank, 2, 2) for rank in range(8)]
     assert [place.tp_rank for place in places] == [0, 1] * 4
     assert [place.dp_rank for place in places] == [0, 0, 1, 1] * 2
     assert [place.pp_rank for place in places] == [0] * 4 + [1] * 4
-    assert [place.share.speaks for place in places] == [True, False, True, False] + [False] * 4
+    assert [place.share.counts_samples for place in places] == [True, False, True, False] + [False] * 4
     assert {place.share.count for place in places} == {2}
 
 
 def test_degrees_that_do_not_fit_name_the_product_and_what_fits() -> None:
     world: Any = SimpleNamespace(size=6, rank=0)
     with pytest.raises(SettingError) as caught:
-        layout_of(MegatronLMPlugin(tp_degree=2, pp_degree=2), world)
+        megatron_layout(MegatronLMPlugin(tp_degree=2, pp_degree=2), world)
     assert "2 is 4, which does not divide 6 processes" in str(caught.value)
     assert "start 4 processes or a multiple, or use degrees whose product is one of [1, 2, 3, 6]" in str(
         caught.value
@@ -284,15 +284,15 @@ def test_degrees_that_do_not_fit_name_the_product_and_what_fits() -> None:
 
 # --- weights
 
-RULES: dict[str, tuple[rules.Rule, list[tuple[int, ...]]]] = {
-    "the same everywhere": (rules.Rule("a"), [(6,)]),
-    "rows": (rules.Split("a", dim=0), [(8, 3)]),
-    "columns": (rules.Split("a", dim=1, turned=True), [(8, 3)]),
-    "words": (rules.Words("a", words=7), [(7, 3)]),
-    "gated": (rules.Gated("a", "b"), [(8, 3), (8, 3)]),
-    "grouped": (rules.Attention("q", "k", "v", groups=2, heads=4), [(16, 3), (8, 3), (8, 3)]),
-    "joined": (rules.Attention("qkv", groups=4, heads=4, turned=True), [(3, 24)]),
-    "joined biases": (rules.Attention("qkv", groups=4, heads=4), [(24,)]),
+RULES: dict[str, tuple[weight_rules.WeightRule, list[tuple[int, ...]]]] = {
+    "the same everywhere": (weight_rules.WeightRule("a"), [(6,)]),
+    "rows": (weight_rules.DimShard("a", dim=0), [(8, 3)]),
+    "columns": (weight_rules.DimShard("a", dim=1, transposed=True), [(8, 3)]),
+    "words": (weight_rules.VocabShard("a", vocab_size=7), [(7, 3)]),
+    "gated": (weight_rules.GatedMLPShard("a", "b"), [(8, 3), (8, 3)]),
+    "grouped": (weight_rules.QKVShard("q", "k", "v", groups=2, heads=4), [(16, 3), (8, 3), (8, 3)]),
+    "joined": (weight_rules.QKVShard("qkv", groups=4, heads=4, transposed=True), [(3, 24)]),
+    "joined biases": (weight_rules.QKVShard("qkv", groups=4, heads=4), [(24,)]),
 }
 
 
@@ -301,7 +301,7 @@ RULES: dict[str, tuple[rules.Rule, list[tuple[int, ...]]]] = {
 def test_parts_join_to_what_was_cut(name: str, size: int) -> None:
     rule, shapes = RULES[name]
     wholes = [torch.randn(shape) for shape in shapes]
-    parts = rule.cut(wholes, size)
+    parts = rule.shard(wholes, size)
     assert len(parts) == size
     assert len({part.shape for part in parts}) == 1
     for ours, theirs in zip(rule.join(parts), wholes, strict=True):
@@ -310,9 +310,9 @@ def test_parts_join_to_what_was_cut(name: str, size: int) -> None:
 
 def test_queries_keys_and_values_lie_group_by_group() -> None:
     """Two groups of two queries, heads of one row."""
-    rule = rules.Attention("q", "k", "v", groups=2, heads=4)
+    rule = weight_rules.QKVShard("q", "k", "v", groups=2, heads=4)
     wholes = [torch.tensor([[1], [2], [3], [4]]), torch.tensor([[5], [6]]), torch.tensor([[7], [8]])]
-    first, second = rule.cut(wholes, 2)
+    first, second = rule.shard(wholes, 2)
     assert first.flatten().tolist() == [1, 2, 5, 7]
     assert second.flatten().tolist() == [3, 4, 6, 8]
 
@@ -332,7 +332,7 @@ def on_meta(kind: str, **values: Any) -> Any:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_weight_has_its_place(kind: str) -> None:
-    family_of(on_meta(kind))
+    model_family(on_meta(kind))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_every_weight_has_its_place(kind: str) -> None:
 )
 def test_what_would_map_only_nearly_is_refused(kind: str, values: dict[str, Any], words: str) -> None:
     model = on_meta(kind, **values)
-    family = family_of(model)
+    family = model_family(model)
     with pytest.raises(PrepareError) as caught:
         _mapped(family, model.config)
     assert words in str(caught.value)
@@ -364,7 +364,7 @@ def test_a_model_with_more_than_the_engine_has_is_refused() -> None:
     model = on_meta("llama")
     model.adapter = nn.Linear(2, 2)
     with pytest.raises(PrepareError, match="no plain llama language model: adapter"):
-        family_of(model)
+        model_family(model)
 
 
 # --- schedules
@@ -384,7 +384,7 @@ def test_a_stand_in_becomes_a_warm_up_and_a_decay(style: str, expected: list[flo
     dummy = MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=2)
     with pytest.raises(PrepareError, match="only stands for a schedule"):
         dummy.step()
-    schedule = schedule_of(dummy, MegatronLMPlugin(lr_decay_style=style, min_lr=0.1), 2)
+    schedule = build_lr_schedule(dummy, MegatronLMPlugin(lr_decay_style=style, min_lr=0.1), 2)
     rates = []
     for _ in expected:
         rates.append(optimizer.param_groups[0]["lr"])
@@ -397,4 +397,4 @@ def test_a_stand_in_becomes_a_warm_up_and_a_decay(style: str, expected: list[flo
 def test_an_unknown_style_is_named() -> None:
     dummy = MegatronLMDummyScheduler(torch.optim.SGD([torch.ones(1)], lr=1.0))
     with pytest.raises(UnknownNameError, match="did you mean 'linear'"):
-        schedule_of(dummy, MegatronLMPlugin(lr_decay_style="linaer"), 1)
+        build_lr_schedule(dummy, MegatronLMPlugin(lr_decay_style="linaer"), 1)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.launch.base import choose
-from accelerate.launch.files import read
-from accelerate.launch.job import Request, of
+from accelerate.launch.base import choose_kind
+from accelerate.launch.config_files import read_config
 from accelerate.launch.kinds import mpi
+from accelerate.launch.launch_request import LaunchRequest, build_request
 
 VERSIONS = {
     "mpirun.openmpi (OpenRTE) 4.1.4": "Open MPI",
@@ -41,22 +41,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(**flags: Any) -> Request:
-    return of(None, {"use_cpu": True, "mpirun_hostfile": "hosts", **flags}, ("train.py", "--lr", "1"), HANDED)
+def asked(**flags: Any) -> LaunchRequest:
+    return build_request(
+        None,
+        {"use_cpu": True, "mpirun_hostfile": "hosts", **flags},
+        ("train.py", "--lr", "1"),
+        SCRIPT_SETTINGS,
+    )
 
 
 @pytest.mark.parametrize(("says", "family"), list(VERSIONS.items()))
 def test_the_family_is_told_by_its_version(folder: Path, says: str, family: str) -> None:
     program(folder, says)
-    assert mpi.find() == (str(folder / "mpirun"), next(each for each in mpi.FAMILIES if each.name == family))
+    assert mpi.find_mpirun() == (
+        str(folder / "mpirun"),
+        next(each for each in mpi.FAMILIES if each.name == family),
+    )
 
 
 def test_a_file_of_machines_asks_for_mpirun(folder: Path) -> None:
     request = asked()
-    assert choose(request) is mpi.PLUGIN
+    assert choose_kind(request) is mpi.PLUGIN
     plan = mpi.PLUGIN.plan(request)
     assert plan.size == 4, "as many as the machines take"
-    command = list(plan.starts[0].program)
+    command = list(plan.commands[0].program)
     assert command[0] == str(folder / "mpirun")
     assert command[-4:] == [sys.executable, "train.py", "--lr", "1"]
     text = " ".join(command)
@@ -70,14 +78,14 @@ def test_a_file_of_machines_asks_for_mpirun(folder: Path) -> None:
 def test_mpich_is_told_the_values(folder: Path) -> None:
     program(folder, "HYDRA build details:")
     plan = mpi.PLUGIN.plan(asked(main_process_ip="ib1", main_process_port="2345", num_processes="2"))
-    text = " ".join(plan.starts[0].program)
+    text = " ".join(plan.commands[0].program)
     assert "-f hosts -np 2 -ppn 1" in text
     assert "-genv MASTER_ADDR ib1 -genv MASTER_PORT 2345" in text
     assert "--allow-run-as-root" not in text
 
 
 def test_an_uneven_number_is_left_to_mpirun(folder: Path) -> None:
-    assert "ppr:" not in " ".join(mpi.PLUGIN.plan(asked(num_processes="3")).starts[0].program)
+    assert "ppr:" not in " ".join(mpi.PLUGIN.plan(asked(num_processes="3")).commands[0].program)
 
 
 def test_the_forms_of_a_file_of_machines(folder: Path) -> None:
@@ -89,11 +97,11 @@ def test_the_forms_of_a_file_of_machines(folder: Path) -> None:
 def test_a_configuration_file_may_ask_for_it(folder: Path) -> None:
     """The old key mpirun_ccl is read and does nothing."""
     (folder / "a.yaml").write_text("mpirun_config:\n  mpirun_hostfile: hosts\n  mpirun_ccl: '1'\n")
-    request = of(read(folder / "a.yaml"), {}, ("train.py",), HANDED)
-    assert choose(request) is mpi.PLUGIN
+    request = build_request(read_config(folder / "a.yaml"), {}, ("train.py",), SCRIPT_SETTINGS)
+    assert choose_kind(request) is mpi.PLUGIN
     (folder / "b.yaml").write_text("mpirun_config:\n  mpirun_hostfiles: hosts\n")
     with pytest.raises(UnknownNameError, match="mpirun_hostfiles"):
-        of(read(folder / "b.yaml"), {}, ("train.py",), HANDED)
+        build_request(read_config(folder / "b.yaml"), {}, ("train.py",), SCRIPT_SETTINGS)
 
 
 def test_faults_name_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

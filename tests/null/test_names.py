@@ -15,16 +15,16 @@ import pytest
 import accelerate
 from accelerate.core import stubs
 from accelerate.core.errors import NotBuiltError
-from accelerate.core.lazy import Made, Names, Plan, Value, patched
-from accelerate.names import HOMES, NAMES
+from accelerate.core.lazy_names import ConstantValue, Factory, NotBuilt, PublicNames, get_override
+from accelerate.names import NAME_SOURCES, NAMES
 from tests.laws.source import contract
 
-# What was found in modules of 1.x by accident: a loop's variables, an import for type checkers, a menu.
+# Accidental names of modules of 1.x: a loop's variables, an import for type checkers, a menu.
 LEFTOVERS = {"TYPE_CHECKING", "additional_kwargs", "v", "version", "BulletMenu"}
 
 
-def promised(tier: str | None = None) -> list[tuple[str, str]]:
-    """(module, name) of the promised definitions."""
+def promised_names(tier: str | None = None) -> list[tuple[str, str]]:
+    """Return (module, name) of the promised definitions."""
     return [
         (module, name)
         for module, names in contract()["modules"].items()
@@ -33,8 +33,8 @@ def promised(tier: str | None = None) -> list[tuple[str, str]]:
     ]
 
 
-def moved() -> list[tuple[str, str, str]]:
-    """(module, name, home) of names that a module of 1.x had because it imported them."""
+def reexported_names() -> list[tuple[str, str, str]]:
+    """Return (module, name, home) of names that a module of 1.x had because it imported them."""
     return [
         (module, name, home)
         for module, names in contract()["reexports"].items()
@@ -43,8 +43,8 @@ def moved() -> list[tuple[str, str, str]]:
     ]
 
 
-def unbuilt() -> set[str]:
-    """The dotted names in unbuilt.txt."""
+def unbuilt_names() -> set[str]:
+    """Return the dotted names in unbuilt.txt."""
     text = Path(__file__).with_name("unbuilt.txt").read_text()
     lines = re.sub(r"\n +", " ", text).splitlines()
     rows = (line.split(": ") for line in lines if ": " in line and not line.startswith("#"))
@@ -52,18 +52,18 @@ def unbuilt() -> set[str]:
 
 
 def is_built(module: str, name: str) -> bool:
-    """Whether there is more than a plan behind a name."""
-    source = NAMES.source(module, name)
-    return source is not None and not isinstance(HOMES[source][name], Plan)
+    """Return True when a name is built."""
+    source = NAMES.find_owner(module, name)
+    return source is not None and not isinstance(NAME_SOURCES[source][name], NotBuilt)
 
 
 def test_the_promise_is_whole():
-    assert len(promised("exact")) == 187
-    assert len(promised()) >= 580
-    assert len(moved()) >= 700
+    assert len(promised_names("exact")) == 187
+    assert len(promised_names()) >= 580
+    assert len(reexported_names()) >= 700
 
 
-@pytest.mark.parametrize(("module", "name"), promised())
+@pytest.mark.parametrize(("module", "name"), promised_names())
 def test_a_promised_name_can_be_imported(module, name):
     assert getattr(import_module(module), name) is not None
 
@@ -71,7 +71,7 @@ def test_a_promised_name_can_be_imported(module, name):
 def test_a_name_is_the_same_object_wherever_it_is_imported_from():
     different = [
         f"{module}.{name}"
-        for module, name, home in moved()
+        for module, name, home in reexported_names()
         if getattr(import_module(module), name) is not getattr(import_module(home.rpartition(".")[0]), name)
     ]
     assert not different
@@ -79,11 +79,14 @@ def test_a_name_is_the_same_object_wherever_it_is_imported_from():
 
 def test_the_list_of_unbuilt_names_is_exact():
     planned = {
-        f"{module}.{name}" for module, names in HOMES.items() for name in names if not is_built(module, name)
+        f"{module}.{name}"
+        for module, names in NAME_SOURCES.items()
+        for name in names
+        if not is_built(module, name)
     }
-    assert not planned - unbuilt(), "these are not built, and unbuilt.txt does not say so"
-    of_classes = {dotted for dotted in unbuilt() if dotted.split(".")[-2][0].isupper()}
-    assert not unbuilt() - planned - of_classes, "these are built: take them out of unbuilt.txt"
+    assert not planned - unbuilt_names(), "these are not built, and unbuilt.txt does not say so"
+    of_classes = {dotted for dotted in unbuilt_names() if dotted.split(".")[-2][0].isupper()}
+    assert not unbuilt_names() - planned - of_classes, "these are built: take them out of unbuilt.txt"
 
 
 def parameters(signature: str) -> list[tuple[str, str, str]]:
@@ -101,11 +104,11 @@ def parameters(signature: str) -> list[tuple[str, str, str]]:
     space: dict[str, Any] = {}
     # Annotations are text of another program: keep them unevaluated.
     exec(f"from __future__ import annotations\ndef signed{text}: ...", space)
-    return shown(inspect.signature(space["signed"]))
+    return describe_signature(inspect.signature(space["signed"]))
 
 
-def shown(signature: inspect.Signature) -> list[tuple[str, str, str]]:
-    """The same for a real one; a default that is no plain value, or a path, is ``...``."""
+def describe_signature(signature: inspect.Signature) -> list[tuple[str, str, str]]:
+    """Describe a real signature likewise; a default that is not a plain value, or a path, is ``...``."""
     return [(each.name, each.kind.name, _default(each.default)) for each in signature.parameters.values()]
 
 
@@ -119,11 +122,11 @@ def _default(value: object) -> str:
     return repr(str(value) if isinstance(value, str) else value) if plain else "..."
 
 
-def signed() -> list[tuple[str, str]]:
-    """The built names whose signature is promised."""
+def promised_signatures() -> list[tuple[str, str]]:
+    """Return the built names whose signature is promised."""
     return [
         (module, name)
-        for module, name in promised("exact")
+        for module, name in promised_names("exact")
         if contract()["modules"][module][name].get("signature") and is_built(module, name)
     ]
 
@@ -152,55 +155,55 @@ OPTIONS = {
 Rows: TypeAlias = list[tuple[str, str, str]]
 
 
-def as_promised(dotted: str, found: Rows) -> Rows:
-    """A signature without this package's own options."""
-    own = [row for row in found if row[0] in OPTIONS.get(dotted, [])]
+def as_promised(dotted: str, rows: Rows) -> Rows:
+    """Return a signature without this package's own options."""
+    own = [row for row in rows if row[0] in OPTIONS.get(dotted, [])]
     assert [name for name, _, _ in own] == OPTIONS.get(dotted, [])
     assert all(default for _, _, default in own)
-    return [row for row in found if row not in own]
+    return [row for row in rows if row not in own]
 
 
-@pytest.mark.parametrize(("module", "name"), signed())
+@pytest.mark.parametrize(("module", "name"), promised_signatures())
 def test_a_promised_signature_is_kept(module, name):
     expected = parameters(contract()["modules"][module][name]["signature"])
-    found = shown(inspect.signature(getattr(import_module(module), name)))
-    assert as_promised(f"{module}.{name}", found) == expected
+    rows = describe_signature(inspect.signature(getattr(import_module(module), name)))
+    assert as_promised(f"{module}.{name}", rows) == expected
 
 
 def members(facts: dict[str, Any]) -> dict[str, str]:
-    """Public methods and properties with their description."""
+    """Return public methods and properties with their description."""
     rows = facts.get("members", {})
     return {
         name: text for name, text in rows.items() if not name.startswith("_") and not text.startswith("attr")
     }
 
 
-@pytest.mark.parametrize(("module", "name"), [row for row in signed() if row[1][0].isupper()])
+@pytest.mark.parametrize(("module", "name"), [row for row in promised_signatures() if row[1][0].isupper()])
 def test_a_class_has_the_promised_methods(module, name):
     facts = contract()["modules"][module][name]
-    found = getattr(import_module(module), name)
+    cls = getattr(import_module(module), name)
     absent, different = [], []
     for member, text in members(facts).items():
-        value = inspect.getattr_static(found, member, None)
+        value = inspect.getattr_static(cls, member, None)
         if value is None:
             absent.append(f"{module}.{name}.{member}")
         elif text.startswith("method ") and "@contextmanager" not in text:
             expected = parameters(text.removeprefix("method "))
-            signature = shown(inspect.signature(getattr(found, member)))
+            signature = describe_signature(inspect.signature(getattr(cls, member)))
             if as_promised(f"{module}.{name}.{member}", signature) != expected:
-                different.append(f"{member}{inspect.signature(getattr(found, member))}, promised {text}")
-    assert set(absent) == {dotted for dotted in unbuilt() if dotted.startswith(f"{module}.{name}.")}
+                different.append(f"{member}{inspect.signature(getattr(cls, member))}, promised {text}")
+    assert set(absent) == {dotted for dotted in unbuilt_names() if dotted.startswith(f"{module}.{name}.")}
     assert not different
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(m, n) for m, n in promised() if contract()["modules"][m][n]["kind"] == "enum" and is_built(m, n)],
+    [(m, n) for m, n in promised_names() if contract()["modules"][m][n]["kind"] == "enum" and is_built(m, n)],
 )
 def test_an_enumeration_has_the_promised_members(module, name):
     expected = contract()["modules"][module][name].get("members", {})
-    found = {member.name: member.value for member in getattr(import_module(module), name)}
-    assert {key: found.get(key) for key in expected} == expected
+    actual = {member.name: member.value for member in getattr(import_module(module), name)}
+    assert {key: actual.get(key) for key in expected} == expected
 
 
 def test_constants_have_the_promised_values():
@@ -234,8 +237,8 @@ PRIVATE = [
 
 @pytest.mark.parametrize(("module", "name", "wanted"), PRIVATE)
 def test_private_names_that_programs_touch_exist(module, name, wanted):
-    found = getattr(import_module(module), name)
-    assert [each for each in wanted.split() if not hasattr(found, each)] == []
+    cls = getattr(import_module(module), name)
+    assert [each for each in wanted.split() if not hasattr(cls, each)] == []
 
 
 # --- how the table works
@@ -249,26 +252,26 @@ def names(monkeypatch, tmp_path):
     (folder / "__init__.py").write_text("")
     (folder / "home.py").write_text("def real():\n    return 1\ndef make(kind):\n    return lambda: kind\n")
     (folder / "inner" / "__init__.py").write_text(
-        "from table import face\n__getattr__, __dir__ = face(__name__)\n"
+        "from table import module_hooks\n__getattr__, __dir__ = module_hooks(__name__)\n"
     )
     (folder / "inner" / "same.py").write_text(
-        "from table import face\n__getattr__, __dir__ = face(__name__)\n"
+        "from table import module_hooks\n__getattr__, __dir__ = module_hooks(__name__)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     homes = {
-        "toy.inner": {"one": Value(1), "same": "home:real"},
+        "toy.inner": {"one": ConstantValue(1), "same": "home:real"},
         "toy.inner.same": {
-            "made": Made("home:make", "cat"),
-            "text": Made("home:make", "cat", then=lambda made: made().upper()),
-            "Coming": Plan("soon"),
-            "coming": Plan("soon"),
-            "COMING": Plan("soon"),
-            "gone": Plan("old", "use new"),
+            "made": Factory("home:make", "cat"),
+            "text": Factory("home:make", "cat", then=lambda made: made().upper()),
+            "Coming": NotBuilt("soon"),
+            "coming": NotBuilt("soon"),
+            "COMING": NotBuilt("soon"),
+            "gone": NotBuilt("old", "use new"),
         },
     }
-    table = Names("toy", homes, {"toy.inner": {"toy.inner.same": "made Coming"}})
+    table = PublicNames("toy", homes, {"toy.inner": {"toy.inner.same": "made Coming"}})
     module = type(sys)("table")
-    module.face = table.face
+    module.module_hooks = table.module_hooks
     monkeypatch.setitem(sys.modules, "table", module)
     yield table
     for name in [name for name in sys.modules if name.partition(".")[0] == "toy"]:
@@ -301,12 +304,12 @@ def test_code_below_sees_what_a_user_put_in_a_public_module(names, monkeypatch):
     def own() -> str:
         return "own"
 
-    assert patched("toy.inner", "same", own) is own
+    assert get_override("toy.inner", "same", own) is own
     from toy import inner
 
-    assert patched("toy.inner", "same", own) is own
+    assert get_override("toy.inner", "same", own) is own
     monkeypatch.setattr(inner, "same", lambda: "patched")
-    assert patched("toy.inner", "same", own)() == "patched"
+    assert get_override("toy.inner", "same", own)() == "patched"
 
 
 def test_names_of_another_module_are_its_objects(names):
@@ -369,7 +372,7 @@ def test_a_planned_name_refuses_use_and_nothing_else(names):
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -411,18 +414,18 @@ def test_the_deprecated_module_says_so():
     assert "FutureWarning" in caught.value.stderr
 
 
-@pytest.mark.parametrize("module", list(HOMES))
+@pytest.mark.parametrize("module", list(NAME_SOURCES))
 def test_a_public_module_is_two_lines(module):
     lines = Path(import_module(module).__file__).read_text().splitlines()
     code = [line for line in lines if line and not line.startswith(("#", '"""'))]
-    assert "from accelerate.names import face" in code
-    assert "__getattr__, __dir__ = face(__name__)" in code
+    assert "from accelerate.names import module_hooks" in code
+    assert "__getattr__, __dir__ = module_hooks(__name__)" in code
 
 
 def test_the_stubs_show_the_table():
     stale = [
         str(path)
-        for path, text in stubs.texts(NAMES).items()
+        for path, text in stubs.stub_texts(NAMES).items()
         if not path.is_file() or path.read_text() != text
     ]
     assert not stale, f"run: {stubs.COMMAND}"

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, notebook_launcher
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device import Device
-from accelerate.launch.notebook import context, parcel
+from accelerate.launch.notebook import device_use, payload
 from accelerate.utils import PrepareForLaunch
 
 LOCK = threading.Lock()
@@ -30,7 +30,7 @@ def read(path: Path) -> tuple[dict[str, Any], Any, tuple[Any, ...]]:
 
 def test_a_closure_arrives_with_what_it_encloses(tmp_path: Path) -> None:
     factor = torch.tensor(3.0, requires_grad=True)
-    parcel.write(tmp_path / "parcel", lambda x: x * factor, (2,))
+    payload.write_payload(tmp_path / "parcel", lambda x: x * factor, (2,))
     start, function, args = read(tmp_path / "parcel")
     assert start["path"] == sys.path
     assert function(*args).item() == 6
@@ -43,7 +43,7 @@ def test_a_module_that_no_other_process_could_import_goes_by_value(tmp_path: Pat
     exec("BASE = 2\ndef power(x): return BASE ** x", vars(module))
     sys.modules["hidden_tests"] = module
     try:
-        parcel.write(tmp_path / "parcel", module.power, (5,))
+        payload.write_payload(tmp_path / "parcel", module.power, (5,))
     finally:
         del sys.modules["hidden_tests"]
     _, function, args = read(tmp_path / "parcel")
@@ -78,21 +78,21 @@ INNER.__module__ = "__main__"
     ],
 )
 def test_what_cannot_be_pickled_is_named(function: Any, args: Any, name: str, tmp_path: Path) -> None:
-    with pytest.raises(parcel.UnsendableError) as caught:
-        parcel.write(tmp_path / "parcel", function, args)
+    with pytest.raises(payload.UnsendableError) as caught:
+        payload.write_payload(tmp_path / "parcel", function, args)
     assert f"{name} cannot be pickled: TypeError" in caught.value.why
 
 
 def test_an_accelerator_made_outside_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="an Accelerator that was made outside"):
-        parcel.write(tmp_path / "parcel", print, ({"a": Accelerator(cpu=True)},))
+        payload.write_payload(tmp_path / "parcel", print, ({"a": Accelerator(cpu=True)},))
 
 
 def test_a_tensor_with_a_graph_is_refused(tmp_path: Path) -> None:
     loss = torch.ones(2, requires_grad=True).exp()
     with pytest.raises(LaunchError, match=r"shape \(2,\) that is the result of Exp, with its graph"):
-        parcel.write(tmp_path / "parcel", print, (loss,))
-    plain = pickle.loads(parcel.dumps({"loss": loss}, bare=True))["loss"]
+        payload.write_payload(tmp_path / "parcel", print, (loss,))
+    plain = pickle.loads(payload.dump_by_value({"loss": loss}, bare=True))["loss"]
     assert torch.equal(plain, loss)
     assert not plain.requires_grad
 
@@ -174,10 +174,10 @@ def test_processes_of_a_runtime_are_started_by_it(monkeypatch: pytest.MonkeyPatc
     vars(fake)["launch"] = lambda function, args, start_method: calls.append((function, args, start_method))
     monkeypatch.setitem(sys.modules, "torch_xla", fake)
     from accelerate import device
-    from accelerate.launch.notebook import start
+    from accelerate.launch.notebook import launchers
 
-    monkeypatch.setattr(start, "_hardware", lambda: (device.get("xla"), 4))
-    assert start.notebook_launcher(divmod, (7, 2)) == [None] * 4
+    monkeypatch.setattr(launchers, "_detect_devices", lambda: (device.get("xla"), 4))
+    assert launchers.notebook_launcher(divmod, (7, 2)) == [None] * 4
     ((function, args, method),) = calls
     assert (function.launcher, function.distributed_type, args, method) == (divmod, "XLA", (7, 2), "fork")
 
@@ -189,12 +189,12 @@ def test_the_first_use_of_a_device_is_noted_with_its_cell_and_the_line_below_it(
     started: list[int] = []
     module = types.SimpleNamespace(_lazy_init=lambda: started.append(1))
     device = Device("odd")
-    monkeypatch.setattr(device, "used", lambda: bool(started))
-    monkeypatch.setattr(context, "_noted", {})
-    monkeypatch.setattr(context, "cell_of", lambda file: "Cell In[4]" if file == "/tmp/cell.py" else None)
+    monkeypatch.setattr(device, "is_initialized", lambda: bool(started))
+    monkeypatch.setattr(device_use, "_first_uses", {})
+    monkeypatch.setattr(device_use, "cell_of", lambda file: "Cell In[4]" if file == "/tmp/cell.py" else None)
     linecache.cache["/tmp/cell.py"] = (0, None, ["\n", "import fast\n"], "/tmp/cell.py")
     linecache.cache["/lib/fast.py"] = (0, None, ["ready = use()\n"], "/lib/fast.py")
-    module._lazy_init = context._Noting(device, module, module._lazy_init)
+    module._lazy_init = device_use._FirstUseRecorder(device, module, module._lazy_init)
     library = compile("module._lazy_init()", "/lib/fast.py", "exec")
     cell = compile("\nexec(library)", "/tmp/cell.py", "exec")
     try:
@@ -202,8 +202,8 @@ def test_the_first_use_of_a_device_is_noted_with_its_cell_and_the_line_below_it(
             exec(cell, {"library": library, "module": module})
     finally:
         del linecache.cache["/tmp/cell.py"], linecache.cache["/lib/fast.py"]
-    assert context._noted == {
+    assert device_use._first_uses == {
         "odd": "Cell In[4], line 2: import fast, through /lib/fast.py, line 1: ready = use()"
     }
     assert started == [1, 1]
-    assert not isinstance(module._lazy_init, context._Noting)
+    assert not isinstance(module._lazy_init, device_use._FirstUseRecorder)

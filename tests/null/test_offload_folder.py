@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload.source import OffloadError
+from accelerate.offload.tensor_source import OffloadError
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -133,7 +133,7 @@ def test_writing_anew_leaves_those_who_have_the_old_one(tmp_path: Path) -> None:
 
 
 def test_entries_of_checkpoints_are_views_of_the_mapped_checkpoint(tmp_path: Path) -> None:
-    """What transformers and peft give; no byte is copied, a cast apart."""
+    """Index entries of transformers and peft; no byte is copied, unless a cast is needed."""
     file = tmp_path / "model.safetensors"
     save_file({"a.weight": STATE["layer.weight"], "b": STATE["layer.half"]}, file)
     index = {

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from accelerate.offload.source import HostSource, MapSource, OffloadError, Source
-from accelerate.offload.tensor import OffloadedTensor, offloaded, source_of
+from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
+from accelerate.offload.tensor_source import HostSource, MappingSource, OffloadError, TensorSource
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def stand_in(values: torch.Tensor, **options: Any) -> Any:
     """A stand-in parameter for a tensor in memory."""
     parameter = nn.Parameter(torch.empty_like(values, device="meta"), **options)
-    return offloaded(parameter, HostSource("weight", values), CPU)
+    return make_stand_in(parameter, HostSource("weight", values), CPU)
 
 
 class Recording(HostSource):
@@ -32,19 +32,19 @@ class Recording(HostSource):
 
     reads = 0
 
-    def host(self) -> torch.Tensor:
+    def host_tensor(self) -> torch.Tensor:
         self.reads += 1
-        return super().host()
+        return super().host_tensor()
 
 
-class Frozen(Source):
+class Frozen(TensorSource):
     """Values that cannot be changed, as in a file."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.name, self.values = "weight", values
         self.shape, self.dtype = values.shape, values.dtype
 
-    def host(self) -> torch.Tensor:
+    def host_tensor(self) -> torch.Tensor:
         return self.values
 
 
@@ -103,7 +103,7 @@ def test_it_looks_like_what_it_stands_for() -> None:
 def test_attributes_that_others_set_stay() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.scale = 3  # pyright: ignore[reportAttributeAccessIssue]
-    made: Any = offloaded(parameter, HostSource("w", parameter.data), CPU)
+    made: Any = make_stand_in(parameter, HostSource("w", parameter.data), CPU)
     assert made.scale == 3
 
 
@@ -180,7 +180,7 @@ def test_a_copy_is_of_its_own() -> None:
 def test_copies_keep_ties() -> None:
     """E6."""
     weights = {"a": torch.zeros(2)}
-    pair = [OffloadedTensor(MapSource(n, weights, "a", weights["a"]), CPU) for n in "ab"]
+    pair = [OffloadedTensor(MappingSource(n, weights, "a", weights["a"]), CPU) for n in "ab"]
     twins, kept = copy.deepcopy((pair, weights))
     twins[0].add_(1)
     assert twins[1].tolist() == [1, 1]
@@ -236,11 +236,11 @@ def test_moving_a_module_brings_its_weights() -> None:
 
 def test_a_mapping_is_read_when_it_is_needed_and_says_what_is_wrong() -> None:
     weights: dict[str, Any] = {"w": torch.ones(2, dtype=torch.float16)}
-    source = MapSource("block.w", weights, "w", torch.empty(2))
-    assert source.host().dtype == torch.float32
+    source = MappingSource("block.w", weights, "w", torch.empty(2))
+    assert source.host_tensor().dtype == torch.float32
     weights["w"] = torch.ones(3)
     with pytest.raises(OffloadError, match=r"block\.w have the shape \[3\], and the module expects \[2\]"):
-        source.host()
+        source.host_tensor()
     del weights["w"]
     with pytest.raises(OffloadError, match=r"block\.w"):
         source.read(CPU)

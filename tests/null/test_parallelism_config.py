@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError, WorldError
-from accelerate.strategy.parallelism.tensor_plan import resolve
+from accelerate.strategy.parallelism.tensor.tp_plan import resolve_plan
 from tests.support.parity import PLAN, decoder
 
 
@@ -144,13 +144,13 @@ def test_two_ways_to_share_sequences_exclude_each_other() -> None:
 
 
 def names(model: nn.Module, given: dict[str, Any], size: int = 2) -> list[str]:
-    return [part.name for part in resolve(model, given, size).parts]
+    return [part.name for part in resolve_plan(model, given, size).modules]
 
 
 def test_a_plan_names_modules() -> None:
     model = decoder()
-    found = resolve(model, PLAN, 2)
-    assert len(found.parts) == 4 * 6
+    found = resolve_plan(model, PLAN, 2)
+    assert len(found.modules) == 4 * 6
     assert names(model, {"*.up": "colwise", "*.down": "rowwise", "layers.0.*": "replicate"}) == [
         f"layers.{n}.{kind}" for kind in ("up", "down") for n in range(1, 4)
     ]
@@ -179,7 +179,7 @@ def test_a_plan_names_modules() -> None:
 def test_what_a_plan_cannot_say(plan: dict[str, Any], error: type[Exception], texts: list[str]) -> None:
     """Tied embeddings, wrong names, wrong styles."""
     with pytest.raises(error) as caught:
-        resolve(decoder(), plan, 2)
+        resolve_plan(decoder(), plan, 2)
     for text in texts:
         assert text in str(caught.value), caught.value
 
@@ -190,7 +190,7 @@ def test_tied_weights_that_are_cut_alike() -> None:
 
 def test_a_size_that_does_not_divide() -> None:
     with pytest.raises(PrepareError) as caught:
-        resolve(decoder(), {"*.up": "colwise"}, 3)
+        resolve_plan(decoder(), {"*.up": "colwise"}, 3)
     assert "layers.0.up.weight (64, 16) cannot be cut into 3 equal parts" in str(caught.value)
 
 
@@ -203,7 +203,7 @@ class Heads(nn.Module):
 
 def test_heads_stay_whole() -> None:
     with pytest.raises(PrepareError, match="num_attention_heads=3"):
-        resolve(nn.ModuleDict({"attn": Heads()}), {"attn.q_proj": "colwise"}, 2)
+        resolve_plan(nn.ModuleDict({"attn": Heads()}), {"attn.q_proj": "colwise"}, 2)
 
 
 class Owning(nn.Module):
@@ -229,16 +229,16 @@ def test_a_model_brings_its_plan() -> None:
     outer = nn.ModuleDict({"base": Owning()})
     assert names(outer, {"base.head": "replicate"}) == ["base.layers.0.up", "base.layers.0.down"]
     # Whole before and after: what cannot be cut can stay whole, and that is said.
-    found = resolve(Owning(words=7), {}, 2)
-    assert [part.name for part in found.parts] == ["layers.0.up", "layers.0.down"]
-    assert "head (tensor parallel: head.weight (7, 4)" in found.left[0]
+    found = resolve_plan(Owning(words=7), {}, 2)
+    assert [part.name for part in found.modules] == ["layers.0.up", "layers.0.down"]
+    assert "head (tensor parallel: head.weight (7, 4)" in found.replicated[0]
     with pytest.raises(PrepareError, match="cannot be cut"):
-        resolve(Owning(words=7), {"head": "colwise_rep"}, 2)
+        resolve_plan(Owning(words=7), {"head": "colwise_rep"}, 2)
 
 
 def test_resolving_changes_nothing() -> None:
     model = decoder()
     before = dict(model.named_parameters())
-    resolve(model, PLAN, 2)
+    resolve_plan(model, PLAN, 2)
     assert all(model.get_parameter(name) is value for name, value in before.items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.parallelism.pipeline_cut import Names, cut_of
-from accelerate.strategy.parallelism.pipeline_plan import Value, fake_mode
-from accelerate.strategy.parallelism.pipeline_twin import Twin
+from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutput, make_fake_mode
+from accelerate.strategy.parallelism.pipeline.model_split import UnsplitStateNames, assign_stages
+from accelerate.strategy.parallelism.pipeline.shadow_model import ShadowModel
 from accelerate.utils import PipelineParallelConfig
 from tests.support import parity
 
@@ -49,21 +49,21 @@ def test_defaults_make_twice_as_many_chunks_as_stages() -> None:
 def test_a_model_is_cut_evenly_or_where_it_is_said() -> None:
     with torch.device("meta"):
         model = parity.Decoder()
-    assert cut_of(model, options(), 2).points() == ["layers.2"]
-    assert cut_of(model, options(split_points="layers.1"), 2).points() == ["layers.1"]
-    assert cut_of(model, options(split_points=["layers.1.up"]), 2).points() == ["layers.1.up"]
-    several = cut_of(model, options(schedule="interleaved"), 2)
-    assert (several.count, several.place("layers.0"), several.place("layers.3")) == (4, 0, 1)
-    assert "norm" not in cut_of(model, options(on_all_stages=["norm"]), 2).stage_of
+    assert assign_stages(model, options(), 2).split_points() == ["layers.2"]
+    assert assign_stages(model, options(split_points="layers.1"), 2).split_points() == ["layers.1"]
+    assert assign_stages(model, options(split_points=["layers.1.up"]), 2).split_points() == ["layers.1.up"]
+    several = assign_stages(model, options(schedule="interleaved"), 2)
+    assert (several.count, several.rank_of("layers.0"), several.rank_of("layers.3")) == (4, 0, 1)
+    assert "norm" not in assign_stages(model, options(on_all_stages=["norm"]), 2).stage_of
     with pytest.raises(UnknownNameError, match="nrm"):
-        cut_of(model, options(on_all_stages=["nrm"]), 2)
+        assign_stages(model, options(on_all_stages=["nrm"]), 2)
     with pytest.raises(PrepareError, match="leave a stage without parameters"):
-        cut_of(model, options(split_points=["embed"]), 2)
+        assign_stages(model, options(split_points=["embed"]), 2)
 
 
 def test_tied_weights_have_several_holders() -> None:
     model = parity.decoder()
-    names = Names.of(model, cut_of(model, options(), 2))
+    names = UnsplitStateNames.from_model(model, assign_stages(model, options(), 2))
     assert names.holders["embed.weight"] == (0, 1)
     assert (names.first["head.weight"], names.order[-1]) == ("embed.weight", "head.weight")
     assert names.holders["layers.0.up.weight"] == (0,)
@@ -86,17 +86,17 @@ class Skip(nn.Module):
 def test_a_rehearsal_finds_what_travels() -> None:
     """Through a stage that does not need it, too; the model itself is not touched, and nothing is drawn."""
     model = Skip()
-    cut = cut_of(model, options(3, split_points=["layers.1", "layers.2"]), 3)
+    cut = assign_stages(model, options(3, split_points=["layers.1", "layers.2"]), 3)
     before, random = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
-    twin = Twin(model, list(cut.stage_of), CPU, fake_mode())
-    trail = twin.rehearse(cut.stage_of, 3, (torch.ones(5, 4),), {}, None)
-    assert [(call.block, call.stage) for call in trail.calls] == [
+    shadow = ShadowModel(model, list(cut.stage_of), CPU, make_fake_mode())
+    trace = shadow.trace(cut.stage_of, 3, (torch.ones(5, 4),), {}, None)
+    assert [(call.block, call.stage) for call in trace.calls] == [
         (f"layers.{n}", min(n, 2)) for n in range(4)
     ]
-    assert trail.border(1) == (Value(0, 0),)
-    assert trail.border(2) == (Value(0, 0), Value(1, 0))
-    assert trail.tail == (Value(0, 0), Value(3, 0))
-    assert trail.meta(Value(3, 0)) == ((5, 4), torch.float32, True)
+    assert trace.stage_inputs(1) == (BlockOutput(0, 0),)
+    assert trace.stage_inputs(2) == (BlockOutput(0, 0), BlockOutput(1, 0))
+    assert trace.result_inputs == (BlockOutput(0, 0), BlockOutput(3, 0))
+    assert trace.meta(BlockOutput(3, 0)) == ((5, 4), torch.float32, True)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert torch.equal(random, torch.get_rng_state())
     assert type(model.layers[0]) is nn.Linear

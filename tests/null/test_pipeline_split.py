@@ -11,11 +11,11 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, UnknownNameError
 from accelerate.inference import find_pippy_batch_size, generate_device_map
-from accelerate.stages.split import Block, blocks, even_cuts, named_cuts, sizes_of
+from accelerate.stages.split import ModelBlock, check_split_points, find_even_cuts, list_blocks, stage_sizes
 
 
-def chain(sizes: list[int]) -> list[Block]:
-    return [Block(f"b{index}", ((index, size),)) for index, size in enumerate(sizes)]
+def chain(sizes: list[int]) -> list[ModelBlock]:
+    return [ModelBlock(f"b{index}", ((index, size),)) for index, size in enumerate(sizes)]
 
 
 def every_division(count: int, stages: int) -> list[tuple[int, ...]]:
@@ -29,48 +29,48 @@ def test_no_division_has_a_lighter_heaviest_stage(seed: int) -> None:
     count = chance.randint(2, 9)
     stages = chance.randint(2, count)
     built = [
-        Block(f"b{i}", tuple((chance.randint(0, 12), 0) for _ in range(chance.randint(0, 3))))
+        ModelBlock(f"b{i}", tuple((chance.randint(0, 12), 0) for _ in range(chance.randint(0, 3))))
         for i in range(count)
     ]
     size = {identity: chance.choice([0, 1, 3, 10, 100]) for identity in range(13)}
-    built = [Block(b.name, tuple((i, size[i]) for i, _ in b.weights)) for b in built]
+    built = [ModelBlock(b.name, tuple((i, size[i]) for i, _ in b.weights)) for b in built]
 
-    found = even_cuts(built, stages)
+    found = find_even_cuts(built, stages)
 
-    costs = {cuts: sizes_of(built, cuts) for cuts in every_division(count, stages)}
+    costs = {cuts: stage_sizes(built, cuts) for cuts in every_division(count, stages)}
     assert tuple(found) in costs, "increasing, and no stage is empty"
     lightest = min(max(cost) for cost in costs.values())
-    mine = sizes_of(built, found)
+    mine = stage_sizes(built, found)
     assert max(mine) == lightest
     fitting = [cost for cost in costs.values() if max(cost) == lightest]
     assert sum(s * s for s in mine) == min(sum(s * s for s in cost) for cost in fitting)
 
 
 def test_stages_that_are_not_the_heaviest_are_even_too() -> None:
-    assert even_cuts(chain([10, 1, 1, 1, 1]), 3) == [1, 3]
+    assert find_even_cuts(chain([10, 1, 1, 1, 1]), 3) == [1, 3]
 
 
 def test_a_large_first_block_does_not_push_the_rest_to_the_last_stage() -> None:
-    cuts = even_cuts(chain([12, 1, 1, 1, 1]), 3)
-    assert sizes_of(chain([12, 1, 1, 1, 1]), cuts) == [12, 2, 2]
+    cuts = find_even_cuts(chain([12, 1, 1, 1, 1]), 3)
+    assert stage_sizes(chain([12, 1, 1, 1, 1]), cuts) == [12, 2, 2]
 
 
 def test_a_chain_of_thousands_is_divided() -> None:
     long = chain([1] * 3000)
-    sizes = sizes_of(long, even_cuts(long, 8))
+    sizes = stage_sizes(long, find_even_cuts(long, 8))
     assert sum(sizes) == 3000
     assert max(sizes) - min(sizes) <= 16
 
 
 def test_budgets_of_the_stages_are_kept() -> None:
-    assert sizes_of(chain([4, 4, 4, 4]), even_cuts(chain([4, 4, 4, 4]), 2, [4, 100])) == [4, 12]
+    assert stage_sizes(chain([4, 4, 4, 4]), find_even_cuts(chain([4, 4, 4, 4]), 2, [4, 100])) == [4, 12]
     with pytest.raises(PrepareError, match="cannot be divided into 2 stages within"):
-        even_cuts(chain([4, 4, 4, 4]), 2, [4, 8])
+        find_even_cuts(chain([4, 4, 4, 4]), 2, [4, 8])
 
 
 def test_fewer_blocks_than_stages_is_an_error() -> None:
     with pytest.raises(PrepareError, match="2 blocks for 3 processes"):
-        even_cuts(chain([1, 1]), 3)
+        find_even_cuts(chain([1, 1]), 3)
 
 
 class Layer(nn.Module):
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
 def test_blocks_are_the_layers_and_what_stands_beside_them() -> None:
     model = Transformer()
-    found = blocks(model)
+    found = list_blocks(model)
     assert [block.name for block in found] == [
         "body.embedding", *(f"body.layers.{i}" for i in range(4)), "head"
     ]  # fmt: skip
@@ -104,20 +104,24 @@ def test_blocks_are_the_layers_and_what_stands_beside_them() -> None:
 
 
 def test_too_few_blocks_are_opened_the_largest_first() -> None:
-    found = blocks(Transformer(layers=1), at_least=4)
+    found = list_blocks(Transformer(layers=1), at_least=4)
     assert [block.name for block in found] == [
         "body.embedding", "body.layers.0.up", "body.layers.0.down", "head"
     ]  # fmt: skip
 
 
 def test_classes_that_are_not_split_stay_whole() -> None:
-    found = blocks(Transformer(layers=2), no_split=["Layer"], at_least=9)
+    found = list_blocks(Transformer(layers=2), no_split=["Layer"], at_least=9)
     assert [block.name for block in found] == ["body.embedding", "body.layers.0", "body.layers.1", "head"]
 
 
 def test_only_modules_that_are_used_count_in_their_order() -> None:
     used = ["head", "body", "body.layers", "body.layers.2", "body.layers.0"]
-    assert [b.name for b in blocks(Transformer(), used=used)] == ["head", "body.layers.2", "body.layers.0"]
+    assert [b.name for b in list_blocks(Transformer(), used=used)] == [
+        "head",
+        "body.layers.2",
+        "body.layers.0",
+    ]
 
 
 def test_the_device_map_numbers_the_stages() -> None:
@@ -133,11 +137,11 @@ def test_the_device_map_numbers_the_stages() -> None:
 
 def test_split_points_of_the_user_are_checked() -> None:
     model = Transformer()
-    assert named_cuts(model, ["body.layers.2"], 2) == ["body.layers.2"]
+    assert check_split_points(model, ["body.layers.2"], 2) == ["body.layers.2"]
     with pytest.raises(UnknownNameError, match=r"did you mean 'body\.layers\.2'"):
-        named_cuts(model, ["body.layer.2"], 2)
+        check_split_points(model, ["body.layer.2"], 2)
     with pytest.raises(PrepareError, match="1 split points make 2 stages, but there are 3 processes"):
-        named_cuts(model, ["body.layers.2"], 3)
+        check_split_points(model, ["body.layers.2"], 3)
 
 
 def test_the_batch_size_is_that_of_the_first_tensor() -> None:

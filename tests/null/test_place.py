@@ -17,9 +17,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.offload.parts import Part, Weight, units
-from accelerate.offload.place import Rules, place
+from accelerate.offload.module_tree import ModuleNode, WeightSize, split_into_units
 from accelerate.offload.placement import CPU, DISK, Placement
+from accelerate.offload.placement_planner import PlacementRules, plan_placement
 from tests.support.long_run import hypothesis_settings
 
 KINDS = ("Linear", "Block", "List")
@@ -28,32 +28,34 @@ KINDS = ("Linear", "Block", "List")
 # --- random models: made from a seed, because drawn piece by piece most of them would be empty ------------
 
 
-def random_model(chance: random.Random) -> Part:
+def random_model(chance: random.Random) -> ModuleNode:
     """A tree of depth 0 to 3 with weights and buffers of 0 to 50 bytes on every level, some weights tied."""
     ties = [chance.randint(1, 50) for _ in range(chance.randint(0, 3))]
 
-    def weights(name: str) -> Iterator[Weight]:
+    def weights(name: str) -> Iterator[WeightSize]:
         for number in range(chance.choice((0, 0, 1, 1, 2, 3))):
             full = f"{name}.w{number}" if name else f"w{number}"
             which = chance.randint(0, 12)
             if which < len(ties):
-                yield Weight(full, ties[which], which, False)
+                yield WeightSize(full, ties[which], which, False)
             else:
-                yield Weight(full, chance.choice((0, 1, chance.randint(0, 50))), full, chance.random() < 0.25)
+                yield WeightSize(
+                    full, chance.choice((0, 1, chance.randint(0, 50))), full, chance.random() < 0.25
+                )
 
-    def part(name: str, depth: int) -> Part:
+    def part(name: str, depth: int) -> ModuleNode:
         count = chance.randint(1, 5) if depth and chance.random() < 0.9 else 0
         below = [part(f"{name}.{n}" if name else str(n), depth - 1) for n in range(count)]
-        return Part(name, chance.choice(KINDS), tuple(weights(name)), tuple(below))
+        return ModuleNode(name, chance.choice(KINDS), tuple(weights(name)), tuple(below))
 
     return part("", chance.choice((0, 1, 2, 2, 3, 3)))
 
 
-def random_rules(chance: random.Random, tree: Part, budgets: Mapping[Any, int]) -> Rules:
+def random_rules(chance: random.Random, tree: ModuleNode, budgets: Mapping[Any, int]) -> PlacementRules:
     closed = frozenset(chance.sample(KINDS, chance.choice((0, 0, 1))))
-    found = units(tree, closed)
+    found = split_into_units(tree, closed)
     names = sorted({unit.name for unit in found} & {part.name for part in tree.walk()})
-    return Rules(
+    return PlacementRules(
         closed,
         offload_buffers=chance.random() < 0.5,
         fill=chance.random() < 0.3,
@@ -63,11 +65,11 @@ def random_rules(chance: random.Random, tree: Part, budgets: Mapping[Any, int]) 
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[Part, dict[Any, int], Rules]:
+def questions(draw: st.DrawFn) -> tuple[ModuleNode, dict[Any, int], PlacementRules]:
     """A model, budgets of about its size, and rules."""
     chance = random.Random(draw(st.integers(0, 2**48)))
     tree = random_model(chance)
-    total = distinct(list(tree.all()))
+    total = distinct(list(tree.all_weights()))
     budgets: dict[Any, int] = {n: int(total * chance.random()) for n in range(chance.randint(0, 3))}
     if chance.random() < 0.8:
         budgets["cpu"] = int(total * chance.choice((0.3, 1, 2)) * chance.random())
@@ -84,40 +86,40 @@ def home_of(name: str, device_map: Mapping[str, Any]) -> list[Any]:
     return [device for key, device in device_map.items() if not key or f"{name}.".startswith(f"{key}.")]
 
 
-def distinct(weights: list[Weight]) -> int:
+def distinct(weights: list[WeightSize]) -> int:
     return sum({weight.tie: weight.size for weight in weights}.values())
 
 
 @hypothesis_settings(150, in_long_run=600)
 @given(questions())
-def test_every_plan_keeps_the_invariants(question: tuple[Part, dict[Any, int], Rules]) -> None:
+def test_every_plan_keeps_the_invariants(question: tuple[ModuleNode, dict[Any, int], PlacementRules]) -> None:
     tree, budgets, rules = question
-    found = units(tree, rules.no_split, rules.cache)
+    found = split_into_units(tree, rules.no_split, rules.cache)
     try:
-        plan = place(tree, budgets, rules)
+        plan = plan_placement(tree, budgets, rules)
     except SettingError as error:
         event(f"refused: {error.what[:10]}")
         return  # tested below
     event(f"executor {plan.executor}")
-    homes = {weight.name: home_of(weight.name, plan.device_map) for weight in tree.all()}
+    homes = {weight.name: home_of(weight.name, plan.device_map) for weight in tree.all_weights()}
     assert all(len(each) == 1 for each in homes.values()), "one home for every tensor"
     assert list(plan.homes) == [unit.name for unit in found]
     assert {name: each[0] for name, each in homes.items()} == {
         weight.name: plan.homes[unit.name] for unit in found for weight in unit.weights
     }
     ties: dict[Any, set[Any]] = {}
-    for weight in tree.all():
+    for weight in tree.all_weights():
         ties.setdefault(weight.tie, set()).update(homes[weight.name])
     assert all(len(each) == 1 for each in ties.values()), "one home for tied weights"
     for part in tree.walk():
         if part.kind in rules.no_split:
-            assert len({homes[weight.name][0] for weight in part.all()}) <= 1, "a block stays whole"
+            assert len({homes[weight.name][0] for weight in part.all_weights()}) <= 1, "a block stays whole"
     _check_budgets(plan, tree, found, budgets, rules)
     str(plan)
 
 
 def _check_budgets(
-    plan: Placement, tree: Part, found: list[Any], budgets: dict[Any, int], rules: Rules
+    plan: Placement, tree: ModuleNode, found: list[Any], budgets: dict[Any, int], rules: PlacementRules
 ) -> None:
     """Adds up, apart from the plan's own accounts, what a device has to hold at the worst moment."""
     limits = {DISK: math.inf, **budgets}
@@ -141,29 +143,29 @@ def _check_budgets(
         reserve = rules.reserve.get(device, 0)
         assert need <= limit - (reserve if used and need else 0), f"{device} is asked for {need} of {limit}"
         if need:
-            assert plan.accounts[device].taken <= limit
+            assert plan.budgets[device].used <= limit
 
 
 @hypothesis_settings(50, in_long_run=200)
 @given(MODELS)
-def test_a_model_that_fits_a_device_is_on_it(tree: Part):
-    size = distinct(list(tree.all()))
+def test_a_model_that_fits_a_device_is_on_it(tree: ModuleNode):
+    size = distinct(list(tree.all_weights()))
     if size:
-        plan = place(tree, {0: size, "cpu": 1000})
+        plan = plan_placement(tree, {0: size, "cpu": 1000})
         assert set(plan.homes.values()) == {0}
         assert plan.executor is None
 
 
 @hypothesis_settings(50, in_long_run=200)
 @given(MODELS, st.lists(st.integers(0, 400), min_size=1, max_size=3))
-def test_more_memory_never_stores_more(tree: Part, accelerators: list[int]):
+def test_more_memory_never_stores_more(tree: ModuleNode, accelerators: list[int]):
     budgets = dict(enumerate(accelerators)) | {"cpu": 10**6}
     try:
-        few = place(tree, budgets)
+        few = plan_placement(tree, budgets)
     except SettingError:
         return
-    total = sum({weight.tie: weight.size for weight in tree.all()}.values())
-    many = place(tree, budgets | {0: total + 1})
+    total = sum({weight.tie: weight.size for weight in tree.all_weights()}.values())
+    many = plan_placement(tree, budgets | {0: total + 1})
     assert not many.offloaded
     assert set(few.offloaded.values()) <= {CPU}
 
@@ -171,63 +173,74 @@ def test_more_memory_never_stores_more(tree: Part, accelerators: list[int]):
 # --- what a plan looks like --------------------------------------------------------------------------------
 
 
-def layers(*sizes: int, kind: str = "Linear") -> Part:
+def layers(*sizes: int, kind: str = "Linear") -> ModuleNode:
     """A chain of layers of these sizes, called "0", "1", ..."""
-    parts = [Part(str(n), kind, (Weight(f"{n}.weight", size, n, False),), ()) for n, size in enumerate(sizes)]
-    return Part("", "Chain", (), tuple(parts))
+    parts = [
+        ModuleNode(str(n), kind, (WeightSize(f"{n}.weight", size, n, False),), ())
+        for n, size in enumerate(sizes)
+    ]
+    return ModuleNode("", "Chain", (), tuple(parts))
 
 
 def test_room_for_the_largest_block_is_kept_while_more_is_to_come():
-    assert place(layers(64, 72, 100), {0: 200, 1: 200}).device_map == {"0": 0, "1": 1, "2": 1}
-    plan = place(layers(64, 72, 100), {0: 172, "cpu": 1000})
+    assert plan_placement(layers(64, 72, 100), {0: 200, 1: 200}).device_map == {"0": 0, "1": 1, "2": 1}
+    plan = plan_placement(layers(64, 72, 100), {0: 172, "cpu": 1000})
     assert plan.device_map == {"0": 0, "1": "cpu", "2": "cpu"}
-    assert (plan.executor, plan.accounts[0].kept) == (0, 100)
+    assert (plan.executor, plan.budgets[0].block_buffer) == (0, 100)
 
 
 def test_nothing_is_stored_elsewhere_for_the_sake_of_that_room():
     """1.15 keeps it always, and sends the last layers to the CPU although all fit."""
-    assert place(layers(64, 72, 100), {0: 236, "cpu": 1000}).device_map == {"": 0}
-    assert place(layers(64, 72, 100), {0: 136, 1: 100, "cpu": 1000}).device_map == {"0": 0, "1": 0, "2": 1}
+    assert plan_placement(layers(64, 72, 100), {0: 236, "cpu": 1000}).device_map == {"": 0}
+    assert plan_placement(layers(64, 72, 100), {0: 136, 1: 100, "cpu": 1000}).device_map == {
+        "0": 0,
+        "1": 0,
+        "2": 1,
+    }
     # Only out of order does everything fit: 2 beside 0.
-    assert place(layers(50, 90, 40), {0: 90, 1: 90, "cpu": 9}).device_map == {"0": 0, "1": 1, "2": 0}
+    assert plan_placement(layers(50, 90, 40), {0: 90, 1: 90, "cpu": 9}).device_map == {"0": 0, "1": 1, "2": 0}
 
 
 def test_a_first_layer_that_is_too_big_does_not_end_the_filling_of_a_device():
     """PAINS 16: a big first layer blocks small ones."""
-    plan = place(layers(500, 50, 50, 300), {0: 120, 1: 820, "cpu": 0})
+    plan = plan_placement(layers(500, 50, 50, 300), {0: 120, 1: 820, "cpu": 0})
     assert plan.device_map == {"0": 1, "1": 0, "2": 0, "3": 1}
 
 
 def test_the_disk_is_the_last_resort():
-    plan = place(layers(100, 100, 100, 100), {0: 200, "cpu": 200})
+    plan = plan_placement(layers(100, 100, 100, 100), {0: 200, "cpu": 200})
     assert plan.device_map == {"0": 0, "1": "cpu", "2": "cpu", "3": "disk"}
     assert plan.why["1"] == "0 is full"
     assert plan.why["3"] == "0 and cpu are full"
-    assert place(layers(100, 100), {0: 200}).device_map == {"": 0}
-    assert place(layers(100, 100, 100), {0: 200}).device_map == {"0": 0, "1": "disk", "2": "disk"}
+    assert plan_placement(layers(100, 100), {0: 200}).device_map == {"": 0}
+    assert plan_placement(layers(100, 100, 100), {0: 200}).device_map == {"0": 0, "1": "disk", "2": "disk"}
 
 
 def test_the_executor_is_an_accelerator_that_has_the_room():
     """1.15 sends the first three to device 1, which then has no room for the fourth."""
-    plan = place(layers(100, 300, 300, 300), {0: 200, 1: 700, "cpu": 1000})
+    plan = plan_placement(layers(100, 300, 300, 300), {0: 200, 1: 700, "cpu": 1000})
     assert plan.device_map == {"0": 1, "1": 1, "2": "cpu", "3": "cpu"}
-    assert (plan.executor, plan.accounts[1].left) == (1, 0)
+    assert (plan.executor, plan.budgets[1].unused) == (1, 0)
     assert [note[:15] for note in plan.notes] == ["nothing is on 0"]
 
 
 def test_smaller_blocks_are_looked_for_when_asked():
     tree = layers(176, 80, 160)
-    plain = place(tree, {0: 256, "cpu": 1000})
+    plain = plan_placement(tree, {0: 256, "cpu": 1000})
     assert plain.device_map == {"": "cpu"}
     assert plain.notes[0].startswith("nothing is on 0, of insufficient memory")
-    assert place(tree, {0: 256, "cpu": 1000}, Rules(fill=True)).device_map == {"0": "cpu", "1": 0, "2": "cpu"}
+    assert plan_placement(tree, {0: 256, "cpu": 1000}, PlacementRules(fill=True)).device_map == {
+        "0": "cpu",
+        "1": 0,
+        "2": "cpu",
+    }
 
 
 def test_a_tie_brings_distant_parts_together():
-    head = Part("9", "Linear", (Weight("9.weight", 100, 0, False),), ())
+    head = ModuleNode("9", "Linear", (WeightSize("9.weight", 100, 0, False),), ())
     tree = layers(100, 30, 30)
-    tree = tree._replace(parts=(*tree.parts, head))
-    plan = place(tree, {0: 190, "cpu": 1000})
+    tree = tree._replace(children=(*tree.children, head))
+    plan = plan_placement(tree, {0: 190, "cpu": 1000})
     assert plan.homes == {"0": 0, "1": 0, "2": 0, "9": 0}
     assert plan.tied == (("0.weight", "9.weight"),)
     assert plan.why == {"9": "tied to 0"}
@@ -236,41 +249,44 @@ def test_a_tie_brings_distant_parts_together():
 
 def test_what_holds_nothing_goes_with_its_neighbours():
     tree = layers(100, 0, 100, 0)
-    assert place(tree, {0: 100, 1: 100}).device_map == {"0": 0, "1": 0, "2": 1, "3": 1}
-    assert place(layers(0, 100), {"cpu": 1000}).device_map == {"": "cpu"}
-    assert place(layers(0, 0), {0: 10}).device_map == {"": 0}
+    assert plan_placement(tree, {0: 100, 1: 100}).device_map == {"0": 0, "1": 0, "2": 1, "3": 1}
+    assert plan_placement(layers(0, 100), {"cpu": 1000}).device_map == {"": "cpu"}
+    assert plan_placement(layers(0, 0), {0: 10}).device_map == {"": 0}
 
 
 def test_buffers_of_stored_modules_stay_on_the_executor_unless_told_otherwise():
-    def block(number: int) -> Part:
-        weights = (Weight(f"{number}.w", 100, number, False), Weight(f"{number}.b", 40, f"b{number}", True))
-        return Part(str(number), "Block", weights, ())
+    def block(number: int) -> ModuleNode:
+        weights = (
+            WeightSize(f"{number}.w", 100, number, False),
+            WeightSize(f"{number}.b", 40, f"b{number}", True),
+        )
+        return ModuleNode(str(number), "Block", weights, ())
 
-    tree = Part("", "Chain", (), tuple(block(number) for number in range(4)))
-    plan = place(tree, {0: 400, "cpu": 1000})
+    tree = ModuleNode("", "Chain", (), tuple(block(number) for number in range(4)))
+    plan = plan_placement(tree, {0: 400, "cpu": 1000})
     assert plan.device_map == {"0": 0, "1": "cpu", "2": "cpu", "3": "cpu"}
-    assert plan.accounts[0].pinned == 120
-    assert plan.accounts["cpu"].weights == 300
-    plan = place(tree, {0: 420, "cpu": 1000}, Rules(offload_buffers=True))
+    assert plan.budgets[0].pinned == 120
+    assert plan.budgets["cpu"].weights == 300
+    plan = plan_placement(tree, {0: 420, "cpu": 1000}, PlacementRules(offload_buffers=True))
     assert plan.device_map == {"0": 0, "1": 0, "2": "cpu", "3": "cpu"}
-    assert plan.accounts[0].pinned == 0
+    assert plan.budgets[0].pinned == 0
 
 
 def test_caches_lie_where_a_block_is_computed():
     """PAINS 15: activations, keys and values count."""
-    rules = Rules(cache={"0": 50, "1": 50, "2": 50}, reserve={0: 30})
-    plan = place(layers(100, 100, 100), {0: 480, "cpu": 1000}, rules)
-    assert (plan.device_map, plan.accounts[0].taken) == ({"": 0}, 480)
-    plan = place(layers(100, 100, 100), {0: 479, "cpu": 1000}, rules)
+    rules = PlacementRules(cache={"0": 50, "1": 50, "2": 50}, reserve={0: 30})
+    plan = plan_placement(layers(100, 100, 100), {0: 480, "cpu": 1000}, rules)
+    assert (plan.device_map, plan.budgets[0].used) == ({"": 0}, 480)
+    plan = plan_placement(layers(100, 100, 100), {0: 479, "cpu": 1000}, rules)
     assert plan.device_map == {"0": 0, "1": "cpu", "2": "cpu"}
-    assert (plan.accounts[0].cache, plan.accounts[0].kept, plan.accounts[0].reserve) == (150, 100, 30)
+    assert (plan.budgets[0].cache, plan.budgets[0].block_buffer, plan.budgets[0].reserve) == (150, 100, 30)
 
 
 def test_the_plan_is_a_table():
-    head = Part("9", "Linear", (Weight("9.weight", 100 * 2**20, 0, False),), ())
+    head = ModuleNode("9", "Linear", (WeightSize("9.weight", 100 * 2**20, 0, False),), ())
     tree = layers(*[100 * 2**20] * 4)
-    tree = tree._replace(parts=(*tree.parts, head))
-    text = str(place(tree, {0: "350MiB", "cpu": "100GiB"}, Rules(reserve={0: 1})))
+    tree = tree._replace(children=(*tree.children, head))
+    text = str(plan_placement(tree, {0: "350MiB", "cpu": "100GiB"}, PlacementRules(reserve={0: 1})))
     assert text == TABLE, text
 
 
@@ -288,7 +304,7 @@ tied: 0.weight = 9.weight"""
 
 def test_a_plan_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        place(layers(1), {0: 1}).executor = 1
+        plan_placement(layers(1), {0: 1}).executor = 1
 
 
 # --- what is refused (E5) ----------------------------------------------------------------------------------
@@ -311,27 +327,27 @@ def test_a_plan_cannot_be_changed():
 )
 def test_budgets_that_cannot_work_are_refused(budgets, said):
     with pytest.raises(SettingError, match=said):
-        place(layers(64, 72, 100), budgets)
+        plan_placement(layers(64, 72, 100), budgets)
 
 
 def test_a_block_that_must_stay_whole_has_to_fit():
     inner = layers(60, 60, kind="Linear")._replace(name="block", kind="Block")
-    tree = Part("", "Model", (), (inner,))
-    assert place(tree, {0: 100, 1: 100, "cpu": 1000}).executor is None
+    tree = ModuleNode("", "Model", (), (inner,))
+    assert plan_placement(tree, {0: 100, 1: 100, "cpu": 1000}).executor is None
     with pytest.raises(SettingError, match=r"less than the largest block block \(120 bytes\)"):
-        place(tree, {0: 100, 1: 100, "cpu": 1000}, Rules(frozenset({"Block"})))
+        plan_placement(tree, {0: 100, 1: 100, "cpu": 1000}, PlacementRules(frozenset({"Block"})))
 
 
 def test_a_reserve_that_leaves_nothing_is_refused():
     with pytest.raises(SettingError, match="100 bytes of it are reserved"):
-        place(layers(10), {0: 100, "cpu": 1000}, Rules(reserve={0: 100}))
+        plan_placement(layers(10), {0: 100, "cpu": 1000}, PlacementRules(reserve={0: 100}))
     with pytest.raises(SettingError, match="a reserve is asked of 3"):
-        place(layers(10), {0: 100}, Rules(reserve={3: 1}))
+        plan_placement(layers(10), {0: 100}, PlacementRules(reserve={3: 1}))
     with pytest.raises(SettingError, match="not there: nothing"):
-        place(layers(10), {0: 100}, Rules(cache={"nothing": 1}))
+        plan_placement(layers(10), {0: 100}, PlacementRules(cache={"nothing": 1}))
 
 
 def test_an_unknown_class_is_noted():
-    plan = place(layers(1), {0: 10}, Rules(frozenset({"Linaer", "Linear"})))
+    plan = plan_placement(layers(1), {0: 10}, PlacementRules(frozenset({"Linaer", "Linear"})))
     assert plan.notes == ("no module is of the class 'Linaer'; did you mean 'Linear'?",)
     assert not isinstance(plan, UnknownNameError)

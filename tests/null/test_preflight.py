@@ -17,14 +17,16 @@ SAME = {"accelerate": "1.0", "torch": "2.13.0", "Python": "3.11", "device": "cpu
 def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> None:
     """Names resolve to these addresses, one answer after another, the last for ever."""
     left = list(answers)
-    monkeypatch.setattr(preflight, "addresses", lambda host: left.pop(0) if len(left) > 1 else left[0])
+    monkeypatch.setattr(
+        preflight, "resolve_addresses", lambda host: left.pop(0) if len(left) > 1 else left[0]
+    )
 
 
 def test_two_machines_on_the_loopback_meet() -> None:
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        preflight.meet("localhost", server.getsockname()[1], 1, seconds=5, say=said.append)
-    preflight.meet("127.0.0.1", free_port(), 0, seconds=5, say=said.append)
+        preflight.check_meeting_point("localhost", server.getsockname()[1], 1, seconds=5, say=said.append)
+    preflight.check_meeting_point("127.0.0.1", free_port(), 0, seconds=5, say=said.append)
     assert said == []
 
 
@@ -38,7 +40,7 @@ def test_a_machine_waits_for_machine_0_and_says_so_once() -> None:
         servers.append(socket.create_server(("127.0.0.1", port)))  # now machine 0 comes
         started.set()
 
-    preflight.meet("127.0.0.1", port, 1, seconds=60, say=say)
+    preflight.check_meeting_point("127.0.0.1", port, 1, seconds=60, say=say)
     assert started.is_set()
     assert said == [f"nobody listens at 127.0.0.1:{port} yet; waiting up to 60 s for machine 0"]
     servers[0].close()
@@ -47,7 +49,7 @@ def test_a_machine_waits_for_machine_0_and_says_so_once() -> None:
 def test_a_port_that_is_never_open_is_an_error_that_names_both() -> None:
     port = free_port()
     with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 .* was not reached") as caught:
-        preflight.meet("127.0.0.1", port, 1, seconds=0, say=lambda line: None)
+        preflight.check_meeting_point("127.0.0.1", port, 1, seconds=0, say=lambda line: None)
     assert "this machine itself" in str(caught.value)
     assert "--main_process_ip" in caught.value.fix
 
@@ -56,7 +58,7 @@ def test_a_port_that_is_taken_on_machine_0() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} cannot be used on this machine") as caught:
-            preflight.meet("127.0.0.1", port, 0, seconds=1, say=lambda line: None)
+            preflight.check_meeting_point("127.0.0.1", port, 0, seconds=1, say=lambda line: None)
     assert "--main_process_port" in caught.value.fix
 
 
@@ -65,7 +67,7 @@ def test_a_name_that_does_not_resolve() -> None:
     with pytest.raises(
         LaunchError, match=r"the name nowhere\.invalid of machine 0 does not resolve"
     ) as caught:
-        preflight.meet("nowhere.invalid", 1, 1, seconds=0, say=said.append)
+        preflight.check_meeting_point("nowhere.invalid", 1, 1, seconds=0, say=said.append)
     assert "/etc/hosts" in caught.value.fix
 
 
@@ -73,7 +75,7 @@ def test_a_name_that_comes_with_its_machine_is_waited_for(monkeypatch: pytest.Mo
     """The name of a container exists when it runs."""
     said: list[str] = []
     resolving(monkeypatch, [], [], ["127.0.0.1"])
-    preflight.meet("pod-0", 1, 1, seconds=60, say=said.append, reach=False)
+    preflight.check_meeting_point("pod-0", 1, 1, seconds=60, say=said.append, reach=False)
     assert len(said) == 1
     assert "does not resolve yet" in said[0]
 
@@ -82,13 +84,13 @@ def test_a_name_that_means_the_machine_itself(monkeypatch: pytest.MonkeyPatch) -
     """A stock Debian gives its own name to 127.0.1.1; a copied /etc/hosts gives it that of machine 0."""
     resolving(monkeypatch, ["127.0.1.1"])
     with pytest.raises(LaunchError, match=r"head is 127.0.1.1 on this machine, number 2"):
-        preflight.meet("head", 1, 2, seconds=1, say=lambda line: None, reach=False)
-    preflight.meet("head", 1, 0, seconds=1, say=lambda line: None, reach=False)
+        preflight.check_meeting_point("head", 1, 2, seconds=1, say=lambda line: None, reach=False)
+    preflight.check_meeting_point("head", 1, 0, seconds=1, say=lambda line: None, reach=False)
 
 
 def test_an_address_of_another_machine_is_said_on_machine_0() -> None:
     said: list[str] = []
-    preflight.meet("192.0.2.1", 1, 0, seconds=1, say=said.append, reach=False)
+    preflight.check_meeting_point("192.0.2.1", 1, 0, seconds=1, say=said.append, reach=False)
     assert said == [
         "machine 0 is this one, but 192.0.2.1 is 192.0.2.1, which is none of its addresses; the others must "
         "reach it there"
@@ -109,16 +111,18 @@ def test_an_address_of_another_machine_is_said_on_machine_0() -> None:
     ],
 )
 def test_what_differs_is_named_with_both_machines(what: str, value: str, text: str, fix: str) -> None:
-    error = preflight.compare([SAME, {**SAME, what: value}, SAME], ["a", "b", "c"])
+    error = preflight.compare_machines([SAME, {**SAME, what: value}, SAME], ["a", "b", "c"])
     assert error is not None
     assert text in error.what
     assert fix in error.fix
 
 
 def test_equal_machines_and_the_facts_of_this_one() -> None:
-    mine = preflight.facts("cpu", 2)
+    mine = preflight.machine_facts("cpu", 2)
     assert mine.keys() == SAME.keys()
     assert "+" not in mine["torch"], "builds for the CPU and for a device understand each other"
-    assert preflight.compare([mine, mine], ["a", "b"]) is None
-    asked = preflight.facts("cpu", None)
-    assert preflight.compare([mine, asked], ["a", "b"]) is None, "who says a number may say different ones"
+    assert preflight.compare_machines([mine, mine], ["a", "b"]) is None
+    asked = preflight.machine_facts("cpu", None)
+    assert preflight.compare_machines([mine, asked], ["a", "b"]) is None, (
+        "who says a number may say different ones"
+    )

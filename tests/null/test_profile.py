@@ -17,8 +17,8 @@ from torch.profiler import profile
 from accelerate import Accelerator, ProfileKwargs
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.watch import timeline
-from accelerate.watch.profile import recording
+from accelerate.watch import memory_timeline
+from accelerate.watch.profile import record_profile
 
 MB = 2**20
 
@@ -46,7 +46,7 @@ def test_a_trace_and_a_picture_of_what_fills_the_memory(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["memory_0.png", "profile_0.json"]
     assert "aten::mm" in events(folder / "profile_0.json")
 
-    (line,) = timeline.read(profiler)
+    (line,) = memory_timeline.read_timelines(profiler)
     assert line.device == "cpu"
     top = {name: values.max() / MB for name, values in line.bytes.items()}
     assert top["optimizer state"] >= 2
@@ -57,7 +57,7 @@ def test_a_trace_and_a_picture_of_what_fills_the_memory(tmp_path: Path) -> None:
 
     pixels = imread(folder / "memory_0.png")[..., :3]
     for name in ("optimizer state", "gradients", "activations"):
-        near = np.abs(pixels - np.array(to_rgb(timeline.KINDS[name]))).max(axis=2) < 0.02
+        near = np.abs(pixels - np.array(to_rgb(memory_timeline.KINDS[name]))).max(axis=2) < 0.02
         assert near.mean() > 0.001, f"{name} is an area of the picture"
 
 
@@ -65,10 +65,10 @@ def test_without_torchs_memory_profile_the_total_is_drawn(monkeypatch, tmp_path:
     monkeypatch.delattr(
         next(each for each in profile.__mro__ if "_memory_profile" in vars(each)), "_memory_profile"
     )
-    with recording(ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True), 3) as profiler:
+    with record_profile(ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True), 3) as profiler:
         kept = torch.ones(MB)
         train()
-    (line,) = timeline.read(profiler)
+    (line,) = memory_timeline.read_timelines(profiler)
     assert list(line.bytes) == ["other"]
     assert line.total.max() >= 4 * MB + 4 * MB
     assert line.total[-1] >= kept.nbytes
@@ -78,40 +78,40 @@ def test_without_torchs_memory_profile_the_total_is_drawn(monkeypatch, tmp_path:
 def test_where_torch_loses_its_way_the_total_is_drawn_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def lost(self: Any) -> None:
+    def raise_mismatch(self: Any) -> None:
         raise AssertionError("version mismatch: {id=10: (0, 2)}")
 
     holder = next(each for each in profile.__mro__ if "_memory_profile" in vars(each))
-    monkeypatch.setattr(holder, "_memory_profile", lost)
+    monkeypatch.setattr(holder, "_memory_profile", raise_mismatch)
     options = ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True)
     with (
         pytest.warns(UserWarning, match="shown as other: version mismatch"),
-        recording(options, 0) as profiler,
+        record_profile(options, 0) as profiler,
     ):
         train()
     with pytest.warns(UserWarning, match="shown as other"):
-        (line,) = timeline.read(profiler)
+        (line,) = memory_timeline.read_timelines(profiler)
     assert list(line.bytes) == ["other"]
 
 
 def test_many_moments_are_thinned_to_the_fullest() -> None:
-    count = 10 * timeline.MOMENTS
+    count = 10 * memory_timeline.MOMENTS
     seconds = np.linspace(5, 6, count)
     steps = np.zeros(count, dtype=np.int64)
     steps[12345] = 7 * MB
-    line = timeline._timeline("cpu", seconds, {"other": steps, "inputs": np.zeros_like(steps)})
-    assert len(line.seconds) == timeline.MOMENTS
+    line = memory_timeline._make_timeline("cpu", seconds, {"other": steps, "inputs": np.zeros_like(steps)})
+    assert len(line.seconds) == memory_timeline.MOMENTS
     assert line.total.max() == 7 * MB
     assert list(line.bytes) == ["other"]
 
 
 def test_no_allocation_makes_a_picture_too(tmp_path: Path) -> None:
-    timeline.draw([], tmp_path / "empty.png")
+    memory_timeline.draw_timelines([], tmp_path / "empty.png")
     assert imread(tmp_path / "empty.png").shape[0] > 100
 
 
 def steps(options: ProfileKwargs, count: int) -> None:
-    with recording(options, 0) as profiler:
+    with record_profile(options, 0) as profiler:
         for index in range(count):
             with torch.profiler.record_function(f"step {index}"):
                 torch.ones(4).sum()
@@ -149,7 +149,7 @@ def test_an_error_in_the_block_leaves_the_trace_until_then(tmp_path: Path) -> No
         torch.ones(4).sum()
         raise KeyError("no such column")
 
-    with pytest.raises(KeyError), recording(ProfileKwargs(output_trace_dir=str(tmp_path)), 0):
+    with pytest.raises(KeyError), record_profile(ProfileKwargs(output_trace_dir=str(tmp_path)), 0):
         fail()
     assert "aten::sum" in events(tmp_path / "profile_0.json")
 
@@ -159,9 +159,9 @@ def test_an_error_of_writing_leaves_no_half_file(tmp_path: Path, monkeypatch) ->
         path.write_text("half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(timeline, "draw", fill_the_disk)
+    monkeypatch.setattr(memory_timeline, "draw_timelines", fill_the_disk)
     options = ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True)
-    with pytest.raises(OSError, match="no space"), recording(options, 0):
+    with pytest.raises(OSError, match="no space"), record_profile(options, 0):
         train(1)
     assert [path.name for path in tmp_path.iterdir()] == ["profile_0.json"]
 
@@ -174,10 +174,10 @@ def test_options_that_cannot_take_effect_are_refused(tmp_path: Path, monkeypatch
         profiler.export_chrome_trace(str(tmp_path / "own.json"))
 
     options = ProfileKwargs(["cpu"], on_trace_ready=export, output_trace_dir=str(tmp_path))
-    with pytest.raises(SettingError, match="leave one of the two out"), recording(options, 0):
+    with pytest.raises(SettingError, match="leave one of the two out"), record_profile(options, 0):
         torch.ones(4).sum()
     assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
 
-    monkeypatch.setattr(packages, "installed", lambda module: module != "matplotlib")
+    monkeypatch.setattr(packages, "is_installed", lambda module: module != "matplotlib")
     with pytest.raises(MissingExtraError, match="pip install matplotlib"):
         ProfileKwargs(memory_timeline=True, output_trace_dir=str(tmp_path)).build()

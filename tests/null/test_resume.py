@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accelerate.data.loader import skip_first_batches
-from accelerate.data.order import behind, draw, finish, marked, seed_for, single_steps
 from accelerate.data.prepare import prepare_data_loader
-from accelerate.data.shard import BatchSamplerShard, cut_of
-from accelerate.data.states import Hosts
+from accelerate.data.rng_states import RNGSnapshot
+from accelerate.data.sample_order import draw, draw_seed, finish, mark_last, single_steps, skip_items
+from accelerate.data.shard import BatchSamplerShard, slicer_for
 from tests.support.interrupted import (
     KINDS,
     Augmented,
@@ -133,7 +133,7 @@ def test_an_epoch_that_was_broken_off_before_saving(kind: str) -> None:
             noise()
             if number == 3:
                 break
-        return Checkpoint(json.dumps(loader.state_dict()), Hosts.capture(), 0, 3)
+        return Checkpoint(json.dumps(loader.state_dict()), RNGSnapshot.capture(), 0, 3)
 
     checkpoint = seeded(broken)
     rest, _ = seeded(lambda: train(prepared(kind, 0, 1, 0), since=checkpoint), seed=2)
@@ -160,9 +160,9 @@ def test_at_the_boundary_nothing_is_skipped_but_what_was_given(kind: str, inside
             for batch in batches:
                 log[-1].append((batch, noise()))
                 if inside and saved is None and loader.end_of_dataloader:
-                    saved = json.dumps(loader.state_dict()), Hosts.capture()
+                    saved = json.dumps(loader.state_dict()), RNGSnapshot.capture()
             if not inside and saved is None:
-                saved = json.dumps(loader.state_dict()), Hosts.capture()
+                saved = json.dumps(loader.state_dict()), RNGSnapshot.capture()
         return log, saved
 
     whole, saved = seeded(script)
@@ -192,7 +192,11 @@ def test_a_loop_that_was_broken_off_for_good_does_not_disturb_the_rest() -> None
                     if count == 1:
                         break
             if step == 3:
-                saved = json.dumps([loader.state_dict() for loader in loaders]), Hosts.capture(), len(log)
+                saved = (
+                    json.dumps([loader.state_dict() for loader in loaders]),
+                    RNGSnapshot.capture(),
+                    len(log),
+                )
         return [*log, *training], saved
 
     def both() -> list[Any]:
@@ -228,7 +232,7 @@ def test_a_generator_that_two_loaders_share() -> None:
                 log += list(evaluation)
             if step == 3:
                 positions = [json.dumps(loader.state_dict()) for loader in (training, evaluation)]
-                saved = *positions, Hosts.capture(), len(log)
+                saved = *positions, RNGSnapshot.capture(), len(log)
         return [*log, *evaluation, *training], saved
 
     whole, saved = seeded(script)
@@ -248,7 +252,7 @@ def test_a_loader_and_its_workers_go_when_nobody_holds_them(kind: str, how: str)
         for _ in batches:
             if how == "broken off":
                 break
-        iterator = loader._fed[0][1]._iterator
+        iterator = loader._indexed[0][1]._iterator
         held = [weakref.ref(item) for item in (batches, loader, iterator)]
         assert iterator is not None
         del batches, loader, iterator
@@ -379,17 +383,17 @@ def test_the_cut_of_a_known_order_is_that_of_any_sampler(
     batches = BatchSampler(SequentialSampler(range(count)), batch * size if split else batch, drop)
     for rank in range(size):
         shard = BatchSamplerShard(batches, size, rank, split, even)
-        cut = cut_of(shard)
+        cut = slicer_for(shard)
         assert cut is not None
         offset = min(offset, count)
         fast = list(cut.steps(range(count), offset))
         group = 1 if split else size
-        rest, taken, head = behind(iter(batches), 0, offset, group)
+        rest, taken, head = skip_items(iter(batches), 0, offset, group)
         if size > 1:
             if offset % (batch * size) == 0:
-                assert fast == list(marked(shard.steps(rest, taken, head)))
+                assert fast == list(mark_last(shard.steps(rest, taken, head)))
         elif offset % batch == 0:
-            assert fast == list(marked(single_steps(rest, taken, batch)))
+            assert fast == list(mark_last(single_steps(rest, taken, batch)))
 
 
 @given(
@@ -412,7 +416,7 @@ def test_orders_are_those_of_torchs_own_sampler(
     ours = new()
     found: list[Any] = []
     for _ in range(2):
-        found.append(list(draw(ours, seed_for(ours))))
+        found.append(list(draw(ours, draw_seed(ours))))
         finish(ours)
     assert [[int(i) for i in order] for order in found] + [torch.rand(()).item()] == expected
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
-from accelerate.device.null import Null
+from accelerate.device.null import NullDevice
 from accelerate.facade.enums import RNGType
 from accelerate.world import rng
 from accelerate.world import world as worlds
@@ -129,7 +129,7 @@ def test_device_specific_adds_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_device_specific_knows_the_rank_before_the_world_is_open() -> None:
     """Called first thing in a script, every rank would otherwise silently draw the same numbers."""
-    with environ.patched(
+    with environ.patch_environment(
         {
             "RANK": "1",
             "WORLD_SIZE": "2",
@@ -146,7 +146,9 @@ def test_deterministic_asks_torch_and_the_device(monkeypatch: pytest.MonkeyPatch
     asked: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     readied: list[str] = []
-    monkeypatch.setattr(type(devices.get("cpu")), "deterministic", lambda self: readied.append(self.type))
+    monkeypatch.setattr(
+        type(devices.get("cpu")), "make_deterministic", lambda self: readied.append(self.type)
+    )
     rng.set_seed(1)
     assert asked == []
     rng.set_seed(1, deterministic=True)
@@ -154,12 +156,12 @@ def test_deterministic_asks_torch_and_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_set_seed_seeds_the_device_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    null = Null(size=2)
+    null = NullDevice(size=2)
     with devices.DEVICES.add("meta", null):
         enter(monkeypatch, size=2, rank=1)
         rng.set_seed(10, device_specific=True)
     assert null.calls["seed"] == 1
-    assert int(null.rng(0).view(torch.int64)) == 11
+    assert int(null.get_rng_state(0).view(torch.int64)) == 11
 
 
 # --- capture and restore
@@ -204,10 +206,10 @@ def test_the_devices_generators_are_captured_by_name(
     device.seed(9)
     state = rng.capture()
     assert type(state[key]) is kind
-    one = device.rng(0)
+    one = device.get_rng_state(0)
     device.seed(10)
     assert rng.restore(state) == []
-    assert (one == device.rng(0)) if kind is int else torch.equal(one, device.rng(0))
+    assert (one == device.get_rng_state(0)) if kind is int else torch.equal(one, device.get_rng_state(0))
 
 
 def test_restore_tells_what_the_state_has_nothing_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +260,7 @@ def test_the_devices_generator_is_read_and_set(monkeypatch: pytest.MonkeyPatch) 
         asked.append(state.clone())
         return torch.tensor([99], dtype=torch.uint8)
 
-    monkeypatch.setattr(rng, "_from_rank_0", from_rank_0)
+    monkeypatch.setattr(rng, "_broadcast_state", from_rank_0)
     fake.set_device(1)
     rng.synchronize_rng_state("cuda")
     assert [int(state) for state in asked] == [1]
@@ -279,7 +281,9 @@ def test_an_unknown_generator_is_refused() -> None:
 def test_synchronizing_before_the_group_is_open_is_refused() -> None:
     """Each rank would keep its own state and nobody would notice."""
     with (
-        environ.patched({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}),
+        environ.patch_environment(
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        ),
         pytest.raises(WorldError, match="before the processes know each other"),
     ):
         rng.synchronize_rng_state("torch")

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from accelerate.cli.config_classes import SageMakerConfig, load_config_from_file
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.launch.base import choose
-from accelerate.launch.job import read
+from accelerate.launch.base import choose_kind
 from accelerate.launch.kinds import sagemaker
-from accelerate.launch.kinds.sagemaker import SageMakerPlan, hyperparameters, prepare_sagemager_args_inputs
+from accelerate.launch.kinds.sagemaker import (
+    SageMakerPlan,
+    parse_hyperparameters,
+    prepare_sagemager_args_inputs,
+)
+from accelerate.launch.launch_request import read_request
 from tests.support.command import Finished, accelerate, launch
 
 FILE = """
@@ -53,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plan(text: str = FILE, *program: str, **flags: Any) -> SageMakerPlan:
     Path("job.yaml").write_text(text)
-    request = read({"config_file": "job.yaml", **flags}, program or ("train.py",), HANDED)
-    found = choose(request).plan(request)
+    request = read_request({"config_file": "job.yaml", **flags}, program or ("train.py",), SCRIPT_SETTINGS)
+    found = choose_kind(request).plan(request)
     assert isinstance(found, SageMakerPlan)
     return found
 
@@ -111,8 +115,8 @@ def test_a_dry_run_needs_no_sdk_and_shows_no_secret(folder: Path) -> None:
     assert told.returncode == 0, told.output
     assert "aws_secret_access_key\t***\t--aws_secret_access_key" in told.stdout
     assert "HUSH" not in told.output
-    request = read(
-        {"config_file": str(folder / "job.yaml"), "aws_secret_access_key": "HUSH"}, ("t.py",), HANDED
+    request = read_request(
+        {"config_file": str(folder / "job.yaml"), "aws_secret_access_key": "HUSH"}, ("t.py",), SCRIPT_SETTINGS
     )
     assert "HUSH" not in repr(request)
     assert "HUSH" not in str(request.get("aws_secret_access_key"))
@@ -122,7 +126,7 @@ def test_a_missing_or_another_sdk_is_told(folder: Path, monkeypatch: pytest.Monk
     result = launch("--config_file", "job.yaml", path="train.py", cwd=folder)
     assert result.returncode == 2
     assert "pip install sagemaker" in result.stderr
-    monkeypatch.setattr(sagemaker, "installed", lambda name: True)
+    monkeypatch.setattr(sagemaker, "is_installed", lambda name: True)
     with pytest.raises(LaunchError, match="no Hugging Face estimator"):
         sagemaker._estimator_class()
 
@@ -159,11 +163,13 @@ def test_tables_of_inputs_and_metrics_and_more_arguments(folder: Path) -> None:
 def test_arguments_that_a_table_cannot_hold_are_refused(arguments: list[str], words: str) -> None:
     """F9: none is dropped or changed in silence."""
     with pytest.raises(SettingError, match=words):
-        hyperparameters(arguments)
+        parse_hyperparameters(arguments)
 
 
 def test_values_have_the_type_that_they_look_like() -> None:
-    typed = hyperparameters(["--a", "-1", "--b=-2.5", "--c", "False", "--d", "1a", "-e", "", "--f", "1e-4"])
+    typed = parse_hyperparameters(
+        ["--a", "-1", "--b=-2.5", "--c", "False", "--d", "1a", "-e", "", "--f", "1e-4"]
+    )
     assert typed == {"a": -1, "b": -2.5, "c": False, "d": "1a", "e": "", "f": 1e-4}
     assert type(typed["a"]) is int
 
@@ -195,7 +201,7 @@ def test_its_keys_are_unknown_in_other_files(folder: Path) -> None:
 
 def test_options_of_other_launches_are_told_to_do_nothing(folder: Path) -> None:
     """F15."""
-    unused = dict(plan().unused)
+    unused = dict(plan().unused_settings)
     assert {"num_processes", "machine_rank", "gpu_ids", "log_dir"} <= unused.keys()
     assert not {"num_machines", "distributed_type"} & unused.keys()
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.launch import files
-from accelerate.launch.job import Request, read
+from accelerate.launch import config_files
+from accelerate.launch.launch_request import LaunchRequest, read_request
 
 
 def write(path: Path, text: str) -> Path:
@@ -26,8 +26,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
 
-    def reads(text: str, name: str = "job.yaml", **flags: Any) -> Request:
-        return read({"config_file": str(write(tmp_path / name, text)), **flags}, ("x.py",), HANDED)
+    def reads(text: str, name: str = "job.yaml", **flags: Any) -> LaunchRequest:
+        return read_request(
+            {"config_file": str(write(tmp_path / name, text)), **flags}, ("x.py",), SCRIPT_SETTINGS
+        )
 
     return reads
 
@@ -41,19 +43,19 @@ def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
     """F6: a file that nobody named is used only from its two places, and known to be unnamed."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert files.find(None) is None
+    assert config_files.find_config(None) is None
     default = write(tmp_path / "home/accelerate/default_config.yaml", "num_processes: 3")
-    found = files.find(None)
+    found = config_files.find_config(None)
     assert found is not None
-    assert (found.path, found.named, found.values["num_processes"]) == (default, False, 3)
-    assert files.find(None, use_default=False) is None
+    assert (found.path, found.is_explicit, found.values["num_processes"]) == (default, False, 3)
+    assert config_files.find_config(None, use_default=False) is None
     write(tmp_path / "accelerate.yaml", "num_processes: 2")
-    found = files.find(None)
+    found = config_files.find_config(None)
     assert found is not None
-    assert (found.named, found.values["num_processes"]) == (False, 2)
-    found = files.find(str(write(tmp_path / "mine.yaml", "num_processes: 1")))
+    assert (found.is_explicit, found.values["num_processes"]) == (False, 2)
+    found = config_files.find_config(str(write(tmp_path / "mine.yaml", "num_processes: 1")))
     assert found is not None
-    assert (found.named, found.values["num_processes"]) == (True, 1)
+    assert (found.is_explicit, found.values["num_processes"]) == (True, 1)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_the_default_file_lies_in_the_users_cache(
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert str(files.default_file()) == f"{folder}/default_config.yaml"
+    assert str(config_files.default_file()) == f"{folder}/default_config.yaml"
 
 
 def test_cpu_on_the_command_line_leaves_the_default_file_alone(
@@ -79,15 +81,15 @@ def test_cpu_on_the_command_line_leaves_the_default_file_alone(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    write(files.default_file(), "mixed_precision: bf16")
-    assert read({}, ("x.py",), HANDED).get("mixed_precision") == "bf16"
-    assert read({"use_cpu": True}, ("x.py",), HANDED).get("mixed_precision") is None
+    write(config_files.default_file(), "mixed_precision: bf16")
+    assert read_request({}, ("x.py",), SCRIPT_SETTINGS).get("mixed_precision") == "bf16"
+    assert read_request({"use_cpu": True}, ("x.py",), SCRIPT_SETTINGS).get("mixed_precision") is None
 
 
 def test_a_missing_file_suggests_a_similar_one(config: Any, tmp_path: Path) -> None:
     write(tmp_path / "job.yaml", "")
     with pytest.raises(FileNotFoundError, match=r"did you mean .*job\.yaml") as error:
-        files.find(str(tmp_path / "jbo.yaml"))
+        config_files.find_config(str(tmp_path / "jbo.yaml"))
     assert isinstance(error.value, SettingError)
 
 
@@ -140,14 +142,14 @@ def test_a_json_file(config: Any, text: str, what: str) -> None:
 
 def test_a_file_that_cannot_be_read(config: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
-        files.read(tmp_path)
+        config_files.read_config(tmp_path)
     (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingError, match=r"bad\.yaml cannot be read"):
-        files.read(tmp_path / "bad.yaml")
+        config_files.read_config(tmp_path / "bad.yaml")
 
 
 def test_an_empty_file_says_nothing(config: Any) -> None:
-    assert not any(loaded.given(name) for loaded in config("# later\n").loaded.values()
+    assert not any(loaded.is_given(name) for loaded in config("# later\n").loaded.values()
                    for name in loaded.origins if name != "config_file")  # fmt: skip
 
 
@@ -183,7 +185,7 @@ dynamo_config:
 def test_a_file_of_the_public_package_is_read_as_it_is(config: Any) -> None:
     request = config(WRITTEN)
     assert (request.get("num_processes"), request.get("gpu_ids")) == (8, "all")
-    assert request.handed() == {
+    assert request.script_variables() == {
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
         "ACCELERATE_DYNAMO_MODE": "default",

@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accelerate.cli.config_classes import load_config_from_file
-from accelerate.cli.options import HANDED, rows
+from accelerate.cli.options import SCRIPT_SETTINGS, launch_settings
 from accelerate.core.errors import AccelerateError, UnknownNameError
-from accelerate.launch.job import Request, read
+from accelerate.launch.launch_request import LaunchRequest, read_request
 from tests.support.configs import FORMATS, TRAINERS, WRONG
 from tests.support.long_run import LONG_RUN
 
 FILES = FORMATS | TRAINERS
 
 
-def reads(path: Path) -> Request:
+def reads(path: Path) -> LaunchRequest:
     """The request of ``accelerate launch --config_file PATH x.py``."""
-    return read({"config_file": str(path)}, ("x.py",), HANDED)
+    return read_request({"config_file": str(path)}, ("x.py",), SCRIPT_SETTINGS)
 
 
 # ---------------------------------------------------------------- as they are
@@ -56,7 +56,7 @@ def test_a_file_with_keys_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- mutated
 
-KEYS = sorted({row.name for row in rows()} | {row.section for row in rows()})
+KEYS = sorted({row.name for row in launch_settings()} | {row.section for row in launch_settings()})
 WORDS = st.sampled_from(
     [*KEYS, "no", "NO", "yes", "null", "~", "all", "auto", "none", "", "fsdp_", ".inf", "<<"]
 )

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from accelerate import device as devices
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device.machine import Machine
-from accelerate.launch.base import Kind, choose
-from accelerate.launch.check import check, cores, place
-from accelerate.launch.job import Request, read
+from accelerate.launch.base import LaunchKind, choose_kind
+from accelerate.launch.check import allocate_devices, check_request, count_cores
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import rank_variables, shared_variables
-from accelerate.launch.logs import Logs
+from accelerate.launch.launch_request import LaunchRequest, read_request
+from accelerate.launch.logs import RankLogs
 
 
 def cards(root: Path, count: int, **env: str) -> Machine:
@@ -24,7 +24,7 @@ def cards(root: Path, count: int, **env: str) -> Machine:
     (root / "dev").mkdir(exist_ok=True)
     for number in range(count):
         (root / f"dev/nvidia{number}").touch()
-    return Machine(root, env, {"cuda": "12.8"}, has=lambda package: package == "torch")
+    return Machine(root, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
 
 
 @pytest.fixture
@@ -34,16 +34,16 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def request(file: str = "", program: tuple[str, ...] = ("train.py",), **flags: Any) -> Request:
+    def request(file: str = "", program: tuple[str, ...] = ("train.py",), **flags: Any) -> LaunchRequest:
         if file:
             (tmp_path / "accelerate.yaml").write_text(file)
-        return read(flags, program, HANDED)
+        return read_request(flags, program, SCRIPT_SETTINGS)
 
     return request
 
 
-def where(request: Request, machine: Machine) -> tuple[str, int, str | None]:
-    found = place(request, machine)
+def where(request: LaunchRequest, machine: Machine) -> tuple[str, int, str | None]:
+    found = allocate_devices(request, machine)
     return found.device.type, found.processes, found.visible
 
 
@@ -77,7 +77,7 @@ def test_processes_and_devices(
 ) -> None:
     """F1: --cpu and a number of processes go together."""
     request = asks(**flags)
-    check(request)
+    check_request(request)
     assert where(request, cards(tmp_path, 4)) == expected
 
 
@@ -114,24 +114,24 @@ def test_what_does_not_fit_names_both_places(
 ) -> None:
     request = asks(**flags)
     with pytest.raises(SettingError) as error:
-        place(request, cards(tmp_path, 2))
+        allocate_devices(request, cards(tmp_path, 2))
     assert [word for word in words if word not in error.value.what] == []
     assert error.value.why or error.value.fix
 
 
 def test_too_many_processes_for_the_visible_devices_names_the_variable(asks: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="CUDA_VISIBLE_DEVICES=1"):
-        place(asks(num_processes="2"), cards(tmp_path, 4, CUDA_VISIBLE_DEVICES="1"))
+        allocate_devices(asks(num_processes="2"), cards(tmp_path, 4, CUDA_VISIBLE_DEVICES="1"))
 
 
 def test_insisting_on_accelerators_where_there_are_none(asks: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--multi_gpu insists on accelerators, but none was found"):
-        place(asks(multi_gpu=True), Machine(tmp_path, {}, {}))
+        allocate_devices(asks(multi_gpu=True), Machine(tmp_path, {}, {}))
 
 
 def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError) as error:
-        place(asks("distributed_type: MULTI_GPUS"), cards(tmp_path, 2))
+        allocate_devices(asks("distributed_type: MULTI_GPUS"), cards(tmp_path, 2))
     assert error.value.near == "MULTI_GPU"
 
 
@@ -156,7 +156,7 @@ def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path
 )
 def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(SettingError) as error:
-        check(asks(**flags))
+        check_request(asks(**flags))
     assert [word for word in words if word not in error.value.what] == []
 
 
@@ -174,13 +174,13 @@ def test_a_script_that_is_not_there(
 ) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(LaunchError) as error:
-        check(asks(program=program))
+        check_request(asks(program=program))
     assert (error.value.what, error.value.fix) == (what, fix)
 
 
 def test_modules_and_programs_are_found_by_those_who_run_them(asks: Any) -> None:
-    check(asks(program=("package.train",), module=True))
-    check(asks(program=("bash", "-c", "true"), no_python=True))
+    check_request(asks(program=("package.train",), module=True))
+    check_request(asks(program=("bash", "-c", "true"), no_python=True))
 
 
 def test_devices_with_a_launch_of_their_own(
@@ -188,18 +188,18 @@ def test_devices_with_a_launch_of_their_own(
 ) -> None:
     """One process needs no launcher of its own kind; several do."""
     found = devices.get("xla")
-    monkeypatch.setattr("accelerate.device.probe", lambda machine: (found, 4))
-    assert place(asks(num_processes="1"), Machine(tmp_path, {}, {})).processes == 1
-    assert choose(asks(num_processes="1")).name == "this machine"
-    assert choose(asks()).name == "TPU"
-    assert choose(asks(num_processes="4")).name == "TPU"
-    assert choose(asks(use_cpu=True)).name == "this machine"
+    monkeypatch.setattr("accelerate.device.probe_devices", lambda machine: (found, 4))
+    assert allocate_devices(asks(num_processes="1"), Machine(tmp_path, {}, {})).processes == 1
+    assert choose_kind(asks(num_processes="1")).name == "this machine"
+    assert choose_kind(asks()).name == "TPU"
+    assert choose_kind(asks(num_processes="4")).name == "TPU"
+    assert choose_kind(asks(use_cpu=True)).name == "this machine"
 
 
 def test_every_job_has_a_kind_of_launch(asks: Any) -> None:
-    assert choose(asks()).name == "this machine"
+    assert choose_kind(asks()).name == "this machine"
     for flags in ({"num_machines": "2"}, {"num_machines": "1:4"}, {"max_restarts": "1"}):
-        assert choose(asks(**flags)).name == "several machines, restarts"
+        assert choose_kind(asks(**flags)).name == "several machines, restarts"
 
 
 # ---------------------------------------------------------------- what the processes are told
@@ -210,11 +210,11 @@ def test_threads_are_shared_out_unless_somebody_said_how_many(
 ) -> None:
     machine = Machine(tmp_path, {}, {})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("accelerate.launch.kinds.local.cores", lambda machine: 8)
+    monkeypatch.setattr("accelerate.launch.kinds.local.count_cores", lambda machine: 8)
 
     def threads(processes: int, **flags: Any) -> object:
         request = asks(num_processes=str(processes), **flags)
-        return shared_variables(request, place(request, machine), machine).get("OMP_NUM_THREADS")
+        return shared_variables(request, allocate_devices(request, machine), machine).get("OMP_NUM_THREADS")
 
     assert [threads(n) for n in (1, 2, 3, 16)] == [None, 4, 2, 1]
     assert threads(2, num_cpu_threads_per_process="5") == 5
@@ -230,14 +230,14 @@ def test_a_containers_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.Mon
     found = []
     for text in ("max 100000", "250000 100000", "50000 100000", "1600000 50000"):
         share.write_text(text)
-        found.append(cores(Machine(tmp_path, {}, {})))
+        found.append(count_cores(Machine(tmp_path, {}, {})))
     assert found == [16, 3, 1, 16]
 
 
 def test_the_script_is_told_what_was_given_and_nothing_else(asks: Any, tmp_path: Path) -> None:
     """Variables are written only where somebody said something: a default is the script's own affair."""
     machine = cards(tmp_path, 1)
-    assert shared_variables(asks(), place(asks(), machine), machine) == {}
+    assert shared_variables(asks(), allocate_devices(asks(), machine), machine) == {}
     machine = cards(tmp_path, 4)
     request = asks(
         "dynamo_config: {use_dynamic: false}\ngradient_accumulation_steps: 4",
@@ -245,7 +245,7 @@ def test_the_script_is_told_what_was_given_and_nothing_else(asks: Any, tmp_path:
         debug=True,
         gpu_ids="1",
     )
-    assert shared_variables(request, place(request, machine), machine) == {
+    assert shared_variables(request, allocate_devices(request, machine), machine) == {
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_DEBUG_MODE": "true",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
@@ -258,7 +258,10 @@ def test_a_group_on_the_cpu_is_told_so_however_it_was_asked_for(asks: Any, tmp_p
     """F1."""
     machine = cards(tmp_path, 4)
     for request in (asks(use_cpu=True), asks("use_cpu: true"), asks("distributed_type: MULTI_CPU")):
-        assert shared_variables(request, place(request, machine), machine)["ACCELERATE_USE_CPU"] == "true"
+        assert (
+            shared_variables(request, allocate_devices(request, machine), machine)["ACCELERATE_USE_CPU"]
+            == "true"
+        )
 
 
 def test_ranks_are_told_in_torchruns_protocol() -> None:
@@ -290,25 +293,25 @@ def test_ranks_are_told_in_torchruns_protocol() -> None:
 def test_which_output_passes_through_the_launcher(
     tmp_path: Path, tee: str | None, folder: bool, piped: list[tuple[int, ...]]
 ) -> None:
-    logs = Logs(tee, str(tmp_path / "logs") if folder else None)
+    logs = RankLogs(tee, str(tmp_path / "logs") if folder else None)
     found = [tuple(i for i, pipe in enumerate(logs.pipes(rank), 1) if pipe is not None) for rank in (0, 1)]
     assert found == piped
-    assert logs.active == any(piped)
+    assert logs.is_active == any(piped)
 
 
 @pytest.mark.parametrize("tee", ["4", "both", "0:4", "x:1", ""])
 def test_a_tee_that_says_nothing(tee: str) -> None:
     with pytest.raises(SettingError, match="--tee is"):
-        Logs(tee, None)
+        RankLogs(tee, None)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="--log_dir"):
-        Logs(None, str(tmp_path / "file" / "logs"))
+        RankLogs(None, str(tmp_path / "file" / "logs"))
 
 
 def test_every_file_of_the_launcher_is_a_kind_or_is_known_not_to_be() -> None:
     """A new helper file must be excluded by name, or it would be taken for a kind of launch."""
     assert "local" in KINDS.names()
-    assert all(isinstance(kind, Kind) for kind in KINDS)
+    assert all(isinstance(kind, LaunchKind) for kind in KINDS)

@@ -19,14 +19,18 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate import Accelerator
-from accelerate.checkpoint import divide, merge
-from accelerate.checkpoint.parts import Reading
-from accelerate.checkpoint.sharded import Shards, tensors_of
-from accelerate.checkpoint.spread import SpreadModel, SpreadOptimizer, by_number
+from accelerate.checkpoint import merge, save_plan
+from accelerate.checkpoint.shard_reader import ShardReader, lazy_tensors
+from accelerate.checkpoint.sharded_state import (
+    ShardedModelState,
+    ShardedOptimizerState,
+    optimizer_state_by_index,
+)
+from accelerate.checkpoint.train_state import LoadContext
 from accelerate.cli.main import run
 from accelerate.cli.merge_weights import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError, SettingError
-from accelerate.facade import fsdp_files
+from accelerate.facade import fsdp_checkpoint
 
 dcp: Any = torch.distributed.checkpoint
 
@@ -55,20 +59,20 @@ class Net(nn.Module):
 
 
 def save(spread: Any, folder: Path, ranks: int = 1) -> Path:
-    """What ranks that all have the same write."""
-    plans = [spread.plan(rank) for rank in range(ranks)]
-    share = spread.share(plans, 0, 0)
+    """Write a state that is the same on all ranks."""
+    plans = [spread.local_plan(rank) for rank in range(ranks)]
+    share = spread.shard_writer(plans, 0, 0)
     folder.mkdir(parents=True)
     own = folder / Path(share.file).name
     with own.open("wb") as file:
         told = share.fill(file)
-    (folder / ".metadata").write_bytes(share.finish([told])[1])
+    (folder / ".metadata").write_bytes(share.build_index([told])[1])
     return folder
 
 
-def load(spread: Any, folder: Path, **reading: Any) -> Reading:
-    how = Reading(**reading)
-    spread.prepare(folder, how)()
+def load(spread: Any, folder: Path, **reading: Any) -> LoadContext:
+    how = LoadContext(**reading)
+    spread.prepare_load(folder, how)()
     return how
 
 
@@ -83,8 +87,8 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 def test_a_model_comes_back_with_its_ties_and_extra_state(tmp_path: Path) -> None:
     """D6, D8."""
     saved, fresh = Net(extra={"a": [1, 2.5], "b": {"c": "text"}}), Net(extra={})
-    folder = save(SpreadModel(saved), tmp_path / "m")
-    load(SpreadModel(fresh), folder)
+    folder = save(ShardedModelState(saved), tmp_path / "m")
+    load(ShardedModelState(fresh), folder)
     assert equal(saved, fresh)
     assert fresh.head.weight is fresh.embed.weight
     assert fresh.extra == saved.extra
@@ -94,7 +98,7 @@ def test_tied_weights_are_written_once_and_torch_reads_both(tmp_path: Path) -> N
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False))
     model[1].weight = model[0].weight
-    folder = save(SpreadModel(model), tmp_path / "m")
+    folder = save(ShardedModelState(model), tmp_path / "m")
     assert (folder / "__0_0.distcp").stat().st_size < 2 * 50 * 50 * 4
     state = {"model": {"0.weight": torch.zeros(50, 50), "1.weight": torch.zeros(50, 50)}}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
@@ -105,7 +109,7 @@ def test_tied_weights_are_written_once_and_torch_reads_both(tmp_path: Path) -> N
 def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     saved, fresh = Net(), Net(tie=False)
     dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "m", no_dist=True)
-    load(SpreadModel(fresh), tmp_path / "m")
+    load(ShardedModelState(fresh), tmp_path / "m")
     assert equal(saved, fresh)
 
 
@@ -114,50 +118,50 @@ def test_names_stay_under_compilation(tmp_path: Path) -> None:
     saved: Any = Net()
     saved.head = torch.compile(saved.head, backend="eager")
     compiled: Any = torch.compile(saved, backend="eager")
-    folder = save(SpreadModel(compiled), tmp_path / "m")
-    assert set(tensors_of(folder)) == {"embed.weight", "head.weight", "count"}
+    folder = save(ShardedModelState(compiled), tmp_path / "m")
+    assert set(lazy_tensors(folder)) == {"embed.weight", "head.weight", "count"}
     fresh = Net()
-    load(SpreadModel(fresh), folder)
+    load(ShardedModelState(fresh), folder)
     assert torch.equal(fresh.head.weight, saved.embed.weight)
     other: Any = torch.compile(Net(), backend="eager")
-    load(SpreadModel(other), folder)
+    load(ShardedModelState(other), folder)
     assert torch.equal(other.embed.weight, saved.embed.weight)
 
 
 def test_a_tie_that_the_model_does_not_have_is_told(tmp_path: Path) -> None:
-    folder = save(SpreadModel(Net()), tmp_path / "m")
-    assert "tied to embed.weight" in " ".join(load(SpreadModel(Net(tie=False)), folder).notes)
+    folder = save(ShardedModelState(Net()), tmp_path / "m")
+    assert "tied to embed.weight" in " ".join(load(ShardedModelState(Net(tie=False)), folder).notes)
 
 
 def test_what_does_not_fit_is_named_before_anything_changes(tmp_path: Path) -> None:
-    folder = save(SpreadModel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))), tmp_path / "m")
+    folder = save(ShardedModelState(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))), tmp_path / "m")
     other: Any = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(CheckpointError, match=r"it lacks 2.weight, 2.bias; the model does not have 1.weight"):
-        SpreadModel(other).prepare(folder, Reading())
-    how = load(SpreadModel(other), folder, strict=False)
+        ShardedModelState(other).prepare_load(folder, LoadContext())
+    how = load(ShardedModelState(other), folder, strict=False)
     assert how.missing == ["2.weight (in m)", "2.bias (in m)"]
     assert len(how.notes) == 2
     assert torch.equal(other[2].weight, before["2.weight"])
     assert not torch.equal(other[0].weight, before["0.weight"])
     with pytest.raises(CheckpointError, match=r"0.weight has the shape \(3, 2\)"):
-        SpreadModel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))).prepare(folder, Reading())
+        ShardedModelState(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))).prepare_load(folder, LoadContext())
 
 
 def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
     empty = nn.Linear(2, 2, device="meta")
     with pytest.raises(CheckpointError, match="has no data to save"):
-        SpreadModel(empty).plan(0)
-    folder = save(SpreadModel(nn.Linear(2, 2)), tmp_path / "m")
+        ShardedModelState(empty).local_plan(0)
+    folder = save(ShardedModelState(nn.Linear(2, 2)), tmp_path / "m")
     with pytest.raises(CheckpointError, match="no memory to be loaded into"):
-        SpreadModel(empty).prepare(folder, Reading())
+        ShardedModelState(empty).prepare_load(folder, LoadContext())
 
 
 def test_only_named_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
     saved, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
-    folder = save(SpreadModel(saved, {"weight": "short"}), tmp_path / "m")
-    assert list(tensors_of(folder)) == ["short"]
-    load(SpreadModel(fresh, {"weight": "short"}), folder)
+    folder = save(ShardedModelState(saved, {"weight": "short"}), tmp_path / "m")
+    assert list(lazy_tensors(folder)) == ["short"]
+    load(ShardedModelState(fresh, {"weight": "short"}), folder)
     assert torch.equal(fresh.weight, saved.weight)
     assert not torch.equal(fresh.bias, saved.bias)
 
@@ -165,7 +169,7 @@ def test_only_named_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- optimizers
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> torch.optim.Optimizer:
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> torch.optim.Optimizer:
     for _ in range(steps):
         sum(p.square().sum() for p in model.parameters() if p.requires_grad).backward()  # type: ignore[union-attr]
         optimizer.step()
@@ -194,11 +198,11 @@ def same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool
 
 def test_an_optimizer_comes_back_with_its_groups(tmp_path: Path) -> None:
     model, fresh = pair(), pair()
-    optimizer = trained(model, two_groups(model))
+    optimizer = train_steps(model, two_groups(model))
     optimizer.param_groups[1]["lr"] = 0.025  # as a scheduler does
-    folder = save(SpreadOptimizer(optimizer, [model]), tmp_path / "o")
+    folder = save(ShardedOptimizerState(optimizer, [model]), tmp_path / "o")
     loaded = two_groups(fresh, lr=7.0)
-    load(SpreadOptimizer(loaded, [fresh]), folder)
+    load(ShardedOptimizerState(loaded, [fresh]), folder)
     assert same_state(optimizer, loaded)
 
 
@@ -206,26 +210,26 @@ def test_a_state_that_was_not_made_is_not_invented(tmp_path: Path) -> None:
     """A fresh optimizer, a frozen parameter, and SGD without momentum."""
     model, fresh = pair(), pair()
     model[0].requires_grad_(False)
-    frozen = trained(model, torch.optim.AdamW(model.parameters()))
+    frozen = train_steps(model, torch.optim.AdamW(model.parameters()))
     for name, optimizer in {
         "fresh": torch.optim.AdamW(model.parameters()),
         "frozen": frozen,
-        "sgd": trained(model, torch.optim.SGD(model.parameters(), 0.1)),
+        "sgd": train_steps(model, torch.optim.SGD(model.parameters(), 0.1)),
     }.items():
-        folder = save(SpreadOptimizer(optimizer, [model]), tmp_path / name)
+        folder = save(ShardedOptimizerState(optimizer, [model]), tmp_path / name)
         kind: Any = type(optimizer)
-        loaded = trained(fresh, kind(fresh.parameters(), lr=0.5))
-        load(SpreadOptimizer(loaded, [fresh]), folder)
+        loaded = train_steps(fresh, kind(fresh.parameters(), lr=0.5))
+        load(ShardedOptimizerState(loaded, [fresh]), folder)
         assert same_state(optimizer, loaded)
     assert sorted(frozen.state_dict()["state"]) == [2, 3]
 
 
 def test_parameters_are_found_in_another_order(tmp_path: Path) -> None:
     model, fresh = pair(), pair()
-    optimizer = trained(model, torch.optim.AdamW(model.parameters()))
-    folder = save(SpreadOptimizer(optimizer, [model]), tmp_path / "o")
+    optimizer = train_steps(model, torch.optim.AdamW(model.parameters()))
+    folder = save(ShardedOptimizerState(optimizer, [model]), tmp_path / "o")
     loaded = torch.optim.AdamW(reversed(list(fresh.parameters())))
-    load(SpreadOptimizer(loaded, [fresh]), folder)
+    load(ShardedOptimizerState(loaded, [fresh]), folder)
     assert torch.equal(loaded.state[fresh[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
@@ -233,15 +237,15 @@ def test_two_models_may_share_an_optimizer_and_a_model_may_have_two(tmp_path: Pa
     models, fresh = [pair(), pair()], [pair(), pair()]
     both = torch.optim.AdamW([p for model in models for p in model.parameters()])
     for model in models:
-        trained(model, both)
-    folder = save(SpreadOptimizer(both, models), tmp_path / "both")
+        train_steps(model, both)
+    folder = save(ShardedOptimizerState(both, models), tmp_path / "both")
     loaded = torch.optim.AdamW([p for model in fresh for p in model.parameters()])
-    load(SpreadOptimizer(loaded, fresh), folder)
+    load(ShardedOptimizerState(loaded, fresh), folder)
     assert same_state(both, loaded)
-    one = trained(models[0], torch.optim.AdamW(models[0][0].parameters()))
-    folder = save(SpreadOptimizer(one, models), tmp_path / "one")
+    one = train_steps(models[0], torch.optim.AdamW(models[0][0].parameters()))
+    folder = save(ShardedOptimizerState(one, models), tmp_path / "one")
     again = torch.optim.AdamW(fresh[0][0].parameters())
-    load(SpreadOptimizer(again, fresh), folder)
+    load(ShardedOptimizerState(again, fresh), folder)
     assert same_state(one, again)
 
 
@@ -249,40 +253,40 @@ def test_a_parameter_of_no_model_is_refused_in_words() -> None:
     model = pair()
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(5))], 0.1)
     with pytest.raises(CheckpointError, match=r"parameter 4 of the optimizer SGD, of shape \(5,\)") as caught:
-        SpreadOptimizer(optimizer, [model]).plan(0)
+        ShardedOptimizerState(optimizer, [model]).local_plan(0)
     assert "save_state(sharded=False)" in str(caught.value)
 
 
 def test_other_groups_are_refused_or_told(tmp_path: Path) -> None:
     model = pair()
-    folder = save(SpreadOptimizer(trained(model, two_groups(model)), [model]), tmp_path / "o")
+    folder = save(ShardedOptimizerState(train_steps(model, two_groups(model)), [model]), tmp_path / "o")
     one = torch.optim.AdamW(model.parameters())
     with pytest.raises(CheckpointError, match="does not fit group 0 of the optimizer"):
-        SpreadOptimizer(one, [model]).prepare(folder, Reading())
+        ShardedOptimizerState(one, [model]).prepare_load(folder, LoadContext())
     less = torch.optim.AdamW([model[0].weight, model[1].bias])
     with pytest.raises(CheckpointError, match="holds 2 groups of parameters, and the optimizer 1"):
-        SpreadOptimizer(less, [model]).prepare(folder, Reading())
-    how = load(SpreadOptimizer(one, [model]), folder, strict=False)
+        ShardedOptimizerState(less, [model]).prepare_load(folder, LoadContext())
+    how = load(ShardedOptimizerState(one, [model]), folder, strict=False)
     assert how.missing == ["the state of 0.bias (in o)", "the state of 1.weight (in o)"]
 
 
 def test_a_whole_state_by_names_becomes_one_by_numbers() -> None:
-    """As the public package gathers them."""
+    """State dicts as the public package gathers them."""
     model = pair()
-    optimizer = trained(model, two_groups(model))
+    optimizer = train_steps(model, two_groups(model))
     names = ["0.weight", "1.bias", "1.weight"]
     own = optimizer.state_dict()
-    named = {
+    adapter_state = {
         "state": {names[key]: value for key, value in own["state"].items()},
         "param_groups": [
             {**g, "params": [names[i] for i in reversed(g["params"])]} for g in own["param_groups"]
         ],
     }
     again = two_groups(model)
-    again.load_state_dict(by_number(again, [model], named))
+    again.load_state_dict(optimizer_state_by_index(again, [model], adapter_state))
     assert same_state(optimizer, again)
     with pytest.raises(CheckpointError, match=r"does not have 1\.weight"):
-        by_number(torch.optim.AdamW([model[0].weight, model[1].bias]), [model], named)
+        optimizer_state_by_index(torch.optim.AdamW([model[0].weight, model[1].bias]), [model], adapter_state)
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
@@ -291,21 +295,21 @@ def test_of_a_model_of_peft_the_adapter_alone_is_saved(
 ) -> None:
     """With a stand-in for the package, which is not installed for these tests."""
 
-    def named(model: Any, state_dict: Any, adapter_name: str) -> dict[str, Any]:
+    def adapter_state(model: Any, state_dict: Any, adapter_name: str) -> dict[str, Any]:
         return {n.replace(f".{adapter_name}", ""): v for n, v in state_dict.items() if "lora" in n}
 
-    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(get_peft_model_state_dict=named))
-    monkeypatch.setattr(fsdp_files, "is_peft_model", lambda model: True)
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(get_peft_model_state_dict=adapter_state))
+    monkeypatch.setattr(fsdp_checkpoint, "is_peft_model", lambda model: True)
     models: list[Any] = [nn.ModuleDict({"base": nn.Linear(2, 2), "lora": nn.ModuleDict()}) for _ in "ab"]
     for model in models:
         model["lora"]["default"] = nn.Linear(2, 1)
         model.active_adapter = "default"
     accelerator: Any = Accelerator(cpu=True)
     plugin = SimpleNamespace(state_dict_type=kind)
-    fsdp_files.save_fsdp_model(plugin, accelerator, models[0], str(tmp_path), adapter_only=True)
+    fsdp_checkpoint.save_fsdp_model(plugin, accelerator, models[0], str(tmp_path), adapter_only=True)
     if kind == "SHARDED_STATE_DICT":
-        assert set(tensors_of(tmp_path)) == {"lora.weight", "lora.bias"}
-    fsdp_files.load_fsdp_model(plugin, accelerator, models[1], str(tmp_path), adapter_only=True)
+        assert set(lazy_tensors(tmp_path)) == {"lora.weight", "lora.bias"}
+    fsdp_checkpoint.load_fsdp_model(plugin, accelerator, models[1], str(tmp_path), adapter_only=True)
     assert equal(models[0]["lora"], models[1]["lora"])
     assert not torch.equal(models[0]["base"].weight, models[1]["base"].weight)
 
@@ -316,7 +320,7 @@ def test_of_a_model_of_peft_the_adapter_alone_is_saved(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    return save(SpreadModel(nn.Linear(4, 4)), tmp_path / "m")
+    return save(ShardedModelState(nn.Linear(4, 4)), tmp_path / "m")
 
 
 def test_missing_and_cut_files_are_named(folder: Path) -> None:
@@ -325,16 +329,16 @@ def test_missing_and_cut_files_are_named(folder: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:-10])
     with pytest.raises(CheckpointError, match=r"__0_0.distcp is damaged\n.*has \d+ bytes"):
-        SpreadModel(nn.Linear(4, 4)).prepare(folder, Reading())
+        ShardedModelState(nn.Linear(4, 4)).prepare_load(folder, LoadContext())
     file.unlink()
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
-        tensors_of(folder)
+        lazy_tensors(folder)
     (folder / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="written last"):
-        Shards(folder)
+        ShardReader(folder)
 
 
-def changed(folder: Path, change: Any) -> None:
+def change_index(folder: Path, change: Any) -> None:
     path = folder / ".metadata"
     index: Metadata = pickle.loads(path.read_bytes())
     change(index)
@@ -342,15 +346,15 @@ def changed(folder: Path, change: Any) -> None:
 
 
 def test_an_index_that_lacks_a_part_is_refused(folder: Path) -> None:
-    changed(folder, lambda index: index.state_dict_metadata["model.weight"].chunks.clear())
+    change_index(folder, lambda index: index.state_dict_metadata["model.weight"].chunks.clear())
     with pytest.raises(CheckpointError, match="do not make up its shape"):
-        tensors_of(folder)
+        lazy_tensors(folder)
 
 
 def test_an_index_that_says_not_where_is_refused(folder: Path) -> None:
-    changed(folder, lambda index: index.storage_data.pop(MetadataIndex("model.weight", [0, 0])))
+    change_index(folder, lambda index: index.storage_data.pop(MetadataIndex("model.weight", [0, 0])))
     with pytest.raises(CheckpointError, match=r"does not say where model.weight lies"):
-        tensors_of(folder)
+        lazy_tensors(folder)
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/b", "..\\x"])
@@ -359,9 +363,9 @@ def test_an_index_cannot_lead_out_of_the_folder(folder: Path, path: str) -> None
         for info in (index.storage_data or {}).values():
             info.relative_path = path
 
-    changed(folder, change)
+    change_index(folder, change)
     with pytest.raises(CheckpointError, match="outside of the folder"):
-        Shards(folder)
+        ShardReader(folder)
 
 
 class Runs:
@@ -376,21 +380,21 @@ class Runs:
 
 def test_an_index_that_would_run_code_is_refused(folder: Path, tmp_path: Path) -> None:
     hit = tmp_path / "hit"
-    changed(folder, lambda index: setattr(index, "planner_data", Runs(hit)))
+    change_index(folder, lambda index: setattr(index, "planner_data", Runs(hit)))
     with pytest.raises(CheckpointError, match=r"(?s)could run code.*it names .*touch|getattr"):
-        Shards(folder)
+        ShardReader(folder)
     assert not hit.exists()
-    Shards(folder, trusted=True)
+    ShardReader(folder, trusted=True)
     assert hit.exists()
 
 
 def test_an_object_that_would_run_code_is_refused(tmp_path: Path) -> None:
     hit = tmp_path / "hit"
-    folder = save(SpreadModel(Net(extra=[Runs(hit)])), tmp_path / "m")
+    folder = save(ShardedModelState(Net(extra=[Runs(hit)])), tmp_path / "m")
     with pytest.raises(CheckpointError, match="could run code"):
-        load(SpreadModel(Net()), folder)
+        load(ShardedModelState(Net()), folder)
     assert not hit.exists()
-    load(SpreadModel(Net()), folder, trusted=True)
+    load(ShardedModelState(Net()), folder, trusted=True)
     assert hit.exists()
 
 
@@ -398,7 +402,7 @@ def test_an_object_that_would_run_code_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_index_is_refused(folder: Path, content: bytes) -> None:
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError):
-        Shards(folder)
+        ShardReader(folder)
 
 
 # ---------------------------------------------------------------- shares
@@ -407,54 +411,56 @@ def test_what_is_no_index_is_refused(folder: Path, content: bytes) -> None:
 def test_writing_needs_the_objects_no_more(tmp_path: Path) -> None:
     """An asynchronous save puts copies in place of the tensors, and the model goes on changing."""
     model = nn.Linear(3, 3)
-    optimizer = trained(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    spread = SpreadOptimizer(optimizer, [model])
-    share = spread.share([spread.plan(0)], 0, 0)
+    optimizer = train_steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    spread = ShardedOptimizerState(optimizer, [model])
+    share = spread.shard_writer([spread.local_plan(0)], 0, 0)
     expected = {key: value["exp_avg"].clone() for key, value in optimizer.state_dict()["state"].items()}
     share.tensors = [tensor.clone() for tensor in share.tensors]
     optimizer.param_groups[0]["lr"] = 9.0
-    trained(model, optimizer)
+    train_steps(model, optimizer)
     with (tmp_path / "__0_0.distcp").open("wb") as file:
         told = share.fill(file)
-    (tmp_path / ".metadata").write_bytes(share.finish([told])[1])
+    (tmp_path / ".metadata").write_bytes(share.build_index([told])[1])
     loaded = torch.optim.AdamW(model.parameters())
-    load(SpreadOptimizer(loaded, [model]), tmp_path)
+    load(ShardedOptimizerState(loaded, [model]), tmp_path)
     assert loaded.param_groups[0]["lr"] == 0.1
     states = loaded.state_dict()["state"]
     assert all(torch.equal(states[key]["exp_avg"], value) for key, value in expected.items())
 
 
 def test_what_all_have_is_written_once_and_evenly() -> None:
-    spreads = [SpreadModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))) for _ in range(3)]
-    plans = [spread.plan(rank) for rank, spread in enumerate(spreads)]
-    shares = [spread.share(plans, 0, rank) for rank, spread in enumerate(spreads)]
+    spreads = [ShardedModelState(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))) for _ in range(3)]
+    plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
+    shares = [spread.shard_writer(plans, 0, rank) for rank, spread in enumerate(spreads)]
     assert [share.file for share in shares] == [f"pytorch_model_fsdp_0/__{r}_0.distcp" for r in range(3)]
     assert sum(len(share.tensors) for share in shares) == 12
     assert [sum(t.dim() == 2 for t in share.tensors) for share in shares] == [2, 2, 2]
 
 
 def test_ranks_that_train_apart_save_those_of_rank_0() -> None:
-    spreads = [SpreadModel(nn.Linear(2, 2), apart=True) for _ in range(2)]
-    plans = [spread.plan(rank) for rank, spread in enumerate(spreads)]
-    shares = [spread.share(plans, 0, rank) for rank, spread in enumerate(spreads)]
+    spreads = [ShardedModelState(nn.Linear(2, 2), local_training=True) for _ in range(2)]
+    plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
+    shares = [spread.shard_writer(plans, 0, rank) for rank, spread in enumerate(spreads)]
     assert len(shares[0].tensors) == 2
     assert shares[1].file == ""
 
 
 def test_buffers_are_those_of_rank_0() -> None:
     """Under data parallelism they differ by rank until the next forward."""
-    spreads = [SpreadModel(nn.BatchNorm1d(2)) for _ in range(2)]
-    plans = [spread.plan(rank) for rank, spread in enumerate(spreads)]
+    spreads = [ShardedModelState(nn.BatchNorm1d(2)) for _ in range(2)]
+    plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
     assert {item.index.fqn for item in plans[1].items} == {"model.weight", "model.bias"}
 
 
 def test_parts_that_make_no_whole_are_refused() -> None:
-    spread = SpreadModel(nn.Linear(2, 2))
-    plan = spread.plan(0)
+    spread = ShardedModelState(nn.Linear(2, 2))
+    plan = spread.local_plan(0)
     entry: Any = next(item for item in plan.items if item.index.fqn == "model.weight")
     object.__setattr__(entry.tensor_data, "size", torch.Size([5, 2]))
     with pytest.raises(CheckpointError, match="do not make a whole"):
-        spread.share([plan, divide.Division.of({}, alone=False).plan], 0, 0)
+        spread.shard_writer(
+            [plan, save_plan.LocalSavePlan.create({}, dedup_to_lowest_rank=False).local_plan], 0, 0
+        )
 
 
 # ---------------------------------------------------------------- merging
@@ -463,7 +469,7 @@ def test_parts_that_make_no_whole_are_refused() -> None:
 def big(tmp_path: Path) -> tuple[nn.Module, Path]:
     model = Net()
     checkpoint = tmp_path / "c"
-    save(SpreadModel(model), checkpoint / "pytorch_model_fsdp_0")
+    save(ShardedModelState(model), checkpoint / "pytorch_model_fsdp_0")
     (checkpoint / "optimizer_0").mkdir()
     return model, checkpoint
 
@@ -491,10 +497,10 @@ def test_merging_into_torch_files(tmp_path: Path) -> None:
 def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
-    folder = save(SpreadModel(model), tmp_path / "m")
+    folder = save(ShardedModelState(model), tmp_path / "m")
     for safe, stem in ((True, "model"), (False, "pytorch_model")):
         out = tmp_path / stem
-        written = merge.write_merged(tensors_of(folder), out, safe=safe, limit=2 * 8 * 8 * 4)
+        written = merge.write_merged(lazy_tensors(folder), out, safe=safe, limit=2 * 8 * 8 * 4)
         assert len(written) == 3
         (index,) = out.glob("*.index.json")
         content = json.loads(index.read_text())
@@ -511,15 +517,15 @@ def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
 
 
 def test_merging_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(SpreadModel(pair()), tmp_path / "m")
+    folder = save(ShardedModelState(pair()), tmp_path / "m")
     reads: list[str] = []
-    read = Shards.read
-    monkeypatch.setattr(Shards, "read", lambda self, name: reads.append(name) or read(self, name))
-    found = tensors_of(folder)
+    read = ShardReader.read
+    monkeypatch.setattr(ShardReader, "read", lambda self, name: reads.append(name) or read(self, name))
+    saved_tensors = lazy_tensors(folder)
     assert reads == []
-    assert torch.equal(found["1.bias"].read(), found["1.bias"].read())
+    assert torch.equal(saved_tensors["1.bias"].read(), saved_tensors["1.bias"].read())
     assert reads == ["model.1.bias"] * 2
-    merge.write_merged(found, tmp_path / "out")
+    merge.write_merged(saved_tensors, tmp_path / "out")
     assert len(reads) == 2 + 4
 
 

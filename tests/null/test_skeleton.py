@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.core.errors import CheckpointError, MissingExtraError, UnknownNameError
-from accelerate.offload.estimate.headers import headers
-from accelerate.offload.estimate.skeleton import SkeletonError, from_headers, skeleton
+from accelerate.offload.estimate.safetensors_headers import read_headers
+from accelerate.offload.estimate.skeleton import SkeletonError, build_skeleton, from_headers
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,20 +50,20 @@ def is_hollow(model: nn.Module) -> bool:
 
 def test_a_folder_of_transformers_is_the_architecture_that_it_names(tmp_path: Path) -> None:
     folder = write(tmp_path, BERT)
-    model = skeleton(folder)
+    model = build_skeleton(folder)
     assert type(model).__name__ == "BertForMaskedLM"
     assert is_hollow(model)
     words = model.get_parameter("bert.embeddings.word_embeddings.weight")
     assert model.get_parameter("cls.predictions.decoder.weight") is words  # tied, as it will be
-    assert type(skeleton(f"{folder}/config.json", head=False)).__name__ == "BertModel"
+    assert type(build_skeleton(f"{folder}/config.json", head=False)).__name__ == "BertModel"
 
 
 def test_a_model_of_a_hundred_gigabytes_takes_no_memory(tmp_path: Path) -> None:
     large = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 4, "intermediate_size": 28672}
     folder = write(tmp_path, {**large, "architectures": ["LlamaForCausalLM"], "vocab_size": 1_000_000})
-    skeleton(folder)  # imports
+    build_skeleton(folder)  # imports
     tracemalloc.start()
-    model = skeleton(folder)
+    model = build_skeleton(folder)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(parameter.nbytes for parameter in model.parameters()) > 50 * 2**30
@@ -74,11 +74,11 @@ def test_a_model_of_a_hundred_gigabytes_takes_no_memory(tmp_path: Path) -> None:
 def test_the_dtype_is_the_configurations_or_the_one_asked_for(tmp_path: Path) -> None:
     small = {**BERT, "num_hidden_layers": 1, "vocab_size": 8, "dtype": "bfloat16"}
     folder = write(tmp_path, small)
-    assert {p.dtype for p in skeleton(folder).parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in skeleton(folder, dtype="float16").parameters()} == {torch.float16}
-    assert {p.dtype for p in skeleton(folder, dtype=torch.float32).parameters()} == {torch.float32}
+    assert {p.dtype for p in build_skeleton(folder).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in build_skeleton(folder, dtype="float16").parameters()} == {torch.float16}
+    assert {p.dtype for p in build_skeleton(folder, dtype=torch.float32).parameters()} == {torch.float32}
     with pytest.raises(UnknownNameError, match="did you mean 'float16'"):
-        skeleton(folder, dtype="flaot16")
+        build_skeleton(folder, dtype="flaot16")
 
 
 def test_a_folder_of_diffusers_and_a_pipeline_of_it(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_folder_of_diffusers_and_a_pipeline_of_it(tmp_path: Path) -> None:
     }
     unet |= {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
     folder = write(tmp_path / "pipe" / "unet", unet)
-    model = skeleton(folder, dtype="float16")
+    model = build_skeleton(folder, dtype="float16")
     assert type(model).__name__ == "UNet2DModel"
     assert is_hollow(model)
     assert {p.dtype for p in model.parameters()} == {torch.float16}
@@ -102,7 +102,7 @@ def test_a_folder_of_diffusers_and_a_pipeline_of_it(tmp_path: Path) -> None:
         "scheduler": ["diffusers", "DDPMScheduler"],
     }
     index |= {"safety_checker": [None, None]}
-    pipeline = skeleton(write(tmp_path / "pipe", index, "model_index.json"))
+    pipeline = build_skeleton(write(tmp_path / "pipe", index, "model_index.json"))
     assert {name: type(part).__name__ for name, part in pipeline.named_children()} == {
         "unet": "UNet2DModel",
         "text_encoder": "BertForMaskedLM",
@@ -129,22 +129,22 @@ def test_a_folder_and_an_architecture_of_timm(tmp_path: Path, monkeypatch: pytes
     calls = timm_like(monkeypatch)
     config = {"architecture": "resnet50", "num_classes": 7, "pretrained_cfg": {"tag": "a1"}}
     folder = write(tmp_path, {**config, "model_args": {"drop_rate": 0.1}})
-    assert is_hollow(skeleton(folder))
-    assert is_hollow(skeleton("resnet18", library="timm"))
+    assert is_hollow(build_skeleton(folder))
+    assert is_hollow(build_skeleton("resnet18", library="timm"))
     assert calls == [
         {"name": "resnet50", "pretrained": False, "num_classes": 7, "drop_rate": 0.1},
         {"name": "resnet18", "pretrained": False},
     ]
     with pytest.raises(UnknownNameError, match="did you mean 'resnet18'"):
-        skeleton("resnet19", library="timm")
+        build_skeleton("resnet19", library="timm")
     with pytest.raises(UnknownNameError, match=r"in the config\.json of"):
-        skeleton(write(tmp_path, {"architecture": "resnet19"}))
+        build_skeleton(write(tmp_path, {"architecture": "resnet19"}))
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.core.packages.installed", lambda name: name != "timm")
+    monkeypatch.setattr("accelerate.core.packages.is_installed", lambda name: name != "timm")
     with pytest.raises(MissingExtraError, match="pip install timm"):
-        skeleton(write(tmp_path, {"architecture": "resnet50"}))
+        build_skeleton(write(tmp_path, {"architecture": "resnet50"}))
 
 
 CODE = """
@@ -170,9 +170,9 @@ def test_code_of_its_own_runs_only_when_it_is_trusted(
     folder = write(tmp_path / "own", config)
     (tmp_path / "own" / "own_code.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(SkeletonError, match=r"own_code\.py(.|\n)*--trust_remote_code"):
-        skeleton(folder)
+        build_skeleton(folder)
     (tmp_path / "own" / "own_code.py").write_text(CODE)
-    model = skeleton(folder, trust_remote_code=True)
+    model = build_skeleton(folder, trust_remote_code=True)
     assert model.get_parameter("layer.weight").shape == (5, 3)
     assert is_hollow(model)
 
@@ -180,7 +180,7 @@ def test_code_of_its_own_runs_only_when_it_is_trusted(
 def test_known_configurations_may_name_an_architecture_of_their_own(tmp_path: Path) -> None:
     config = {**BERT, "architectures": ["OwnBert"], "auto_map": {"AutoModel": "own_code.OwnBert"}}
     with pytest.raises(SkeletonError, match=r"OwnBert(.|\n)*--trust_remote_code"):
-        skeleton(write(tmp_path, config))
+        build_skeleton(write(tmp_path, config))
 
 
 # ---------------------------------------------------------------- module:factory
@@ -212,10 +212,10 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_factory_of_the_working_folder_is_called_on_the_meta_device(factories: str) -> None:
-    assert skeleton(f"{factories}:build").get_parameter("weight").shape == (5, 4)
-    assert is_hollow(skeleton(f"{factories}:Net", dtype="bfloat16"))
-    assert is_hollow(skeleton(f"{factories}:ready"))
-    assert type(skeleton("torch.nn:Identity")).__name__ == "Identity"
+    assert build_skeleton(f"{factories}:build").get_parameter("weight").shape == (5, 4)
+    assert is_hollow(build_skeleton(f"{factories}:Net", dtype="bfloat16"))
+    assert is_hollow(build_skeleton(f"{factories}:ready"))
+    assert type(build_skeleton("torch.nn:Identity")).__name__ == "Identity"
 
 
 @pytest.mark.parametrize(
@@ -228,16 +228,16 @@ def test_a_factory_of_the_working_folder_is_called_on_the_meta_device(factories:
 )
 def test_a_factory_that_is_none_is_refused(factories: str, attribute: str, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are looked at below
-        skeleton(f"{factories}:{attribute}")
+        build_skeleton(f"{factories}:{attribute}")
     assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_a_module_that_is_not_there_is_told_and_one_that_fails_keeps_its_error(factories: str) -> None:
     with pytest.raises(SkeletonError, match="no module 'no_such_module' here"):
-        skeleton("no_such_module:build")
+        build_skeleton("no_such_module:build")
     Path(f"{factories}_broken.py").write_text("import no_such_package_either")
     with pytest.raises(ModuleNotFoundError, match="no_such_package_either"):
-        skeleton(f"{factories}_broken:build")
+        build_skeleton(f"{factories}_broken:build")
 
 
 # ---------------------------------------------------------------- refusals
@@ -263,17 +263,17 @@ def test_a_configuration_that_describes_nothing_is_refused(
     tmp_path: Path, config: Any, words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are looked at below
-        skeleton(write(tmp_path, config))
+        build_skeleton(write(tmp_path, config))
     assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_an_unknown_library_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'transformers'"):
-        skeleton(str(tmp_path), library="transformer")
+        build_skeleton(str(tmp_path), library="transformer")
     with pytest.raises(SkeletonError, match=r"has no config\.json(.|\n)*module:factory"):
-        skeleton(str(tmp_path))
+        build_skeleton(str(tmp_path))
     with pytest.raises(SkeletonError, match=r"there is no folder \./nowhere"):
-        skeleton("./nowhere")
+        build_skeleton("./nowhere")
 
 
 def test_a_name_on_the_hub_that_cannot_be_asked_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_a_name_on_the_hub_that_cannot_be_asked_says_what_to_type(monkeypatch: p
     ):
         raised[:] = [error]
         with pytest.raises(SkeletonError, match=rf"{words}(.|\n)*fix: .*a folder with config\.json"):
-            skeleton("someone/some-model")
+            build_skeleton("someone/some-model")
 
 
 def test_a_name_on_the_hub_gives_its_configuration_only(
@@ -308,7 +308,7 @@ def test_a_name_on_the_hub_gives_its_configuration_only(
         return f"{folder}/{name}"
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    assert is_hollow(skeleton("someone/some-unet", token="hf_x"))
+    assert is_hollow(build_skeleton("someone/some-unet", token="hf_x"))
     assert asked == ["someone/some-unet/model_index.json hf_x", "someone/some-unet/config.json hf_x"]
 
 
@@ -325,11 +325,11 @@ TENSORS = {
 
 def test_headers_tell_every_tensor(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = headers(tmp_path)
+    found = read_headers(tmp_path)
     assert {n: (h.dtype, h.shape, h.nbytes) for n, h in found.items()} == {
         name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in TENSORS.items()
     }
-    assert headers(tmp_path / "model.safetensors") == found
+    assert read_headers(tmp_path / "model.safetensors") == found
 
 
 def test_headers_go_through_an_index(tmp_path: Path) -> None:
@@ -339,17 +339,17 @@ def test_headers_go_through_an_index(tmp_path: Path) -> None:
     held = {name: f"part-{0 if name in names[:2] else 1}.safetensors" for name in names}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": held}))
-    assert list(headers(tmp_path)) == names
-    assert headers(index)["c"].file.name == "part-1.safetensors"
+    assert list(read_headers(tmp_path)) == names
+    assert read_headers(index)["c"].file.name == "part-1.safetensors"
     (tmp_path / "part-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"not there: part-1\.safetensors"):
-        headers(tmp_path)
+        read_headers(tmp_path)
     index.write_text(json.dumps({"weight_map": {"gone": "part-0.safetensors"}}))
     with pytest.raises(CheckpointError, match="holds gone, which it does not"):
-        headers(tmp_path)
+        read_headers(tmp_path)
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="no index of shards"):
-        headers(tmp_path)
+        read_headers(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -367,12 +367,12 @@ def test_a_damaged_file_is_told_before_anything_is_read(tmp_path: Path, change: 
     save_file(TENSORS, file)
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(CheckpointError, match=words):
-        headers(file)
+        read_headers(file)
 
 
 def test_a_folder_of_weights_alone_is_a_tree_of_their_names(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    model = skeleton(tmp_path)
+    model = build_skeleton(tmp_path)
     assert is_hollow(model)
     assert {n: (t.dtype, t.shape) for n, t in model.state_dict().items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()
@@ -388,6 +388,6 @@ def test_a_weight_may_be_called_as_the_module_of_others() -> None:
 
 
 def _header(tensor: torch.Tensor) -> Any:
-    from accelerate.offload.estimate.headers import Header
+    from accelerate.offload.estimate.safetensors_headers import TensorHeader
 
-    return Header(tensor.dtype, tuple(tensor.shape), tensor.nbytes, Path("x"))
+    return TensorHeader(tensor.dtype, tuple(tensor.shape), tensor.nbytes, Path("x"))

@@ -12,30 +12,30 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from accelerate.checkpoint import background, snapshot, state
-from accelerate.checkpoint.collect import States
-from accelerate.checkpoint.parts import Parts
+from accelerate.checkpoint import async_save, snapshot, state
+from accelerate.checkpoint.collect import CollectedStates
+from accelerate.checkpoint.train_state import TrainState
 from accelerate.core.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
-def staging() -> Iterator[snapshot.Staging]:
+def staging() -> Iterator[snapshot.StagingMemory]:
     snapshot.staging.release()
     yield snapshot.staging
     snapshot.staging.release()
 
 
-def copied(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
     """``value`` as a snapshot has it."""
-    taken = snapshot.take(States([{"x": value}]), shared=True)
+    taken = snapshot.take_snapshot(CollectedStates([{"x": value}]), replicated=True)
     taken.wait()
-    return taken.states.weights[0]["x"]
+    return taken.states.model_states[0]["x"]
 
 
 def test_what_is_done_afterwards_does_not_reach_the_copy() -> None:
     """D10"""
     value = {"w": torch.ones(3), "list": [torch.zeros(2), {"n": [1, 2]}], "text": "a"}
-    copy = copied(value)
+    copy = copy_of(value)
     value["w"].add_(1)
     value["list"][0].fill_(7)
     value["list"][1]["n"].append(3)
@@ -49,7 +49,7 @@ def test_shared_memory_stays_shared() -> None:
     base = torch.arange(12.0)
     one = base[:4]
     inner = [1]
-    copy = copied(
+    copy = copy_of(
         {"a": one, "again": one, "b": base.view(3, 4)[1:], "t": base.view(3, 4).t(), "l": [inner, inner]}
     )
     assert copy["a"] is copy["again"]
@@ -71,7 +71,7 @@ def test_tensors_keep_their_kind() -> None:
         torch.empty(0, 5),
         torch.ones(3).bool(),
     ]
-    for value, copy in zip(values, copied(values), strict=True):
+    for value, copy in zip(values, copy_of(values), strict=True):
         assert type(copy) is type(value)
         assert copy.requires_grad == value.requires_grad
         assert (copy.dtype, copy.shape) == (value.dtype, value.shape)
@@ -84,7 +84,7 @@ def test_tensors_of_other_classes_are_copied_by_what_they_hold() -> None:
     sparse = torch.eye(3).to_sparse()
     complex_ = torch.tensor([1 + 2j]).conj()
     nowhere = torch.empty(2, device="meta")
-    copy = copied([both, sparse, complex_, nowhere])
+    copy = copy_of([both, sparse, complex_, nowhere])
     both.a.add_(5)
     assert isinstance(copy[0], TwoTensor)
     assert copy[0].a.tolist() == [1, 1]
@@ -95,62 +95,62 @@ def test_tensors_of_other_classes_are_copied_by_what_they_hold() -> None:
 
 def test_containers_keep_their_class_and_attributes() -> None:
     weights = torch.nn.Linear(2, 2).state_dict()
-    copy = copied(weights)
+    copy = copy_of(weights)
     assert type(copy) is OrderedDict
     assert copy._metadata == weights._metadata  # type: ignore[attr-defined]
 
 
 def test_a_copy_brings_no_more_than_its_own_memory_into_a_file(tmp_path: Path) -> None:
-    copy = copied([torch.ones(4), torch.ones(100_000)])
+    copy = copy_of([torch.ones(4), torch.ones(100_000)])
     torch.save(copy[0], tmp_path / "x")
     assert (tmp_path / "x").stat().st_size < 10_000
 
 
-def test_memory_is_used_again(staging: snapshot.Staging) -> None:
+def test_memory_is_used_again(staging: snapshot.StagingMemory) -> None:
     values = [torch.ones(1000), torch.ones(20)]
-    first = {one.data_ptr() for one in copied(values)}
+    first = {one.data_ptr() for one in copy_of(values)}
     kept = staging.size
     assert kept >= 4080
-    assert {one.data_ptr() for one in copied(values)} == first
+    assert {one.data_ptr() for one in copy_of(values)} == first
     assert staging.size == kept
-    copied([*values, torch.ones(5000)])
+    copy_of([*values, torch.ones(5000)])
     assert kept + 20_000 <= staging.size < kept + 21_000
     staging.release()
     assert staging.size == 0
 
 
-def test_memory_can_be_ready_before_it_is_needed(staging: snapshot.Staging) -> None:
+def test_memory_can_be_ready_before_it_is_needed(staging: snapshot.StagingMemory) -> None:
     values = [torch.ones(50_000), torch.ones(20)]
-    staging.prepare(snapshot.sizes(values))
-    assert torch.equal(copied(values)[0], values[0])
+    staging.prepare(snapshot.snapshot_sizes(values))
+    assert torch.equal(copy_of(values)[0], values[0])
     size = staging.size
-    copied(values)
+    copy_of(values)
     assert staging.size == size  # whether or not it was ready in time
-    staging.prepare(snapshot.sizes(values))
+    staging.prepare(snapshot.snapshot_sizes(values))
     assert staging.size == size
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.Staging) -> None:
+def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.StagingMemory) -> None:
     """Workers of a loader are forked at any time, also while a copy is written."""
-    before = copied(torch.ones(1_000_000))
+    before = copy_of(torch.ones(1_000_000))
     pid = os.fork()
     if pid == 0:
         fine = snapshot.staging.size == 0
         snapshot.staging.release()
-        fine = fine and copied(torch.ones(1000)).sum() == 1000
+        fine = fine and copy_of(torch.ones(1000)).sum() == 1000
         os._exit(0 if fine else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert before.sum() == 1_000_000
 
 
-def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Parts]:
+def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainState]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     model[2].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return model, optimizer, Parts([model], [optimizer], [scheduler], step=3, metadata={"epoch": 1})
+    return model, optimizer, TrainState([model], [optimizer], [scheduler], step=3, metadata={"epoch": 1})
 
 
 def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -166,8 +166,8 @@ def test_the_files_are_those_of_a_save_that_was_waited_for(tmp_path: Path, safe:
     state.save(parts, tmp_path / "now", safe_serialization=safe)
     path = tmp_path / "later"
     assert state.save(parts, path, safe_serialization=safe, in_background=True) == path
-    assert background.wait() == path
-    assert background.wait() is None
+    assert async_save.wait() == path
+    assert async_save.wait() is None
     names = sorted(os.listdir(tmp_path / "now"))
     assert sorted(os.listdir(path)) == names
     for name in set(names) - {"manifest.json"}:
@@ -181,12 +181,12 @@ def test_hooks_may_write_and_take_models_away(tmp_path: Path) -> None:
 
     _, _, parts = training(0)
     state.save(parts, tmp_path / "c", before=before, in_background=True)
-    background.wait()
+    async_save.wait()
     assert (tmp_path / "c/extra.txt").read_text() == "mine"
     assert not (tmp_path / "c/model.safetensors").exists()
 
 
-class Locked:
+class Uncopyable:
     def state_dict(self) -> Any:
         return {"file": open(os.devnull)}
 
@@ -196,6 +196,6 @@ class Locked:
 
 def test_a_state_that_cannot_be_copied_is_an_error_at_the_call(tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, TypeError), match="TextIOWrapper"):
-        state.save(Parts(custom=[Locked()]), tmp_path / "c", in_background=True)
+        state.save(TrainState(custom=[Uncopyable()]), tmp_path / "c", in_background=True)
     assert os.listdir(tmp_path) == []
-    assert background.wait() is None
+    assert async_save.wait() is None

@@ -1,4 +1,4 @@
-"""What programs see of the state objects and enumerations, in one process."""
+"""The public attributes of the state objects and enumerations, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping together: where ranks agree to stop, in any order of events; and signals, in real processes."""
+"""Preemption: the boundary where all ranks stop, in any order of events; and signals, in real processes."""
 
 from __future__ import annotations
 
@@ -22,77 +22,77 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.core.errors import CheckpointError, SettingError
-from accelerate.launch import report
-from accelerate.launch.ranks import Armed, End, Outcome
+from accelerate.launch import failure_report
+from accelerate.launch.supervisor import GracefulStop, JobOutcome, ProcessExit
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration
-from accelerate.world import stop as stops
-from accelerate.world.stop import Agreement, Boundaries
+from accelerate.world import preemption as stops
+from accelerate.world.preemption import StepCounter, StopConsensus
 from tests.support.command import Running, start
 
 
-class Board:
-    """The notices of a world, without a store."""
+class FakeStore:
+    """A store in a dictionary."""
 
     def __init__(self) -> None:
-        self.notices: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
 
     def put(self, key: str, text: str) -> None:
-        self.notices[key] = text
+        self.texts[key] = text
 
     def has(self, *keys: str) -> bool:
-        return all(key in self.notices for key in keys)
+        return all(key in self.texts for key in keys)
 
     def get(self, key: str) -> str | None:
-        return self.notices.get(key)
+        return self.texts.get(key)
 
-    def first(self, key: str, text: str) -> str:
-        return self.notices.setdefault(key, text)
+    def put_if_absent(self, key: str, text: str) -> str:
+        return self.texts.setdefault(key, text)
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
-        return {key: self.notices[key] for key in keys if key in self.notices}
+        return {key: self.texts[key] for key in keys if key in self.texts}
 
 
 class Rank:
-    """One rank: its loop, its watcher, and how it ends."""
+    """One rank: its loop, its monitor thread, and its end."""
 
-    def __init__(self, rank: int, size: int, board: Any) -> None:
-        self.agreement = Agreement(rank, size, board)
-        self.rank, self.board = rank, board
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.consensus = StopConsensus(rank, size, store)
+        self.rank, self.store = rank, store
         self.stopped_at = self.caught = self.ended = 0
 
     @property
-    def passed(self) -> int:
-        return self.agreement.boundaries.passed
+    def passed_count(self) -> int:
+        return self.consensus.step_counter.passed_count
 
     def step(self) -> None:
         if self.ended or self.stopped_at:
             return
-        if self.agreement.boundaries.arrive():
-            self.stopped_at = self.passed + 1
+        if self.consensus.step_counter.arrive():
+            self.stopped_at = self.passed_count + 1
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if not self.ended:
-            self.agreement.look("SIGTERM" if self.caught else "")
+            self.consensus.poll("SIGTERM" if self.caught else "")
 
     def end(self, silently: bool) -> None:
-        """Its program is over; ``silently``: its watcher had no time for a last word."""
+        """End the rank; ``silently``: its monitor had no time to withdraw."""
         if self.stopped_at or self.ended:
             return
         if not silently:
-            self.agreement.leave()
-        self.board.put(f"ended/{self.rank}", "")
+            self.consensus.withdraw()
+        self.store.put(f"ended/{self.rank}", "")
         self.ended = 1
 
 
-def drained(world: list[Rank]) -> None:
-    """Everybody goes on until nothing changes any more."""
-    for _ in range(4 * max(rank.passed for rank in world) + 40):
+def run_until_stable(world: list[Rank]) -> None:
+    """Run all ranks until nothing changes any more."""
+    for _ in range(4 * max(rank.passed_count for rank in world) + 40):
         for rank in world:
-            rank.look()
+            rank.poll()
             rank.step()
 
 
-ACTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["step", "look", "signal"])), max_size=60)
+ACTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["step", "poll", "signal"])), max_size=60)
 
 
 @given(size=st.integers(2, 4), acts=ACTS, first=st.integers(0, 3), together=st.booleans())
@@ -100,38 +100,38 @@ def test_all_stop_at_the_same_boundary(
     size: int, acts: list[tuple[int, str]], first: int, together: bool
 ) -> None:
     """D12: whoever gets the signal, wherever the others are. ``together``: a collective in every step."""
-    board = Board()
-    world = [Rank(rank, size, board) for rank in range(size)]
+    store = FakeStore()
+    world = [Rank(rank, size, store) for rank in range(size)]
     for number, act in acts:
         rank = world[number % size]
-        if act == "look":
-            rank.look()
+        if act == "poll":
+            rank.poll()
         elif act == "signal":
             rank.caught = 1
-        elif not together or rank.passed <= min(each.passed for each in world):
+        elif not together or rank.passed_count <= min(each.passed_count for each in world):
             rank.step()
     assert all(rank.caught == 0 for rank in world) <= (not any(rank.stopped_at for rank in world))
-    furthest = max(rank.passed for rank in world)
+    furthest = max(rank.passed_count for rank in world)
     world[first % size].caught = 1
-    drained(world)
+    run_until_stable(world)
     (at,) = {rank.stopped_at for rank in world}
-    assert {rank.passed for rank in world} == {at - 1}
-    assert all(rank.agreement.everybody for rank in world)
+    assert {rank.passed_count for rank in world} == {at - 1}
+    assert all(rank.consensus.includes_all_ranks for rank in world)
     assert at > furthest
-    drained(world)
+    run_until_stable(world)
     assert {rank.stopped_at for rank in world} == {at}
 
 
 @given(
     acts=st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["step", "step", "look", "end", "end silently"])),
+        st.tuples(st.integers(0, 2), st.sampled_from(["step", "step", "poll", "end", "end silently"])),
         max_size=60,
     )
 )
-def test_those_who_go_on_agree_without_those_who_have_ended(acts: list[tuple[int, str]]) -> None:
-    board = Board()
-    world = [Rank(rank, 3, board) for rank in range(3)]
-    with patch.object(stops, "ENDED", -1.0):
+def test_remaining_ranks_agree_without_ended_ranks(acts: list[tuple[int, str]]) -> None:
+    store = FakeStore()
+    world = [Rank(rank, 3, store) for rank in range(3)]
+    with patch.object(stops, "ENDED_CHECK_INTERVAL", -1.0):
         for number, act in acts:
             rank = world[number]
             if act.startswith("end"):
@@ -141,24 +141,24 @@ def test_those_who_go_on_agree_without_those_who_have_ended(acts: list[tuple[int
         left = [rank for rank in world if not rank.ended]
         for rank in left:
             rank.caught = 1
-        drained(world)
+        run_until_stable(world)
     assert len({rank.stopped_at for rank in left}) <= 1
     assert all(rank.stopped_at > 0 for rank in left)
     if len(left) < 3:
-        assert not any(rank.agreement.everybody for rank in left)
-    told = [rank for rank in world if rank.ended and f"stop/{rank.rank}" in board.notices]
-    assert all(rank.passed < left[0].stopped_at for rank in told if left)
+        assert not any(rank.consensus.includes_all_ranks for rank in left)
+    withdrawn = [rank for rank in world if rank.ended and f"stop/{rank.rank}" in store.texts]
+    assert all(rank.passed_count < left[0].stopped_at for rank in withdrawn if left)
 
 
-def test_a_rank_waits_only_between_telling_and_the_decision() -> None:
-    boundaries = Boundaries()
-    assert [boundaries.arrive(), boundaries.arrive()] == [False, False]
-    assert boundaries.tell() == 2
-    assert boundaries.arrive() is None
-    assert boundaries.tell() == 2
-    boundaries.decide(4)
-    assert [boundaries.arrive() for _ in range(3)] == [False, True, True]
-    assert boundaries.passed == 3
+def test_a_rank_waits_only_between_freeze_and_decision() -> None:
+    counter = StepCounter()
+    assert [counter.arrive(), counter.arrive()] == [False, False]
+    assert counter.freeze() == 2
+    assert counter.arrive() is None
+    assert counter.freeze() == 2
+    counter.decide(4)
+    assert [counter.arrive() for _ in range(3)] == [False, True, True]
+    assert counter.passed_count == 3
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -168,7 +168,7 @@ def test_a_rank_waits_only_between_telling_and_the_decision() -> None:
 def heard() -> Iterator[None]:
     """Signals act as before afterwards."""
     yield
-    stops.disarm()
+    stops.remove_monitor()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_handlers_are_taken_over_and_given_back() -> None:
         assert accelerator.should_stop
         assert calls == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        stops.disarm()
+        stops.remove_monitor()
         assert signal.getsignal(signal.SIGUSR1) is own
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
@@ -227,7 +227,7 @@ def test_the_pipe_of_an_event_loop_goes_on() -> None:
         assert not Accelerator().should_stop
         os.kill(os.getpid(), signal.SIGUSR1)
         assert os.read(reader, 16) == bytes([signal.SIGUSR1])
-        stops.disarm()
+        stops.remove_monitor()
     finally:
         assert signal.set_wakeup_fd(before) == writer
         os.close(reader)
@@ -463,25 +463,30 @@ def test_a_script_that_does_not_look_is_told(
 
 def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15 10")
-    assert report.armed(tmp_path, 7) == Armed(75, (15, 10))
-    assert report.armed(tmp_path, 8) is None
-    good, again = End(0, 0, 1, False), End(1, 75, 2, False, resumable=True)
-    error = report.failure(Outcome([good, again]), tmp_path)
+    assert failure_report.read_graceful_stop(tmp_path, 7) == GracefulStop(75, (15, 10))
+    assert failure_report.read_graceful_stop(tmp_path, 8) is None
+    good, again = ProcessExit(0, 0, 1, False), ProcessExit(1, 75, 2, False, resumable=True)
+    error = failure_report.build_job_error(JobOutcome([good, again]), tmp_path)
     assert error is not None
     assert (error.code, "--resume auto" in error.what) == (75, True)
-    failed = report.failure(Outcome([again, End(0, 3, 1, False)]), tmp_path)
+    failed = failure_report.build_job_error(JobOutcome([again, ProcessExit(0, 3, 1, False)]), tmp_path)
     assert failed is not None
     assert failed.code == 3
-    assert report.failure(Outcome([good], signal.SIGTERM, heeded=True), tmp_path) is None
-    killed = report.failure(Outcome([End(0, -9, 1, False)], signal.SIGTERM), tmp_path)
+    assert (
+        failure_report.build_job_error(JobOutcome([good], signal.SIGTERM, stopped_gracefully=True), tmp_path)
+        is None
+    )
+    killed = failure_report.build_job_error(
+        JobOutcome([ProcessExit(0, -9, 1, False)], signal.SIGTERM), tmp_path
+    )
     assert killed is not None
     assert killed.code == 143
 
 
 def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15")
-    assert not report.raised(tmp_path, 0, 7)
+    assert not failure_report.has_traceback(tmp_path, 0, 7)
     for said, failed in (("5 75 sys.exit(75)\n", False), ("5 1 ValueError: x\n", True), ("", True)):
-        report.error_file(tmp_path, 0).write_text(said)
-        assert report.raised(tmp_path, 0, 7) is failed
-        assert report.raised(tmp_path, 0, 8)
+        failure_report.error_file(tmp_path, 0).write_text(said)
+        assert failure_report.has_traceback(tmp_path, 0, 7) is failed
+        assert failure_report.has_traceback(tmp_path, 0, 8)

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.checkpoint import pickles, reading, tensors
+from accelerate.checkpoint import parallel_io, pickles, tensors
 from accelerate.core.errors import CheckpointError
 
 DTYPES = sorted(tensors._CODES, key=str)
 
 
-def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Every bit pattern is as good as another, except for bool."""
     size = torch.empty((), dtype=dtype).element_size()
     count = torch.Size(shape).numel() * size
@@ -26,10 +26,10 @@ def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return raw.to(torch.uint8).view(dtype).reshape(shape)
 
 
-def written(path: Path, state: dict[str, torch.Tensor]) -> Path:
-    separate, aliases = tensors.separated(state)
+def write_state(path: Path, state: dict[str, torch.Tensor]) -> Path:
+    separate, aliases = tensors.untie(state)
     with path.open("wb") as file:
-        tensors.write(separate, aliases, file)
+        tensors.write_safetensors(separate, aliases, file)
     return path
 
 
@@ -37,36 +37,36 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same dtype, shape and bytes (NaN equals itself)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bytes(tensors.raw(a)) == bytes(tensors.raw(b))
+    return bytes(tensors.raw_bytes(a)) == bytes(tensors.raw_bytes(b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_read_by_the_librarys_own_reader(tmp_path: Path, dtype: torch.dtype) -> None:
     state = {
-        "odd": filled(dtype, 3, 5),
-        "scalar": filled(dtype),
-        "empty": filled(dtype, 0, 4),
-        "turned": filled(dtype, 4, 6).t(),
-        "stepped": filled(dtype, 8, 8)[::2, 1::3],
-        "one": filled(dtype, 1),
+        "odd": random_tensor(dtype, 3, 5),
+        "scalar": random_tensor(dtype),
+        "empty": random_tensor(dtype, 0, 4),
+        "turned": random_tensor(dtype, 4, 6).t(),
+        "stepped": random_tensor(dtype, 8, 8)[::2, 1::3],
+        "one": random_tensor(dtype, 1),
     }
-    path = written(tmp_path / "file.safetensors", state)
-    found = load_file(path)
-    assert found.keys() == state.keys()
-    assert all(same(found[name], value) for name, value in state.items())
-    read, aliases = tensors.read(path)
+    path = write_state(tmp_path / "file.safetensors", state)
+    loaded = load_file(path)
+    assert loaded.keys() == state.keys()
+    assert all(same(loaded[name], value) for name, value in state.items())
+    read, aliases = tensors.read_safetensors(path)
     assert not aliases
     assert all(same(read[name], value) for name, value in state.items())
 
 
 def test_mixed_dtypes_are_aligned_and_complete(tmp_path: Path) -> None:
-    state = {f"{dtype}".removeprefix("torch."): filled(dtype, 3) for dtype in DTYPES}
-    path = written(tmp_path / "file.safetensors", state)
-    found = load_file(path)
-    assert all(same(found[name], value) for name, value in state.items())
+    state = {f"{dtype}".removeprefix("torch."): random_tensor(dtype, 3) for dtype in DTYPES}
+    path = write_state(tmp_path / "file.safetensors", state)
+    loaded = load_file(path)
+    assert all(same(loaded[name], value) for name, value in state.items())
     data = path.read_bytes()
-    for name, (start, size) in tensors.places(path).items():
-        assert data[start : start + size] == bytes(tensors.raw(state[name]))
+    for name, (start, size) in tensors.file_ranges(path).items():
+        assert data[start : start + size] == bytes(tensors.raw_bytes(state[name]))
         assert start % state[name].element_size() == 0
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -75,21 +75,27 @@ def test_mixed_dtypes_are_aligned_and_complete(tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every tensor has several."""
-    monkeypatch.setattr(reading, "PART", 1000)
-    monkeypatch.setattr(reading, "_LARGE", 500)
+    monkeypatch.setattr(parallel_io, "CHUNK", 1000)
+    monkeypatch.setattr(parallel_io, "_LARGE", 500)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_torch_file_is_read_in_parts_as_torch_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
-    base = filled(dtype, 40, 30)
-    value = {"whole": base, "row": base[3], "turned": base.t(), "small": filled(dtype, 2), "n": [1, None]}
+    base = random_tensor(dtype, 40, 30)
+    value = {
+        "whole": base,
+        "row": base[3],
+        "turned": base.t(),
+        "small": random_tensor(dtype, 2),
+        "n": [1, None],
+    }
     torch.save(value, tmp_path / "file.bin")
-    found = pickles.read(tmp_path / "file.bin")
-    assert all(same(found[name], value[name]) for name in ("whole", "row", "turned", "small"))
-    assert found["turned"].stride() == base.t().stride()
-    assert found["whole"].untyped_storage().data_ptr() == found["row"].untyped_storage().data_ptr()
-    assert found["n"] == [1, None]
+    loaded = pickles.read(tmp_path / "file.bin")
+    assert all(same(loaded[name], value[name]) for name in ("whole", "row", "turned", "small"))
+    assert loaded["turned"].stride() == base.t().stride()
+    assert loaded["whole"].untyped_storage().data_ptr() == loaded["row"].untyped_storage().data_ptr()
+    assert loaded["n"] == [1, None]
 
 
 @pytest.mark.usefixtures("small")
@@ -110,17 +116,17 @@ def test_what_was_read_does_not_depend_on_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file.bin"
     torch.save(value, path)
     with config.patch({"load.mmap": True}):
-        found = pickles.read(path)
+        loaded = pickles.read(path)
     path.write_bytes(b"\0" * path.stat().st_size)
     os.truncate(path, 0)
-    assert torch.equal(found["a"], value["a"])
+    assert torch.equal(loaded["a"], value["a"])
 
 
 def test_a_parallel_file_reads_like_a_file(tmp_path: Path, small: None) -> None:
     data = bytes(range(256)) * 40
     path = tmp_path / "file"
     path.write_bytes(data)
-    with reading.ParallelFile(path) as file:
+    with parallel_io.ParallelFile(path) as file:
         assert file.read(3) == data[:3]
         assert file.seek(-5000, os.SEEK_END) == len(data) - 5000 == file.tell()
         assert file.read(4000) == data[-5000:-1000]
@@ -142,25 +148,25 @@ class Net(nn.Module):
         self.register_buffer("none", torch.zeros(0, 3))
 
 
-def filling(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+def load_mapped(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
     """Loads a file into a model; returns the mapped state."""
-    state, aliases = tensors.read(path)
-    files = [reading.Mapped.of(path, state)]
-    state = tensors.fitted(state, aliases, model.state_dict())
-    reading.fill(files, model.load_state_dict, state, **kwargs)
+    state, aliases = tensors.read_safetensors(path)
+    files = [parallel_io.MappedTensors.create(path, state)]
+    state = tensors.fit_names(state, aliases, model.state_dict())
+    parallel_io.load_from_mapped(files, model.load_state_dict, state, **kwargs)
     return state
 
 
 @pytest.mark.usefixtures("small")
 def test_a_model_is_filled_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = Net(), Net()
-    path = written(tmp_path / "model.safetensors", dict(source.state_dict()))
+    path = write_state(tmp_path / "model.safetensors", dict(source.state_dict()))
     read: list[int] = []
-    real = reading.read_into
-    monkeypatch.setattr(reading, "read_into", lambda *a: (read.append(len(a[2])), real(*a)))
+    real = parallel_io.read_parallel
+    monkeypatch.setattr(parallel_io, "read_parallel", lambda *a: (read.append(len(a[2])), real(*a)))
     versions = {name: value._version for name, value in target.named_parameters()}
     places = {name: value.data_ptr() for name, value in target.state_dict().items()}
-    filling(path, target)
+    load_mapped(path, target)
     for name, value in source.state_dict().items():
         assert same(target.state_dict()[name], value), name
         assert target.state_dict()[name].data_ptr() == places[name]
@@ -172,25 +178,25 @@ def test_a_model_is_filled_from_its_file(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("small")
 def test_another_dtype_or_shape_is_converted_or_refused_as_ever(tmp_path: Path) -> None:
     source = nn.Linear(40, 40)
-    path = written(tmp_path / "model.safetensors", dict(source.state_dict()))
+    path = write_state(tmp_path / "model.safetensors", dict(source.state_dict()))
     double = nn.Linear(40, 40).double()
-    filling(path, double)
+    load_mapped(path, double)
     assert torch.equal(double.weight, source.weight.double())
     other = nn.Linear(40, 20)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        filling(path, other)
+        load_mapped(path, other)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
     """D2: never the bytes of a page that is not there."""
     model = nn.Linear(40, 40)
-    path = written(tmp_path / "model.safetensors", dict(model.state_dict()))
-    state, _ = tensors.read(path)
-    files = [reading.Mapped.of(path, state)]
+    path = write_state(tmp_path / "model.safetensors", dict(model.state_dict()))
+    state, _ = tensors.read_safetensors(path)
+    files = [parallel_io.MappedTensors.create(path, state)]
     os.truncate(path, 3000)
     try:
-        reading.fill(files, model.load_state_dict, state)
+        parallel_io.load_from_mapped(files, model.load_state_dict, state)
         text = ""
     except CheckpointError as error:
         text = str(error)
@@ -201,12 +207,12 @@ def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
 
 def test_copies_elsewhere_are_left_alone(tmp_path: Path) -> None:
     """Only what is mapped from the file is read from it, and only while it is filled."""
-    path = written(tmp_path / "file.safetensors", {"a": torch.ones(1000)})
-    state, _ = tensors.read(path)
+    path = write_state(tmp_path / "file.safetensors", {"a": torch.ones(1000)})
+    state, _ = tensors.read_safetensors(path)
 
     def load() -> None:
         assert torch.equal(torch.zeros(1000).copy_(torch.full((1000,), 3.0)), torch.full((1000,), 3.0))
         assert torch.equal(torch.zeros(500).copy_(state["a"][:500]), torch.ones(500))
         assert torch.equal(torch.zeros(500).copy_(state["a"][::2]), torch.ones(500))
 
-    reading.fill([reading.Mapped.of(path, state)], load)
+    parallel_io.load_from_mapped([parallel_io.MappedTensors.create(path, state)], load)

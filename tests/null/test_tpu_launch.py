@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import HANDED
+from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
-from accelerate.launch.base import choose
-from accelerate.launch.job import read
-from accelerate.launch.kinds.tpu import Tpu, TpuPlan
+from accelerate.launch.base import choose_kind
+from accelerate.launch.kinds.tpu import TpuLaunch, TpuPlan
+from accelerate.launch.launch_request import read_request
 from tests.support.command import Finished, accelerate, launch
 
 # As much of torch_xla 2.9 as a launch calls: two processes, each of them told who it is by the runtime.
@@ -215,9 +215,9 @@ def test_without_gcloud_it_is_said(folder: Path) -> None:
 
 
 def plan(**flags: Any) -> TpuPlan:
-    request = read({"tpu": True, **flags}, ("train.py",), HANDED)
-    kind = choose(request)
-    assert isinstance(kind, Tpu)
+    request = read_request({"tpu": True, **flags}, ("train.py",), SCRIPT_SETTINGS)
+    kind = choose_kind(request)
+    assert isinstance(kind, TpuLaunch)
     return kind.plan(request)
 
 
@@ -237,9 +237,9 @@ def test_what_contradicts_itself_is_refused(flags: dict[str, Any], words: str) -
 
 def test_options_without_an_effect_are_named() -> None:
     """F15: of a pod without one, and of a precision without it."""
-    unused = dict(plan().unused)
+    unused = dict(plan().unused_settings)
     assert {"tpu_vm", "tpu_env", "tpu_use_sudo", "downcast_bf16", "gpu_ids"} <= unused.keys()
-    assert "downcast_bf16" not in dict(plan(mixed_precision="bf16", downcast_bf16=True).unused)
+    assert "downcast_bf16" not in dict(plan(mixed_precision="bf16", downcast_bf16=True).unused_settings)
 
 
 def test_a_plan_needs_no_torch_xla(folder: Path) -> None:

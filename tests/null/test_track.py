@@ -1,4 +1,4 @@
-"""What ``log_with`` means, trackers that users make, and how runs end when nobody ends them."""
+"""``log_with``, trackers of users, and the end of runs that a script does not end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate import Accelerator, track
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.facade.enums import LoggerType
-from accelerate.track import base, running
+from accelerate.track import base, open_runs
 from accelerate.track.jsonl import JSONLTracker
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
@@ -74,11 +74,11 @@ class Second(Own):
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
-    known = dict(track.classes())
+    known = dict(track.tracker_classes())
     yield
-    running._open.clear()
-    track.classes().clear()
-    track.classes().update(known)
+    open_runs._open.clear()
+    track.tracker_classes().clear()
+    track.tracker_classes().update(known)
 
 
 def accelerator(log_with: Any, folder: Path | None = None) -> Accelerator:
@@ -94,9 +94,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def test_names_members_and_trackers_are_kept_in_order_and_once(tmp_path: Path) -> None:
     own = Own()
-    found = accelerator(["jsonl", own, LoggerType("jsonl"), own], tmp_path)
-    assert found.log_with == ["jsonl", own]
-    assert found.log_with[0] is LoggerType("jsonl")
+    acc = accelerator(["jsonl", own, LoggerType("jsonl"), own], tmp_path)
+    assert acc.log_with == ["jsonl", own]
+    assert acc.log_with[0] is LoggerType("jsonl")
     assert accelerator(LoggerType("jsonl"), tmp_path).log_with == ["jsonl"]
     assert accelerator(own).log_with == [own]
     assert accelerator(None).log_with == accelerator([]).log_with == []
@@ -114,13 +114,13 @@ def test_a_name_that_does_not_exist_is_an_error_with_the_nearest() -> None:
 def test_all_are_those_that_can_be_used_here_and_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = packages.installed
-    monkeypatch.setattr(packages, "installed", lambda module: module == "torch" and real(module))
+    real = packages.is_installed
+    monkeypatch.setattr(packages, "is_installed", lambda module: module == "torch" and real(module))
     assert accelerator("all").log_with == []
-    found = accelerator(["all", Own()], tmp_path)
-    assert found.log_with[:-1] == ["jsonl"] == get_available_trackers()
+    acc = accelerator(["all", Own()], tmp_path)
+    assert acc.log_with[:-1] == ["jsonl"] == get_available_trackers()
     assert capsys.readouterr().err == ""
-    found.init_trackers("run")
+    acc.init_trackers("run")
     assert capsys.readouterr().err == 'log_with="all": jsonl, own\n'
     with pytest.raises(MissingExtraError, match="pip install"):
         accelerator(["jsonl", "wandb"], tmp_path)
@@ -141,15 +141,15 @@ def test_public_functions_answer_as_the_constructor(tmp_path: Path) -> None:
 
 def test_an_object_is_used_as_it_is() -> None:
     own = Own("given")
-    found = accelerator(own)
+    acc = accelerator(own)
     assert own.asked == []
-    found.init_trackers("ignored", config={"lr": 1, "path": Path("a")})
-    found.log({"loss": 0.5}, step=3, log_kwargs={"own": {"k": 2}})
-    found.log({"loss": 0.25})
-    assert found.trackers == [own]
-    assert found.get_tracker("own") is own
-    assert found.get_tracker("own", unwrap=True) is own.asked
-    found.end_training()
+    acc.init_trackers("ignored", config={"lr": 1, "path": Path("a")})
+    acc.log({"loss": 0.5}, step=3, log_kwargs={"own": {"k": 2}})
+    acc.log({"loss": 0.25})
+    assert acc.trackers == [own]
+    assert acc.get_tracker("own") is own
+    assert acc.get_tracker("own", unwrap=True) is own.asked
+    acc.end_training()
     config = {"lr": 1, "path": Path("a")}
     assert own.asked == ["start", config, ({"loss": 0.5}, 3, {"k": 2}), ({"loss": 0.25}, None, {}), "finish"]
 
@@ -164,9 +164,9 @@ def test_a_registered_class_is_made_for_the_run(tmp_path: Path) -> None:
 
     assert register_tracker_class(WithFolder) is WithFolder
     register_tracker_class(WithFolder)
-    found = accelerator("with_folder", tmp_path)
-    found.init_trackers("run", init_kwargs={"with_folder": {"z": 1}})
-    (tracker,) = found.trackers
+    acc = accelerator("with_folder", tmp_path)
+    acc.init_trackers("run", init_kwargs={"with_folder": {"z": 1}})
+    (tracker,) = acc.trackers
     assert (tracker.run_name, tracker.kwargs) == ("run", {"logging_dir": str(tmp_path), "z": 1})  # type: ignore[attr-defined]
 
 
@@ -199,28 +199,28 @@ def test_a_class_without_its_three_attributes_cannot_be_made() -> None:
 
 
 def test_options_for_unknown_trackers_are_errors_and_for_others_are_left() -> None:
-    found = accelerator(Own())
+    acc = accelerator(Own())
     with pytest.raises(UnknownNameError, match=r"in init_kwargs(.|\n)*did you mean 'tensorboard'"):
-        found.init_trackers("run", init_kwargs={"tensor_board": {}})
+        acc.init_trackers("run", init_kwargs={"tensor_board": {}})
     with pytest.raises(SettingError, match="already made"):
-        found.init_trackers("run", init_kwargs={"own": {"z": 1}})
-    assert found.trackers == []
-    found.init_trackers("run", init_kwargs={"wandb": {"entity": "team"}})
+        acc.init_trackers("run", init_kwargs={"own": {"z": 1}})
+    assert acc.trackers == []
+    acc.init_trackers("run", init_kwargs={"wandb": {"entity": "team"}})
     with pytest.raises(UnknownNameError, match="in log_kwargs"):
-        found.log({"a": 1}, log_kwargs={"wandbb": {}})
-    found.log({"a": 1}, log_kwargs={"wandb": {"commit": False}})
-    assert found.trackers[0].tracker[-1] == ({"a": 1}, None, {})
+        acc.log({"a": 1}, log_kwargs={"wandbb": {}})
+    acc.log({"a": 1}, log_kwargs={"wandb": {"commit": False}})
+    assert acc.trackers[0].tracker[-1] == ({"a": 1}, None, {})
 
 
 def test_logging_to_no_open_run_is_said_once(tmp_path: Path) -> None:
-    found = accelerator("jsonl", tmp_path)
+    acc = accelerator("jsonl", tmp_path)
     with pytest.warns(UserWarning, match="call init_trackers"):
-        found.log({"a": 1})
+        acc.log({"a": 1})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found.log({"a": 1})
+        acc.log({"a": 1})
     with pytest.raises(SettingError, match="init_trackers"):
-        found.get_tracker("jsonl")
+        acc.get_tracker("jsonl")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         silent = accelerator(None)
@@ -231,20 +231,20 @@ def test_logging_to_no_open_run_is_said_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_cannot_be_got() -> None:
-    found = accelerator(Own())
-    found.init_trackers("run")
+    acc = accelerator(Own())
+    acc.init_trackers("run")
     with pytest.raises(ValueError, match="unknown tracker 'jsonl'"):
-        found.get_tracker("jsonl")
+        acc.get_tracker("jsonl")
 
 
 def test_a_second_init_ends_runs_and_keeps_the_users_objects(tmp_path: Path) -> None:
     own = Own()
-    found = accelerator(["jsonl", own], tmp_path)
-    found.init_trackers("one")
-    found.log({"a": 1})
-    found.init_trackers("two", config={"b": 2})
-    found.log({"a": 2})
-    found.end_training()
+    acc = accelerator(["jsonl", own], tmp_path)
+    acc.init_trackers("one")
+    acc.log({"a": 1})
+    acc.init_trackers("two", config={"b": 2})
+    acc.log({"a": 2})
+    acc.end_training()
     assert [*map(_kind, lines(tmp_path / "one.jsonl"))] == ["start", "values", "end"]
     assert [*map(_kind, lines(tmp_path / "two.jsonl"))] == ["start", "config", "values", "end"]
     assert own.asked == ["start", ({"a": 1}, None, {}), {"b": 2}, ({"a": 2}, None, {}), "finish"]
@@ -256,15 +256,15 @@ def _kind(line: dict[str, Any]) -> str:
 
 def test_every_run_is_ended_whatever_one_raises() -> None:
     first, second, third = Second(), Own(), Second()
-    found = accelerator([first, second, third])
-    found.init_trackers("run")
+    acc = accelerator([first, second, third])
+    acc.init_trackers("run")
     destroyed: list[bool] = []
-    found.state.destroy_process_group = lambda *_: destroyed.append(True)  # type: ignore[method-assign]
+    acc.state.destroy_process_group = lambda *_: destroyed.append(True)  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):
-        found.end_training()
+        acc.end_training()
     assert [each.asked[-1] for each in (first, second, third)] == ["finish"] * 3
     assert destroyed == [True]
-    found.end_training()
+    acc.end_training()
     assert [each.asked.count("finish") for each in (first, second, third)] == [1, 1, 1]
 
 
@@ -274,11 +274,11 @@ def test_what_started_before_an_error_is_still_ended() -> None:
             raise ConnectionError("no server")
 
     own = Own()
-    found = accelerator([own, Broken()])
+    acc = accelerator([own, Broken()])
     with pytest.raises(ConnectionError):
-        found.init_trackers("run")
-    assert found.trackers == [own]
-    found.end_training()
+        acc.init_trackers("run")
+    assert acc.trackers == [own]
+    acc.end_training()
     assert own.asked == ["start", "finish"]
 
 
@@ -297,12 +297,12 @@ def test_several_accelerators_have_runs_of_their_own(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys
-from accelerate.track import running
+from accelerate.track import open_runs
 from accelerate.track.jsonl import JSONLTracker
 
 for name in ("one", "two"):
     tracker = JSONLTracker(name, sys.argv[1])
-    running.start(tracker)
+    open_runs.start(tracker)
     tracker.log({"a": 1})
 """
 
@@ -314,7 +314,7 @@ for name in ("one", "two"):
         ("sys.exit(3)", "finished", 3),
         ("raise ValueError('no data')", "failed", 1),
         ("sys.ps1, sys.last_value = '>>>', ValueError()", "finished", 0),
-        ("running.finish([tracker])", "finished", 0),
+        ("open_runs.finish([tracker])", "finished", 0),
         ("if os.fork() == 0:\n    sys.exit()\nos.wait()", "finished", 0),
     ],
 )
@@ -371,15 +371,15 @@ def test_configurations_become_plain_and_flat() -> None:
         """A subclass of a plain type."""
 
     nested = {"a": {"b": {"c": 1}, "d": []}, 3: None, "e": {}, "f": Count(4), "g": (1, {"h": Path("i")})}
-    assert base.plain(nested) == {
+    assert base.to_json_types(nested) == {
         "a": {"b": {"c": 1}, "d": []},
         "3": None,
         "e": {},
         "f": 4,
         "g": [1, {"h": "i"}],
     }
-    assert type(base.plain(nested)["f"]) is int
-    assert base.flat(nested) == {
+    assert type(base.to_json_types(nested)["f"]) is int
+    assert base.flatten_config(nested) == {
         "a.b.c": 1,
         "a.d": "[]",
         "3": "None",
@@ -396,19 +396,22 @@ def test_a_configuration_may_be_a_namespace_or_hold_dataclasses() -> None:
         dtype: torch.dtype = torch.float16
 
     given = argparse.Namespace(lr=0.5, part=Part(), kind=Part)
-    assert base.plain(given) == {
+    assert base.to_json_types(given) == {
         "lr": 0.5,
         "part": {"width": 3, "dtype": "torch.float16"},
         "kind": str(Part),
     }
-    assert base.flat(given)["part.width"] == 3
+    assert base.flatten_config(given)["part.width"] == 3
 
 
 def test_only_what_holds_one_number_is_a_number() -> None:
-    assert base.scalars({"a": torch.tensor(2), "b": {"c": np.array([[3.5]])}}) == {"a": 2, "b": {"c": 3.5}}
+    assert base.unwrap_scalars({"a": torch.tensor(2), "b": {"c": np.array([[3.5]])}}) == {
+        "a": 2,
+        "b": {"c": 3.5},
+    }
     several = torch.ones(2)
-    assert base.scalars({"a": several})["a"] is several
-    assert base.simple(None) is None
+    assert base.unwrap_scalars({"a": several})["a"] is several
+    assert base.unwrap_scalar(None) is None
 
 
 def test_a_blank_tracker_takes_any_call() -> None:

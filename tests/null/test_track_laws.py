@@ -23,7 +23,7 @@ from accelerate import Accelerator, track
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.facade.enums import LoggerType
-from accelerate.track import running
+from accelerate.track import open_runs
 from accelerate.track.base import GeneralTracker
 from tests.support.trackers import Fake, install, leaves
 
@@ -32,8 +32,8 @@ OF_LIBRARIES = tuple(name for name in NAMES if track.TRACKERS.get(name).packages
 WITH_FOLDER = tuple(name for name in NAMES if track.TRACKERS.get(name).requires_logging_directory)
 
 
-class Written(Fake):
-    """The same questions to a tracker that writes a file of its own: its lines are the calls."""
+class FileLibrary(Fake):
+    """The interface of ``Fake`` for a tracker that writes a file of its own: its lines are the calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,25 +46,25 @@ class Written(Fake):
 
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    """Each tracker."""
+    """Return the name of each tracker in turn."""
     return request.param
 
 
 @pytest.fixture
 def library(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
-    """What the tracker writes with."""
-    yield install(monkeypatch, name) if name in OF_LIBRARIES else Written(tmp_path)
-    running._open.clear()
+    """Yield the library that the tracker writes with."""
+    yield install(monkeypatch, name) if name in OF_LIBRARIES else FileLibrary(tmp_path)
+    open_runs._open.clear()
 
 
 def accelerator(name: str, folder: Path) -> Accelerator:
     return Accelerator(cpu=True, log_with=name, project_dir=str(folder))
 
 
-def begun(name: str, folder: Path, **arguments: Any) -> Accelerator:
-    found = accelerator(name, folder)
-    found.init_trackers("run", **arguments)
-    return found
+def init_run(name: str, folder: Path, **arguments: Any) -> Accelerator:
+    acc = accelerator(name, folder)
+    acc.init_trackers("run", **arguments)
+    return acc
 
 
 # --- the file
@@ -75,7 +75,7 @@ def test_it_is_called_like_its_file_and_says_what_was_run(name: str) -> None:
     assert known.name == name
     assert issubclass(known, GeneralTracker)
     assert isinstance(known.requires_logging_directory, bool)
-    assert track.classes()[name] is known
+    assert track.tracker_classes()[name] is known
     assert name in LoggerType
     assert re.search(r"\b[Rr]un (by|with|here)\b", known.__doc__ or ""), "the docstring says how it was run"
     assert hasattr(known, "tracker")  # GeneralTracker has none
@@ -94,17 +94,17 @@ def test_importing_it_imports_no_library(name: str) -> None:
 def test_without_its_package_the_command_that_installs_it_is_said(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(packages, "installed", lambda module: False)
+    monkeypatch.setattr(packages, "is_installed", lambda module: False)
     with pytest.raises(MissingExtraError, match=rf"pip install {track.TRACKERS.get(name).packages[0]}"):
         accelerator(name, tmp_path)
-    assert name not in track.available(tmp_path)
+    assert name not in track.available_trackers(tmp_path)
 
 
 @pytest.mark.parametrize("name", WITH_FOLDER)
 def test_without_a_folder_the_option_that_gives_one_is_said(name: str, library: Fake) -> None:
     with pytest.raises(SettingError, match="project_dir="):
         Accelerator(cpu=True, log_with=name)
-    assert name not in track.available()
+    assert name not in track.available_trackers()
 
 
 # --- one run
@@ -112,47 +112,47 @@ def test_without_a_folder_the_option_that_gives_one_is_said(name: str, library: 
 
 def test_nothing_is_started_before_init_trackers(name: str, library: Fake, tmp_path: Path) -> None:
     assert accelerator(name, tmp_path).trackers == []
-    assert isinstance(library, Written) or library.calls == []
+    assert isinstance(library, FileLibrary) or library.calls == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_begins_once_and_ends_once(name: str, library: Fake, tmp_path: Path) -> None:
-    found = begun(name, tmp_path, config={"lr": 0.125})
-    (tracker,) = found.trackers
-    assert running.is_open(tracker)
-    assert found.get_tracker(name) is tracker
-    assert found.get_tracker(name, unwrap=True) is tracker.tracker
-    found.end_training()
-    found.end_training()
-    assert not running.is_open(tracker)
-    assert found.trackers == []
-    if not isinstance(library, Written):
+    acc = init_run(name, tmp_path, config={"lr": 0.125})
+    (tracker,) = acc.trackers
+    assert open_runs.is_open(tracker)
+    assert acc.get_tracker(name) is tracker
+    assert acc.get_tracker(name, unwrap=True) is tracker.tracker
+    acc.end_training()
+    acc.end_training()
+    assert not open_runs.is_open(tracker)
+    assert acc.trackers == []
+    if not isinstance(library, FileLibrary):
         assert library.paths().count(library.library.begin) == 1
         assert library.paths().count(library.library.end) == 1
         assert "run" in library.since(0) or str(tmp_path / "run") in library.since(0) or name == "dvclive"
 
 
 def test_numbers_arrive_with_their_step(name: str, library: Fake, tmp_path: Path) -> None:
-    found = begun(name, tmp_path)
+    acc = init_run(name, tmp_path)
     values = {"loss": 1.5, "acc": torch.tensor(0.25), "size": np.float64(0.75), "n": 3}
-    found.log(values, step=7)
+    acc.log(values, step=7)
     arrived = library.since(0)
     assert {"loss", "acc", "size", "n", 1.5, 0.25, 0.75, 3, 7} <= arrived
     assert not {"Tensor", "float64"} & arrived
-    found.log({"later": 2.5})
+    acc.log({"later": 2.5})
     assert {"later", 2.5} <= library.since(0)
-    found.log({"pair": {"a": 4.5, "b": torch.tensor([5.5])}}, step=8)
+    acc.log({"pair": {"a": 4.5, "b": torch.tensor([5.5])}}, step=8)
     assert {4.5, 5.5, 8} <= library.since(0)
 
 
 def test_what_cannot_be_logged_is_named_once_or_left_to_the_library(
     name: str, library: Fake, tmp_path: Path
 ) -> None:
-    found = begun(name, tmp_path)
+    acc = init_run(name, tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in (1, 2):
-            found.log({"odd": object(), "fine": 1.5}, step=step)
+            acc.log({"odd": object(), "fine": 1.5}, step=step)
     said = [str(each.message) for each in caught if "odd" in str(each.message)]
     arrived = library.since(0)
     assert len(said) == (0 if "odd" in arrived else 1)
@@ -167,27 +167,27 @@ def test_a_configuration_arrives_whatever_it_holds(name: str, library: Fake, tmp
         "inner": {"deep": {"n": 77}},
         "t": torch.tensor(4),
     }
-    begun(name, tmp_path, config=config)
+    init_run(name, tmp_path, config=config)
     arrived = {str(leaf) for leaf in library.since(0)}
     assert {"0.125", "True", "some", "a/b", "torch.bfloat16", "77", "4"} <= arrived
     assert not {"PosixPath", "Tensor"} & arrived
 
 
 def test_options_reach_the_library(name: str, library: Fake, tmp_path: Path) -> None:
-    if isinstance(library, Written):
-        found = begun(name, tmp_path)
+    if isinstance(library, FileLibrary):
+        acc = init_run(name, tmp_path)
         with pytest.raises(SettingError, match="no options"):
-            found.log({"a": 1}, log_kwargs={name: {"b": 2}})
+            acc.log({"a": 1}, log_kwargs={name: {"b": 2}})
         return
-    found = begun(name, tmp_path, init_kwargs={name: dict(library.library.options)})
+    acc = init_run(name, tmp_path, init_kwargs={name: dict(library.library.options)})
     assert set(leaves(library.library.options)) - {"report", "save_dvc_exp"} <= library.since(0) | {None}
     start = len(library.calls)
-    found.log({"loss": 1.5}, step=1, log_kwargs={name: dict(library.library.log_options)})
+    acc.log({"loss": 1.5}, step=1, log_kwargs={name: dict(library.library.log_options)})
     assert set(leaves(library.library.log_options)) <= library.since(start)
 
 
 def test_pictures_and_tables_arrive(name: str, library: Fake, tmp_path: Path) -> None:
-    tracker: Any = begun(name, tmp_path).trackers[0]
+    tracker: Any = init_run(name, tmp_path).trackers[0]
     picture = np.zeros((4, 4, 3), dtype="uint8")
     given: Any = (picture, "text") if name == "aim" else picture if name == "dvclive" else [picture]
     if hasattr(tracker, "log_images"):
@@ -202,13 +202,13 @@ def test_pictures_and_tables_arrive(name: str, library: Fake, tmp_path: Path) ->
 
 
 def test_a_second_init_ends_the_first_run(name: str, library: Fake, tmp_path: Path) -> None:
-    found = begun(name, tmp_path)
-    first = found.trackers[0]
-    found.init_trackers("again")
-    assert len(found.trackers) == 1
-    assert found.trackers[0] is not first
-    assert [running.is_open(tracker) for tracker in (first, found.trackers[0])] == [False, True]
-    if not isinstance(library, Written):
+    acc = init_run(name, tmp_path)
+    first = acc.trackers[0]
+    acc.init_trackers("again")
+    assert len(acc.trackers) == 1
+    assert acc.trackers[0] is not first
+    assert [open_runs.is_open(tracker) for tracker in (first, acc.trackers[0])] == [False, True]
+    if not isinstance(library, FileLibrary):
         order = [p for p in library.paths() if p in (library.library.begin, library.library.end)]
         assert order == [library.library.begin, library.library.end, library.library.begin]
 
@@ -216,24 +216,24 @@ def test_a_second_init_ends_the_first_run(name: str, library: Fake, tmp_path: Pa
 @pytest.mark.parametrize("name", OF_LIBRARIES)
 def test_an_error_of_the_library_is_not_swallowed(name: str, library: Fake, tmp_path: Path) -> None:
     library.raising.add(library.library.begin)
-    found = accelerator(name, tmp_path)
+    acc = accelerator(name, tmp_path)
     with pytest.raises(ConnectionError):
-        found.init_trackers("run")
-    assert found.trackers == []
+        acc.init_trackers("run")
+    assert acc.trackers == []
     library.raising.clear()
-    found.init_trackers("run")
+    acc.init_trackers("run")
     library.raising.add(library.library.end)
-    tracker = found.trackers[0]
+    tracker = acc.trackers[0]
     with pytest.raises(ConnectionError):
-        found.end_training()
-    assert not running.is_open(tracker)
+        acc.end_training()
+    assert not open_runs.is_open(tracker)
 
 
 @pytest.mark.parametrize("name", [n for n in OF_LIBRARIES if n in ("clearml", "mlflow", "swanlab", "wandb")])
 def test_a_run_that_failed_is_marked_so(name: str, library: Fake, tmp_path: Path) -> None:
-    tracker = begun(name, tmp_path).trackers[0]
+    tracker = init_run(name, tmp_path).trackers[0]
     tracker.failed = True
     start = len(library.calls)
-    running.finish([tracker])
+    open_runs.finish([tracker])
     marks = {"the script ended by an error", "FAILED", "crashed", 1}
     assert marks & library.since(start)

@@ -43,7 +43,7 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the libraries write, and nowhere else."""
+    """Return the only folder to which the libraries write."""
     monkeypatch.chdir(tmp_path)
     for variable in ("HOME", "XDG_CONFIG_HOME", "TRACKIO_DIR", "COMET_OFFLINE_DIRECTORY"):
         monkeypatch.setenv(variable, str(tmp_path))
@@ -57,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def written(name: str, folder: Path) -> Any:
-    """Logs a short run with the real library; returns the tracker."""
+def log_run(name: str, folder: Path) -> Any:
+    """Log a short run with the real library; return the tracker."""
     accelerator = Accelerator(cpu=True, log_with=name, project_dir=str(folder))
     accelerator.init_trackers("run", CONFIG, {name: options_of(name, folder)})
     tracker: Any = accelerator.trackers[0]
@@ -66,7 +66,7 @@ def written(name: str, folder: Path) -> Any:
         accelerator.log({"loss": loss, "acc": np.float32(step)}, step=step)
     if hasattr(tracker, "log_images"):
         tracker.log_images({"seen": _pictures(name)}, step=2, **_layout(name))
-    if hasattr(tracker, "log_table") and (name != "clearml" or packages.installed("pandas")):
+    if hasattr(tracker, "log_table") and (name != "clearml" or packages.is_installed("pandas")):
         tracker.log_table("scores", columns=["who", "what"], data=[["me", 11]], step=2)
     accelerator.end_training()
     return tracker
@@ -102,9 +102,9 @@ def clearml(folder: Path, tracker: Any) -> Read:
         events = [json.loads(line) for line in files.read("metrics.jsonl").decode().splitlines()]
         task = json.loads(files.read("task.json"))
     rows = [each for batch in events for each in (batch if isinstance(batch, list) else [batch])]
-    found = {each["iter"]: each["value"] for each in rows if each.get("metric") == "loss"}
+    losses = {each["iter"]: each["value"] for each in rows if each.get("metric") == "loss"}
     config = ConfigFactory.parse_string(task["configuration"]["General"]["value"])
-    return [found[step] for step in sorted(found)], dict(config)
+    return [losses[step] for step in sorted(losses)], dict(config)
 
 
 def comet_ml(folder: Path, tracker: Any) -> Read:
@@ -112,10 +112,10 @@ def comet_ml(folder: Path, tracker: Any) -> Read:
     with zipfile.ZipFile(archive) as files:
         lines = [json.loads(line) for line in files.read("messages.json").decode().splitlines()]
     metrics = [each["payload"]["metric"] for each in lines if each["type"] == "metric_msg"]
-    found = {each["step"]: each["metricValue"] for each in metrics if each["metricName"] == "loss"}
-    told = [each["payload"]["param"] for each in lines if each["type"] == "parameter_msg"]
-    config = {each["paramName"]: each["paramValue"] for each in told}
-    return [found[step] for step in sorted(found)], {
+    losses = {each["step"]: each["metricValue"] for each in metrics if each["metricName"] == "loss"}
+    params = [each["payload"]["param"] for each in lines if each["type"] == "parameter_msg"]
+    config = {each["paramName"]: each["paramValue"] for each in params}
+    return [losses[step] for step in sorted(losses)], {
         "lr": float(config["lr"]),
         "path": config["path"],
         "inner": {"deep": int(config["inner|deep"])},
@@ -212,7 +212,7 @@ READERS: dict[str, Callable[[Path, Any], Read]] = {
 }
 
 
-HERE = [name for name in track.TRACKERS.names() if track.TRACKERS.get(name).available()]
+HERE = [name for name in track.TRACKERS.names() if track.TRACKERS.get(name).is_available()]
 
 
 def test_libraries_are_installed() -> None:
@@ -223,7 +223,7 @@ def test_libraries_are_installed() -> None:
 
 @pytest.mark.parametrize("name", [name for name in READERS if name in HERE])
 def test_what_was_logged_can_be_read_back(name: str, folder: Path) -> None:
-    tracker = written(name, folder)
+    tracker = log_run(name, folder)
     losses, config = READERS[name](folder, tracker)
     assert losses == LOSSES
     expected = {"lr": 0.125, "path": "a/b", "inner": {"deep": 77}}
@@ -232,7 +232,7 @@ def test_what_was_logged_can_be_read_back(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HERE if name not in READERS])
 def test_a_library_without_a_reader_writes_its_file(name: str, folder: Path) -> None:
-    written(name, folder)
+    log_run(name, folder)
     assert any(file.stat().st_size > 100 for file in folder.rglob("*.swanlab"))
 
 
@@ -257,10 +257,10 @@ def real(name: str, path: str) -> Any:
     owner = ALIASES.get(name, {}).get(owner, owner.replace("()", ""))
     if not owner and "." in path:
         return None
-    found: Any = importlib.import_module(LIBRARIES[name].home)
+    target: Any = importlib.import_module(LIBRARIES[name].home)
     for part in filter(None, [*owner.split("."), last]):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name in HERE])

@@ -17,12 +17,12 @@ from accelerate.core.errors import (
     SettingError,
     UnknownNameError,
 )
-from accelerate.core.handler import KwargsHandler
-from accelerate.facade import fp8, modules, objects, testing
-from accelerate.facade.compile import TorchDynamoPlugin, compile_regions
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.facade import client_test_utils, fp8, modules, object_utils
+from accelerate.facade.compilation import TorchDynamoPlugin, compile_regions
 from accelerate.facade.enums import CustomDtype, DistributedType, PrecisionType, RNGType
-from accelerate.offload import measure
-from accelerate.precision.autocast import attach
+from accelerate.offload import module_sizes
+from accelerate.precision.autocast import attach_autocast
 from accelerate.utils import get_grad_scaler, get_mixed_precision_context_manager
 from accelerate.world.world import World
 
@@ -60,21 +60,21 @@ class Deep(nn.Module):
 
 def test_a_dotted_path_is_followed():
     model = Deep()
-    assert objects.recursive_getattr(model, "blocks.1.linear") is model.blocks[1].linear
+    assert object_utils.recursive_getattr(model, "blocks.1.linear") is model.blocks[1].linear
     with pytest.raises(AttributeError):
-        objects.recursive_getattr(model, "blocks.9")
+        object_utils.recursive_getattr(model, "blocks.9")
 
 
 def test_pretty_names():
-    assert objects.get_pretty_name(nn.Linear) == "Linear"
-    assert objects.get_pretty_name(nn.Linear(1, 1)) == "Linear"
-    assert objects.get_pretty_name(print) == "print"
-    assert objects.get_pretty_name(3) == "int"
+    assert object_utils.get_pretty_name(nn.Linear) == "Linear"
+    assert object_utils.get_pretty_name(nn.Linear(1, 1)) == "Linear"
+    assert object_utils.get_pretty_name(print) == "print"
+    assert object_utils.get_pretty_name(3) == "int"
 
 
 def test_dicts_are_merged_level_by_level():
     destination = {"a": {"c": 2, "both": 0}, "d": 3, "kind": {"x": 1}}
-    merged = objects.merge_dicts({"a": {"b": 1, "both": 9}, "e": {"f": 4}, "kind": 7}, destination)
+    merged = object_utils.merge_dicts({"a": {"b": 1, "both": 9}, "e": {"f": 4}, "kind": 7}, destination)
     assert merged is destination
     assert merged == {"a": {"c": 2, "both": 9, "b": 1}, "d": 3, "e": {"f": 4}, "kind": 7}
 
@@ -138,12 +138,12 @@ def test_devices_of_the_registry_are_members():
     ],
 )
 def test_bytes_of_one_element(dtype, size):
-    assert measure.dtype_byte_size(dtype) == size
+    assert module_sizes.dtype_byte_size(dtype) == size
 
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="float17"):
-        measure.dtype_byte_size("float17")
+        module_sizes.dtype_byte_size("float17")
 
 
 @pytest.mark.parametrize(
@@ -160,23 +160,23 @@ def test_a_wrong_size_is_refused():
 
 def test_tensors_by_name_parameters_first():
     model = Deep()
-    names = [name for name, _ in measure.named_module_tensors(model, recurse=True)]
+    names = [name for name, _ in module_sizes.named_module_tensors(model, recurse=True)]
     assert names == [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    assert list(measure.named_module_tensors(model)) == []
+    assert list(module_sizes.named_module_tensors(model)) == []
     block = model.blocks[0]
-    assert [name for name, _ in measure.named_module_tensors(block)] == ["scale", "count"]
-    assert list(measure.named_module_tensors(block, include_buffers=False)) == []
-    kept = dict(measure.named_module_tensors(model, recurse=True, remove_non_persistent=True))
+    assert [name for name, _ in module_sizes.named_module_tensors(block)] == ["scale", "count"]
+    assert list(module_sizes.named_module_tensors(block, include_buffers=False)) == []
+    kept = dict(module_sizes.named_module_tensors(model, recurse=True, remove_non_persistent=True))
     assert set(kept) == set(model.state_dict())
 
 
 def test_buffers_that_are_not_saved():
     model = Deep()
-    assert measure.get_non_persistent_buffers(model) == set()
-    assert measure.get_non_persistent_buffers(model, recurse=True) == {"scale"}
+    assert module_sizes.get_non_persistent_buffers(model) == set()
+    assert module_sizes.get_non_persistent_buffers(model, recurse=True) == {"scale"}
     expected = {f"blocks.{index}.scale" for index in range(3)}
-    assert measure.get_non_persistent_buffers(model, recurse=True, fqns=True) == expected
-    assert measure.get_non_persistent_buffers(model.blocks[0], fqns=True) == {"scale"}
+    assert module_sizes.get_non_persistent_buffers(model, recurse=True, fqns=True) == expected
+    assert module_sizes.get_non_persistent_buffers(model.blocks[0], fqns=True) == {"scale"}
 
 
 def test_children_come_before_their_parents_and_once():
@@ -257,7 +257,7 @@ def test_wrappers_inside_a_model_come_off_on_request():
 
 def test_mixed_precision_comes_off_on_request():
     model = Deep()
-    attach(model, World.fake(device="cpu").hardware, torch.bfloat16)
+    attach_autocast(model, World.fake(device="cpu").hardware, torch.bfloat16)
     seen: list[torch.dtype] = []
     model.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     model(torch.randn(2, 4))
@@ -284,7 +284,7 @@ def test_compile_options_come_from_arguments_then_variables(monkeypatch):
         "fullgraph": True,
         "dynamic": False,
     }
-    assert given.enabled
+    assert given.is_enabled
     with pytest.raises(UnknownNameError, match="INDUCTOR"):
         TorchDynamoPlugin(backend="inducto")
 
@@ -416,31 +416,33 @@ def test_the_old_recipe_still_works_and_says_it_is_old(library):
 
 def test_a_command_is_run_and_its_output_kept(capfd):
     code = "import sys; print('out'); print('err', file=sys.stderr)"
-    result = testing.execute_subprocess_async([sys.executable, "-c", code])
+    result = client_test_utils.execute_subprocess_async([sys.executable, "-c", code])
     assert (result.returncode, result.stdout, result.stderr) == (0, ["out"], ["err"])
     shown = capfd.readouterr()
     assert "Running:" in shown.out
     assert shown.out.rstrip().endswith("out")
     assert "err" in shown.err
-    testing.execute_subprocess_async([sys.executable, "-c", code], quiet=True, echo=False)
+    client_test_utils.execute_subprocess_async([sys.executable, "-c", code], quiet=True, echo=False)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_failing_command_raises_with_the_end_of_its_output():
     with pytest.raises(LaunchError, match="exit status 3") as caught:
-        testing.execute_subprocess_async(
+        client_test_utils.execute_subprocess_async(
             [sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"],
             quiet=True,
         )
     assert "the reason" in str(caught.value)
     with pytest.raises(LaunchError, match=r"more than 0\.2 s"):
-        testing.execute_subprocess_async([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
+        client_test_utils.execute_subprocess_async(
+            [sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2
+        )
 
 
 def test_each_test_worker_has_a_port(monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    assert testing.get_torch_dist_unique_port() == 29500
+    assert client_test_utils.get_torch_dist_unique_port() == 29500
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw7")
-    assert testing.get_torch_dist_unique_port() == 29507
-    assert testing.path_in_accelerate_package("core", "errors.py").is_file()
-    assert Path(testing.path_in_accelerate_package()).name == "accelerate"
+    assert client_test_utils.get_torch_dist_unique_port() == 29507
+    assert client_test_utils.path_in_accelerate_package("core", "errors.py").is_file()
+    assert Path(client_test_utils.path_in_accelerate_package()).name == "accelerate"

@@ -15,17 +15,17 @@ from accelerate import device as devices
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.versions import compare_versions, is_torch_version
-from accelerate.facade import available
+from accelerate.facade import device_checks
 from accelerate.utils import imports
 
 
 @pytest.fixture(autouse=True)
 def _forget():
-    packages._found.cache_clear()
-    packages.version.cache_clear()
+    packages._has_spec.cache_clear()
+    packages.get_version.cache_clear()
     yield
-    packages._found.cache_clear()
-    packages.version.cache_clear()
+    packages._has_spec.cache_clear()
+    packages.get_version.cache_clear()
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def site(tmp_path, monkeypatch):
 
 def test_an_installed_package_is_found_and_not_imported(site):
     site("toy_tracker")
-    assert packages.installed("toy_tracker")
-    assert not packages.installed("toy_absent")
-    assert not packages.installed("toy_absent.inner")
+    assert packages.is_installed("toy_tracker")
+    assert not packages.is_installed("toy_absent")
+    assert not packages.is_installed("toy_absent.inner")
     assert "toy_tracker" not in sys.modules
 
 
@@ -58,12 +58,12 @@ def test_a_bare_folder_is_no_package(tmp_path, monkeypatch):
     """Trackers leave folders of their own name where a script runs."""
     (tmp_path / "toy_tracker").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not packages.installed("toy_tracker")
+    assert not packages.is_installed("toy_tracker")
 
 
 def test_a_module_made_by_hand_counts(monkeypatch):
     monkeypatch.setitem(sys.modules, "toy_made", types.ModuleType("toy_made"))
-    assert packages.installed("toy_made")
+    assert packages.is_installed("toy_made")
 
 
 @pytest.mark.parametrize(
@@ -79,22 +79,22 @@ def test_a_module_made_by_hand_counts(monkeypatch):
 )
 def test_a_requirement_is_held_against_the_installed_version(site, requirement, expected):
     site("toy", "1.5rc1" if requirement == "toy<2" else "1.5")
-    assert packages.satisfied(requirement) is expected
+    assert packages.is_satisfied(requirement) is expected
 
 
 def test_a_distribution_may_have_another_name_than_its_module(site):
     site("toy_module", "3.1", distribution="toy-tools-for-all")
-    assert packages.version("toy_module") == Version("3.1")
-    assert packages.satisfied("toy_module>=3")
+    assert packages.get_version("toy_module") == Version("3.1")
+    assert packages.is_satisfied("toy_module>=3")
 
 
 def test_any_of_several_packages_and_a_flag(site, monkeypatch):
     site("toy_b")
-    check = packages.checker("toy_a", "toy_b", flag="TOY_ENABLED")
+    check = packages.make_checker("toy_a", "toy_b", flag="TOY_ENABLED")
     assert check() is False
     monkeypatch.setenv("TOY_ENABLED", "1")
     assert check() is True
-    assert packages.checker("toy_a")() is False
+    assert packages.make_checker("toy_a")() is False
 
 
 def test_a_needed_package_is_named_when_the_function_is_called(site):
@@ -105,7 +105,7 @@ def test_a_needed_package_is_named_when_the_function_is_called(site):
     with pytest.raises(MissingExtraError, match="pip install toy_engine"):
         start(1)
     site("toy_engine")
-    packages._found.cache_clear()
+    packages._has_spec.cache_clear()
     assert start(2) == 2
     assert start.__name__ == "start"
 
@@ -117,7 +117,11 @@ def test_questions_about_packages_answer_truly():
     assert imports.is_weights_only_available() is True
     assert imports.is_rich_available() is False
     for name in ("wandb", "deepspeed", "peft"):
-        here = any(name == found.name.lower() for found in importlib.metadata.distributions() if found.name)
+        here = any(
+            name == distribution.name.lower()
+            for distribution in importlib.metadata.distributions()
+            if distribution.name
+        )
         assert getattr(imports, f"is_{name}_available")() is here
 
 
@@ -158,20 +162,20 @@ def test_versions_of_packages_and_wrong_operations():
 
 
 class Absent:
-    """A device that is not here."""
+    """A device that is absent."""
 
     type = "absent"
 
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         return False
 
 
 class Toy(Absent):
-    """One that is."""
+    """A device that is present."""
 
     type = "toy"
 
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         return True
 
     def supports(self, dtype: str) -> bool:
@@ -189,36 +193,36 @@ def toys(monkeypatch):
 
 
 def test_device_questions_ask_the_devices_own_file(toys):
-    assert available.device_checker("toy")(check_device=True) is True
-    assert available.device_checker("absent")() is False
-    assert available.format_checker("toy", "bf16")() is True
-    assert available.format_checker("toy", "fp8")() is False
-    assert available.format_checker("absent", "bf16")() is False
-    assert available.model_checker("toy", "Toy TPU v1")() is True
-    assert available.model_checker("toy", "Toy TPU v2")() is False
-    assert available.version_checker("toy", "1.12")() is True
-    assert available.version_checker("toy", "1.12")("99.0") is False
-    assert available.is_fp16_available() is False
-    assert available.bf16_checker("other")(ignore_tpu=True) is True
-    assert available.bf16_checker("toy")(ignore_tpu=True) is False
-    assert available.bf16_checker("toy")() is True
+    assert device_checks.device_checker("toy")(check_device=True) is True
+    assert device_checks.device_checker("absent")() is False
+    assert device_checks.format_checker("toy", "bf16")() is True
+    assert device_checks.format_checker("toy", "fp8")() is False
+    assert device_checks.format_checker("absent", "bf16")() is False
+    assert device_checks.model_checker("toy", "Toy TPU v1")() is True
+    assert device_checks.model_checker("toy", "Toy TPU v2")() is False
+    assert device_checks.version_checker("toy", "1.12")() is True
+    assert device_checks.version_checker("toy", "1.12")("99.0") is False
+    assert device_checks.is_fp16_available() is False
+    assert device_checks.bf16_checker("other")(ignore_tpu=True) is True
+    assert device_checks.bf16_checker("toy")(ignore_tpu=True) is False
+    assert device_checks.bf16_checker("toy")() is True
 
 
 def test_a_kind_of_device_is_asked_for_one_at_a_time(toys):
-    check = available.kind_checker("toy")
+    check = device_checks.tpu_gpu_checker("toy")
     assert check() is True
     assert check(check_is_tpu=True) is True
     assert check(check_is_gpu=True) is False
-    assert available.kind_checker("absent")(check_is_gpu=True) is False
+    assert device_checks.tpu_gpu_checker("absent")(check_is_gpu=True) is False
     with pytest.raises(SettingError, match="both"):
         check(True, True)
 
 
 def test_a_question_takes_its_own_arguments_only(toys):
     with pytest.raises(TypeError, match="check_devise"):
-        available.device_checker("toy")(check_devise=True)
+        device_checks.device_checker("toy")(check_devise=True)
     with pytest.raises(TypeError):
-        available.device_checker("toy", argument="")(True)
+        device_checks.device_checker("toy", argument="")(True)
 
 
 def test_questions_about_this_machine():
@@ -231,19 +235,19 @@ def test_questions_about_this_machine():
 
 
 def test_other_packages_are_asked_only_where_they_are(monkeypatch):
-    assert available.feature_checker("toy_absent:features", "fast")() is False
-    assert available.asking("toy_absent.inner:check")() is False
+    assert device_checks.feature_checker("toy_absent:features", "fast")() is False
+    assert device_checks.function_checker("toy_absent.inner:check")() is False
     toy = types.ModuleType("toy_lib")
     toy.features, toy.check = {"fast"}, lambda: (False, "too old")
     monkeypatch.setitem(sys.modules, "toy_lib", toy)
-    assert available.feature_checker("toy_lib:features", "fast")() is True
-    assert available.feature_checker("toy_lib:features", "slow")() is False
-    assert available.asking("toy_lib:check")() is False
+    assert device_checks.feature_checker("toy_lib:features", "fast")() is True
+    assert device_checks.feature_checker("toy_lib:features", "slow")() is False
+    assert device_checks.function_checker("toy_lib:check")() is False
     toy.check = lambda: (True, "")
-    assert available.asking("toy_lib:check")() is True
+    assert device_checks.function_checker("toy_lib:check")() is True
 
 
 def test_a_tensor_says_where_it_lives():
-    assert available.tensor_checker("cpu")(torch.ones(1)) is True
-    assert available.tensor_checker("cpu")("text") is False
-    assert available.tensor_checker("meta")(torch.ones(1, device="meta")) is True
+    assert device_checks.tensor_checker("cpu")(torch.ones(1)) is True
+    assert device_checks.tensor_checker("cpu")("text") is False
+    assert device_checks.tensor_checker("meta")(torch.ones(1, device="meta")) is True

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from accelerate.core.errors import DeviceError, SettingError, UnknownNameError, WorldError
-from accelerate.core.handler import KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.watch.batch_size_search import (
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
 from accelerate.watch.logging import MultiProcessAdapter, get_logger
 from accelerate.watch.profile import ProfileKwargs
 from accelerate.watch.progress import tqdm
-from accelerate.watch.retry import find_executable_batch_size, release_memory, should_reduce_batch_size
 from accelerate.world import world as worlds
 from accelerate.world.world import World
 

@@ -18,13 +18,13 @@ from prompt_toolkit.output import DummyOutput
 from accelerate import device as devices
 from accelerate.cli.config_classes import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.cli.main import run
-from accelerate.cli.options import HANDED
-from accelerate.cli.wizard import flow, parsers, terminal
-from accelerate.cli.wizard.flow import Answers, Question
-from accelerate.core.setting import Setting, declared
+from accelerate.cli.options import SCRIPT_SETTINGS
+from accelerate.cli.wizard import config_parsers, questions, terminal
+from accelerate.cli.wizard.questions import WizardAnswers, WizardQuestion
+from accelerate.core.setting import Setting, declared_settings
 from accelerate.device import Device
-from accelerate.launch.check import check
-from accelerate.launch.job import read
+from accelerate.launch.check import check_request
+from accelerate.launch.launch_request import read_request
 
 DOWN, ENTER, CTRL_C = "\x1b[B", "\r", "\x03"
 CPUS = {"machine": "MULTI_CPU"}
@@ -44,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ACCELERATE_CONFIG_FILE", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", Terminal())
-    monkeypatch.setattr("accelerate.device.probe", lambda machine=None: (Device("cpu"), 0))
+    monkeypatch.setattr("accelerate.device.probe_devices", lambda machine=None: (Device("cpu"), 0))
     return tmp_path / "job.yaml"
 
 
@@ -61,15 +61,15 @@ def config(place: Path, keys: str) -> int:
     return code
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]) -> list[Question]:
+def answered(monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]) -> list[WizardQuestion]:
     """Answers questions instead of typing. The questions, as they are asked.
 
     ``choices`` tells, by name of the question, the text or the value that the option writes; a gate is
     opened by True. Other questions get what is offered, and the last one "yes".
     """
-    seen: list[Question] = []
+    seen: list[WizardQuestion] = []
 
-    def ask(question: Question, offered: Any, answers: Answers, path: Path) -> Any:
+    def ask(question: WizardQuestion, offered: Any, answers: WizardAnswers, path: Path) -> Any:
         seen.append(question)
         wanted = choices.get(question.name)
         if wanted is None or not question.options:
@@ -78,24 +78,24 @@ def answered(monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]) -> list[Q
             return 1
         return next(n for n, option in enumerate(question.options) if wanted in option.writes.values())
 
-    monkeypatch.setattr(terminal, "ask", ask)
+    monkeypatch.setattr(terminal, "ask_question", ask)
     return seen
 
 
 def written(path: Path) -> dict[str, Any]:
     """What the file says; it launches, and programs of 1.x read it too."""
-    check(read({"config_file": str(path), "module": True}, ("train",), HANDED))
+    check_request(read_request({"config_file": str(path), "module": True}, ("train",), SCRIPT_SETTINGS))
     load_config_from_file(str(path))
     found: dict[str, Any] = yaml.safe_load(path.read_text())
     return found
 
 
-def questions(place: Path, choices: dict[str, Any] | None = None) -> list[Question]:
+def list_questions(place: Path, choices: dict[str, Any] | None = None) -> list[WizardQuestion]:
     """The questions that these answers lead to."""
     with pytest.MonkeyPatch.context() as patch:
         seen = answered(patch, choices or {})
         before = yaml.safe_load(place.read_text()) if place.exists() else {}
-        terminal.walk(flow.flow, place, before, {})
+        terminal.ask_questions(questions.ask_everything, place, before, {})
     return seen
 
 
@@ -121,7 +121,7 @@ def test_enter_alone_writes_a_file_for_one_process(place: Path) -> None:
 def test_arrow_keys_choose_and_text_is_typed(place: Path) -> None:
     """Several processes on the CPU; the number offered is replaced."""
     keys = ENTER + DOWN * 2 + ENTER
-    for question in questions(place, CPUS)[2:]:
+    for question in list_questions(place, CPUS)[2:]:
         keys += "\x7f3" + ENTER if question.name == "num_processes" else ENTER
     assert config(place, keys + ENTER) == 0
     told = written(place)
@@ -130,13 +130,13 @@ def test_arrow_keys_choose_and_text_is_typed(place: Path) -> None:
 
 def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """The line stays until it is right: zero processes, a word, a rank beyond the machines."""
-    rows = {row.name: row for cls in flow.classes() for row in declared(cls)}
-    answers = Answers({})
+    rows = {row.name: row for cls in questions.all_classes() for row in declared_settings(cls)}
+    answers = WizardAnswers({})
     answers.written = {("num_machines",): 2}
 
     def ask(name: str, keys: str) -> Any:
-        question = flow.of(rows[name], answers)
-        return typed(keys, lambda: terminal.ask(question, "", answers, place))
+        question = questions.question_of(rows[name], answers)
+        return typed(keys, lambda: terminal.ask_question(question, "", answers, place))
 
     assert ask("num_processes", "0\r\x7f4\r") == "4"
     assert ask("num_processes", "many\r\x15" + "4\r") == "4"
@@ -156,14 +156,14 @@ def test_an_end_of_input_writes_nothing(place: Path) -> None:
 
 def test_thrown_away_leaves_the_old_file(place: Path) -> None:
     place.write_text("num_processes: 7  # mine\n")
-    asked = len(questions(place))
+    asked = len(list_questions(place))
     assert config(place, ENTER * asked + DOWN * 2 + ENTER) == 0
     assert place.read_text() == "num_processes: 7  # mine\n"
 
 
 def test_an_answer_is_changed_before_writing(place: Path) -> None:
     """The second question becomes another answer; those that depend on it are asked now."""
-    asked = len(questions(place))
+    asked = len(list_questions(place))
     change = DOWN + ENTER + DOWN + ENTER  # "change an answer", the second one
     assert config(place, ENTER * asked + change + DOWN * 2 + ENTER * 20) == 0
     told = written(place)
@@ -216,11 +216,11 @@ def test_compilation_asks_more_only_with_a_backend(monkeypatch: pytest.MonkeyPat
     assert "dynamo_mode" not in names
 
 
-ENGINES = [kind for cls in flow.classes() if (kind := getattr(cls, "__distributed_type__", ""))]
+ENGINES = [kind for cls in questions.all_classes() if (kind := getattr(cls, "__distributed_type__", ""))]
 GATES = sorted({
     f"gate {cls.__section__}"
-    for cls in flow.classes()
-    if getattr(cls, "__section__", "") and flow.asked(cls) and not hasattr(cls, "__when__")
+    for cls in questions.all_classes()
+    if getattr(cls, "__section__", "") and questions.asked_settings(cls) and not hasattr(cls, "__when__")
 })  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def test_a_page_of_options_asks_what_depends_on_an_answer(
 def test_every_other_page_opens_behind_its_question(
     monkeypatch: pytest.MonkeyPatch, place: Path, gate: str
 ) -> None:
-    closed = [question.name for question in questions(place, CPUS)]
+    closed = [question.name for question in list_questions(place, CPUS)]
     _, names = go(monkeypatch, place, CPUS | {gate: True})
     assert set(closed) < set(names) or gate not in closed
 
@@ -261,7 +261,7 @@ def test_a_job_on_sagemaker(monkeypatch: pytest.MonkeyPatch, place: Path) -> Non
     from accelerate.commands.config.sagemaker import get_sagemaker_input
 
     choices = {
-        "compute_environment": flow.CLOUD,
+        "compute_environment": questions.SAGEMAKER,
         "distributed_type": "DATA_PARALLEL",
         "ec2_instance_type": "ml.p3.16xlarge",
         "iam_role_name": "trainer",
@@ -277,18 +277,18 @@ def test_a_job_on_sagemaker(monkeypatch: pytest.MonkeyPatch, place: Path) -> Non
 
 
 def test_devices_found_here_come_first(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-    monkeypatch.setattr("accelerate.device.probe", lambda machine=None: (Device("cuda"), 4))
+    monkeypatch.setattr("accelerate.device.probe_devices", lambda machine=None: (Device("cuda"), 4))
     told, _ = go(monkeypatch, place, {})
     assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == ("MULTI_GPU", 4, False)
 
 
 def test_every_setting_with_a_question_is_reached(place: Path) -> None:
     """Whatever declares a question is asked on some path, so none is forgotten."""
-    rows = [row for cls in flow.classes() for row in flow.asked(cls)]
+    rows = [row for cls in questions.all_classes() for row in questions.asked_settings(cls)]
     by_name = {row.name: row for row in rows}
     reached: set[str] = set()
     for choices in leading(by_name):
-        reached |= {question.name for question in questions(place, choices)}
+        reached |= {question.name for question in list_questions(place, choices)}
     assert by_name.keys() - reached == {"use_cpu"}  # that follows from the devices
 
 
@@ -297,7 +297,7 @@ def leading(rows: dict[str, Setting]) -> Iterator[dict[str, Any]]:
     common = {"num_machines": "2"} | dict.fromkeys(GATES, True)
     kinds = {device.distributed_type for device in devices.accelerators()}
     ways = [{"machine": kind} for kind in ("MULTI_CPU", *kinds)]
-    ways += [{"compute_environment": flow.CLOUD}, CPUS | {"mixed_precision": "fp8"}]
+    ways += [{"compute_environment": questions.SAGEMAKER}, CPUS | {"mixed_precision": "fp8"}]
     ways += [CPUS | {"engine": engine} for engine in ENGINES]
     needs = [dict(needed(row, rows)) for row in rows.values()]
     distinct = {tuple(sorted(need.items(), key=str)): need for need in needs}
@@ -333,7 +333,11 @@ def test_answers_of_the_old_file_are_offered_and_what_is_not_asked_stays(
 def test_what_is_asked_has_its_place_in_the_classes_of_1_x() -> None:
     """Programs that load the file by ``load_config_from_file`` find every answer."""
     fields = {item.name for kind in (ClusterConfig, SageMakerConfig) for item in dataclasses.fields(kind)}
-    asked = {flow.keys(row)[0] for cls in flow.classes() for row in flow.asked(cls)}
+    asked = {
+        questions.setting_path(row)[0]
+        for cls in questions.all_classes()
+        for row in questions.asked_settings(cls)
+    }
     assert asked - fields == set()
 
 
@@ -365,5 +369,5 @@ def test_the_parser_of_1_x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     args = parser.parse_args(["update", "--config_file", str(path)])
     args.func(args)
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "fp16"
-    assert parsers.update_config(args) == str(path)
+    assert config_parsers.update_config(args) == str(path)
     assert parser.parse_args([]).subcommand is None

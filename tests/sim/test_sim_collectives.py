@@ -29,7 +29,7 @@ def open_group() -> tuple[int, torch.device]:
 
 
 def mine(*numbers: float) -> torch.Tensor:
-    """What this rank puts in: [rank, rank + 10], or the numbers given."""
+    """Return this rank's input: [rank, rank + 10], or the given numbers."""
     device = torch.device("sim", torch.accelerator.current_device_index())
     return torch.tensor(numbers or (dist.get_rank(), dist.get_rank() + 10), device=device).float()
 

@@ -344,7 +344,7 @@ def test_streams_and_events_keep_the_order_of_time() -> None:
 
 
 def touch_in_fork() -> str:
-    """What a fork of this process says when it uses a device."""
+    """Return the output of a fork of this process that uses a device."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

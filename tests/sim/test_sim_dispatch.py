@@ -16,7 +16,7 @@ from torch import nn
 from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
 from accelerate.core.errors import DeviceError, PrepareError
 from accelerate.hooks import remove_hook_from_submodules
-from accelerate.offload.dispatched import hook_of
+from accelerate.offload.dispatch_hook import hook_of
 from tests.sim.test_sim_pager import WIDTH, Net, built, inputs
 from tests.support import sim
 
@@ -41,10 +41,10 @@ SPREAD: dict[str, Any] = {
 }
 
 
-def crossing_of(model: nn.Module) -> Any:
+def mover_of(model: nn.Module) -> Any:
     hook = hook_of(model)
     assert hook is not None
-    return hook._crossing
+    return hook._mover
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -285,9 +285,9 @@ def test_an_error_in_a_module_leaves_nothing_behind() -> None:
     for _ in range(2):
         with torch.no_grad(), pytest.raises(ArithmeticError):
             model(x)
-    crossing = crossing_of(model)
-    assert not crossing._run.calls
-    assert not crossing._run.moved
+    mover = mover_of(model)
+    assert not mover._state.calls
+    assert not mover._state.copies
     model.layers[3].fails = False
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)

@@ -46,14 +46,14 @@ def states(offload: bool) -> Any:
     optimizer.step()
     optimizer.zero_grad()
     place = next(model.parameters()).to_local().device.type
-    weights = accelerator.strategy.state(model)
+    weights = accelerator.strategy.model_state(model)
     state = accelerator.strategy.optimizer_state(optimizer.optimizer, [model])
     whole_state = accelerator.strategy.world.rank == 0
     if whole_state:
         assert all(value.device.type == "cpu" for value in weights.values())
     told = [weights, state]
     torch.distributed.broadcast_object_list(told)
-    accelerator.strategy.load(model, told[0])
+    accelerator.strategy.load_model(model, told[0])
     accelerator.strategy.load_optimizer(optimizer.optimizer, [model], told[1])
     moments = next(iter(optimizer.state.values()))["exp_avg"].to_local().device.type
     accelerator.backward(loss_of(model, words))
@@ -156,7 +156,7 @@ def test_inputs_of_recomputed_blocks_wait_on_the_host(ranks: RankServer) -> None
     rows = 4096 * 64 * 4
     assert there - away > 4 * rows
     assert norm == pytest.approx(same, rel=1e-6)
-    assert said == (True, "the inputs of 6 parts wait there for the backward")
+    assert said == (True, "the inputs of 6 units wait there for the backward")
 
 
 def copies() -> Any:

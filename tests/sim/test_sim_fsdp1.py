@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.cpu.test_fsdp1 import accelerator_of, parameters_of, whole
+from tests.cpu.test_fsdp1 import accelerator_of, params_in_state, whole
 from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny
@@ -23,8 +23,12 @@ def trained() -> Any:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
-    rests = {unit.local().device.type for r in accelerator.strategy._records() for unit in r.units}
-    return (losses, norms, parameters_of(whole(accelerator, model))), rests
+    rests = {
+        unit.local_values().device.type
+        for r in accelerator.strategy._wrapped_models()
+        for unit in r.flat_params
+    }
+    return (losses, norms, params_in_state(whole(accelerator, model))), rests
 
 
 def test_it_trains_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:

@@ -25,7 +25,7 @@ def test_it_is_detected_with_its_facts() -> None:
         "MULTI_GPU",
         "torch_sim_manual_seed",
     )
-    assert device.available()
+    assert device.is_available()
     assert device.count() == 2
     assert device.group_backend()
     assert isinstance(device.name(0), str)
@@ -34,24 +34,24 @@ def test_it_is_detected_with_its_facts() -> None:
 def test_memory_is_counted_as_tensors_come_and_go() -> None:
     device = devices.get("sim")
     device.empty_cache()
-    device.reset_peak(0)
-    before = device.allocated(0)
-    free, total = device.memory(0)
+    device.reset_peak_memory(0)
+    before = device.memory_allocated(0)
+    free, total = device.get_memory_info(0)
     assert before is not None
     block = torch.empty(MiB, dtype=torch.uint8, device=device.torch_device(0))
-    assert (device.allocated(0) or 0) - before >= MiB
-    assert free - device.memory(0)[0] >= MiB
-    assert device.memory(0)[1] == total
+    assert (device.memory_allocated(0) or 0) - before >= MiB
+    assert free - device.get_memory_info(0)[0] >= MiB
+    assert device.get_memory_info(0)[1] == total
     del block
     device.empty_cache()
-    assert device.allocated(0) == before
-    assert (device.peak(0) or 0) - before >= MiB
+    assert device.memory_allocated(0) == before
+    assert (device.max_memory_allocated(0) or 0) - before >= MiB
 
 
 def test_a_full_device_is_recognised() -> None:
     device = devices.get("sim")
     with pytest.raises(RuntimeError) as caught:
-        torch.empty(2 * device.memory(0)[1], dtype=torch.uint8, device=device.torch_device(0))
+        torch.empty(2 * device.get_memory_info(0)[1], dtype=torch.uint8, device=device.torch_device(0))
     assert device.is_out_of_memory(caught.value)
 
 
@@ -60,7 +60,7 @@ def test_binding_synchronizing_and_streams() -> None:
     assert device.bind(1) == torch.device("sim", 1)
     try:
         assert device.current() == 1
-        with device.on(device.stream()):
+        with device.use_stream(device.stream()):
             ones = torch.ones(3, device=device.torch_device(1))
         device.synchronize()
         assert ones.cpu().tolist() == [1, 1, 1]

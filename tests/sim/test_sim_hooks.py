@@ -25,7 +25,7 @@ from accelerate.hooks import (
     attach_execution_device_hook,
     remove_hook_from_submodules,
 )
-from accelerate.offload.tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.utils import OffloadedWeightsLoader, set_module_tensor_to_device
 from accelerate.utils.modeling import align_module_device, check_device_same, get_state_dict_offloaded_model
 from tests.support import sim

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from accelerate.checkpoint import export
+from accelerate.checkpoint import weight_files
 from accelerate.core.errors import DeviceError
-from accelerate.offload.tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor
 from tests.support import sim
 
 KiB = 2**10
@@ -22,7 +22,7 @@ WIDTH, LAYERS = 128, 8
 BLOCK = 4 * (2 * WIDTH**2 + 2 * WIDTH)
 
 
-class Block(nn.Module):
+class TwoMatrices(nn.Module):
     """Two matrices, 129 KiB."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(TwoMatrices() for _ in range(LAYERS))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.first.weight
@@ -69,7 +69,7 @@ def net(tmp_path: Path) -> Net:
     """A model, whose weights lie in ``tmp_path / "w"`` in several shards."""
     torch.manual_seed(0)
     net = Net().eval()
-    export.save_weights(net.state_dict(), tmp_path / "w", max_shard_size=300 * KiB)
+    weight_files.save_weights(net.state_dict(), tmp_path / "w", max_shard_size=300 * KiB)
     return net
 
 
@@ -97,7 +97,7 @@ def test_outputs_are_equal_and_nothing_is_written(
 ) -> None:
     """E1, E3, E11: devices, memory and disk, from both formats."""
     if not safe:
-        export.save_weights(net.state_dict(), tmp_path / "bin", safe_serialization=False)
+        weight_files.save_weights(net.state_dict(), tmp_path / "bin", safe_serialization=False)
     offload = tmp_path / "offload"
     model = load_checkpoint_and_dispatch(
         empty(), tmp_path / ("w" if safe else "bin"), device_map, offload_folder=offload
@@ -117,7 +117,7 @@ def test_what_is_on_disk_is_a_stand_in_over_its_file(tmp_path: Path, net: Net) -
     weight = model.layers[5].up.weight
     assert isinstance(weight, OffloadedTensor)
     assert not weight.source.in_memory
-    torch.testing.assert_close(weight.source.host(), net.layers[5].up.weight.data)  # pyright: ignore
+    torch.testing.assert_close(weight.source.host_tensor(), net.layers[5].up.weight.data)  # pyright: ignore
     assert model.layers[0].up.weight.device == torch.device("sim", 0)
     assert model.layers[3].up.weight.device == torch.device("sim", 1)
 
@@ -129,7 +129,7 @@ def test_a_plan_fits_devices_that_are_too_small_for_the_model(tmp_path: Path, ne
     limits: dict[int | str, int | str] = {0: room, 1: room, "cpu": 2 * BLOCK}
     with sim.capacity(room + BLOCK // 2), torch.no_grad():
         model = load_checkpoint_and_dispatch(
-            empty(), tmp_path / "w", kind, max_memory=limits, no_split_module_classes=["Block"]
+            empty(), tmp_path / "w", kind, max_memory=limits, no_split_module_classes=["TwoMatrices"]
         )
         peaks = [torch.sim.max_memory_allocated(device) for device in range(2)]
         assert max(peaks) <= room

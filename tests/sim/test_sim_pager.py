@@ -19,9 +19,9 @@ from accelerate.device.base import Device
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.offload import pager as pagers
 from accelerate.offload.dispatch import offload_stats
-from accelerate.offload.dispatched import hook_of
-from accelerate.offload.source import OffloadError
-from accelerate.offload.tensor import OffloadedTensor
+from accelerate.offload.dispatch_hook import hook_of
+from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.tensor_source import OffloadError
 from tests.support import sim
 
 SIM = "sim:0"  # torch knows the type only inside of tests
@@ -153,7 +153,7 @@ def test_a_model_four_times_larger_than_the_device_runs(kind: str, tmp_path: Pat
 
 
 def test_a_device_with_room_for_one_block_brings_one_at_a_time() -> None:
-    """What is asked for ahead is given up where there is no room for it."""
+    """Prefetched pages are dropped where there is no room for them."""
     model, x = built(lambda: Net(6, 256)), torch.randn(2, 256)
     expected = model(x)
     cpu_offload(model, SIM)
@@ -182,7 +182,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> list[str]:
     seen: list[str] = []
     pager = pager_of(model)
     names = {page: block.name.split(".")[-1] for block in pager.blocks for page in block.pages}
-    ahead, fetch = pager._ahead, pager._fetch
+    ahead, fetch = pager._prefetch, pager._fetch_page
     early = [False]
 
     def asked(block: Any) -> None:
@@ -194,8 +194,8 @@ def fetched(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> list[str]:
         seen.append(names[page] if early[0] else names[page].upper())
         return fetch(page)
 
-    monkeypatch.setattr(pager, "_ahead", asked)
-    monkeypatch.setattr(pager, "_fetch", got)
+    monkeypatch.setattr(pager, "_prefetch", asked)
+    monkeypatch.setattr(pager, "_fetch_page", got)
     return seen
 
 
@@ -227,7 +227,7 @@ def test_what_was_asked_for_in_vain_is_dropped(monkeypatch: pytest.MonkeyPatch) 
         model.order = [0]
         model(x)
         assert torch.sim.memory_allocated(0) == 0
-    assert not pager_of(model).arrivals
+    assert not pager_of(model).resident
 
 
 def test_the_user_is_told_what_it_cost() -> None:
@@ -236,10 +236,10 @@ def test_the_user_is_told_what_it_cost() -> None:
         model(inputs())
     stats = offload_stats(model)
     assert stats is not None
-    assert (stats.blocks, stats.copies, stats.ahead, stats.written) == (8, 8, 7, 0)
-    assert stats.moved == sum(page.nbytes for block in pager_of(model).blocks for page in block.pages)
-    assert stats.waited > 0
-    assert "in 8 copies for 8 blocks, 7 of them asked for ahead" in str(stats)
+    assert (stats.blocks, stats.copies, stats.prefetched, stats.bytes_written_back) == (8, 8, 7, 0)
+    assert stats.bytes_copied == sum(page.nbytes for block in pager_of(model).blocks for page in block.pages)
+    assert stats.wait_seconds > 0
+    assert "in 8 copies for 8 blocks, 7 of them prefetched" in str(stats)
     stats.reset()
     assert stats.blocks == 0
 
@@ -359,10 +359,10 @@ def test_weights_that_are_changed_in_place_go_home() -> None:
     with torch.no_grad():
         model(x)
         model(x)
-    assert model[0].weight.source.host().unique().tolist() == [3]
+    assert model[0].weight.source.host_tensor().unique().tolist() == [3]
     stats = offload_stats(model)
     assert stats is not None
-    assert stats.written == 2 * 4 * WIDTH
+    assert stats.bytes_written_back == 2 * 4 * WIDTH
 
 
 def test_weights_in_a_file_cannot_be_changed_in_place(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_weights_in_a_file_cannot_be_changed_in_place(tmp_path: Path) -> None:
     disk_offload(model, tmp_path, SIM)
     with torch.no_grad(), pytest.raises(OffloadError, match=r"0\.weight is offloaded to a file"):
         model(inputs())
-    assert not pager_of(model).arrivals
+    assert not pager_of(model).resident
     assert isinstance(model[0].weight, OffloadedTensor)
 
 
@@ -567,7 +567,7 @@ def test_adapters_train_on_an_offloaded_base(kind: str, checkpointed: bool, tmp_
         if p.requires_grad:
             assert str(ours[name].device) == SIM  # trained weights stay on the device
             torch.testing.assert_close(ours[name].cpu(), p, msg=name)
-    assert not pager_of(model).borrowed
+    assert not pager_of(model).backward_pages
 
 
 def test_the_graph_does_not_keep_the_weights() -> None:
@@ -682,7 +682,7 @@ def test_parts_may_be_called_by_themselves() -> None:
 
 
 def test_hooks_called_by_hand_bring_the_weights_of_a_module() -> None:
-    """As clients do it: no forward, and a new map of weights after changing them."""
+    """Clients materialize without a forward, and set a new map of weights after changing them."""
     model, x = built(), inputs()
     cpu_offload(model, SIM)
     with torch.no_grad():
@@ -711,7 +711,7 @@ def test_hooks_called_by_hand_bring_the_weights_of_a_module() -> None:
 class Pinning(Device):
     """The simulated device with pinned memory, streams and the reading thread: the path of a real one."""
 
-    pins = True
+    pins_memory = True
 
 
 @kinds
@@ -734,7 +734,7 @@ def test_the_path_with_streams_and_pinned_memory(
     stats = offload_stats(model)
     assert stats is not None
     assert len(stats.stalls) > 8
-    assert stats.waited >= 0
+    assert stats.wait_seconds >= 0
     if kind == "cpu":
         total = sum(page.nbytes for block in pager_of(model).blocks for page in block.pages)
         assert total <= sim.pinned() - before <= 2 * total

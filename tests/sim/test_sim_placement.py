@@ -17,10 +17,10 @@ from torch import nn
 
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.core.errors import DeviceError, SettingError
-from accelerate.offload.maps import device_of
-from accelerate.offload.measure import tree
-from accelerate.offload.place import Rules, place
+from accelerate.offload.device_maps import device_of
+from accelerate.offload.module_sizes import build_module_tree
 from accelerate.offload.placement import Placement
+from accelerate.offload.placement_planner import PlacementRules, plan_placement
 from accelerate.utils import get_balanced_memory, get_max_memory
 from tests.support import sim
 
@@ -109,14 +109,16 @@ def _fits(seed: int) -> int:
     chance, model = random.Random(seed), Model(seed)
     total = sum(tensor.nbytes for _, tensor in tensors(model))
     budgets = {0: int(total * chance.uniform(0.6, 0.8)), 1: int(total * chance.uniform(0, 0.3))}
-    plan = place(tree(model), {**budgets, "cpu": total}, Rules(frozenset({"Layer"})))
+    plan = plan_placement(
+        build_module_tree(model), {**budgets, "cpu": total}, PlacementRules(frozenset({"Layer"}))
+    )
     away = plan.offloaded if isinstance(plan.executor, int) else {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     torch.sim.empty_cache()
     with capacities(budgets):
         held = moved(model, plan)
         for index in (0, 1):
-            assert torch.sim.memory_allocated(index) <= budgets[index] - plan.accounts[index].kept
+            assert torch.sim.memory_allocated(index) <= budgets[index] - plan.budgets[index].block_buffer
         for name in away:
             block = [tensor for each, tensor in parameters.items() if f"{each}.".startswith(f"{name}.")]
             assert [tensor.detach().to(f"sim:{plan.executor}") for tensor in block] or name == "shift"
@@ -128,7 +130,7 @@ def test_a_byte_less_does_not_fit() -> None:
     """The plan is no more careful than it must be: what it uses to the last byte is needed."""
     model = Model(0)
     total = sum(tensor.nbytes for _, tensor in tensors(model))
-    plan = place(tree(model), {0: total, "cpu": 2 * total})
+    plan = plan_placement(build_module_tree(model), {0: total, "cpu": 2 * total})
     assert plan.device_map == {"": 0}
     with capacities({0: total, 1: 0}):
         assert len(moved(model, plan)) == sum(1 for _ in tensors(model))
@@ -136,7 +138,7 @@ def test_a_byte_less_does_not_fit() -> None:
     torch.sim.empty_cache()
     with capacities({0: total - 1, 1: 0}), pytest.raises(torch.OutOfMemoryError):
         moved(model, plan)
-    assert place(tree(model), {0: total - 1, "cpu": 2 * total}).offloaded
+    assert plan_placement(build_module_tree(model), {0: total - 1, "cpu": 2 * total}).offloaded
 
 
 def test_what_is_refused_runs_out_of_memory_when_forced() -> None:
@@ -164,8 +166,8 @@ def test_a_planned_model_runs_within_its_budgets() -> None:
     # Room to bring the next block while one is computed.
     ahead = max(sum(p.nbytes for p in each.parameters()) for each in (*model.layers, model.embed))
     budgets = {0: total // 2 + reserve + ahead, 1: total // 4 + reserve}
-    rules = Rules(frozenset({"Layer"}), reserve={0: reserve + ahead, 1: reserve})
-    plan = place(tree(model), {**budgets, "cpu": 2 * total}, rules)
+    rules = PlacementRules(frozenset({"Layer"}), reserve={0: reserve + ahead, 1: reserve})
+    plan = plan_placement(build_module_tree(model), {**budgets, "cpu": 2 * total}, rules)
     assert {0, "cpu"} <= set(plan.homes.values())
     with capacities(budgets), torch.no_grad():
         dispatch_model(model, plan.device_map)

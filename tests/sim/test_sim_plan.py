@@ -45,17 +45,19 @@ def model_of() -> Any:
 
 def said(options: dict[str, Any], mixed: str) -> Any:
     """The bill of that way."""
-    from accelerate.offload.estimate.bill import Training, facts_of, training
-    from accelerate.offload.estimate.trace import kept
+    from accelerate.offload.estimate.activation_trace import trace_saved
+    from accelerate.offload.estimate.memory_estimate import TrainingSetup, estimate_training, measure_model
 
-    how = Training(
+    how = TrainingSetup(
         batch=BATCH, length=LENGTH, attention="eager", mixed_precision=mixed, num_processes=2, **options
     )
     with torch.device("meta"):
         model = model_of()
     narrow = torch.bfloat16 if mixed == "bf16" else None
-    return training(
-        facts_of(model, "llama"), how, kept(model, BATCH, LENGTH, autocast=narrow, attention="eager")
+    return estimate_training(
+        measure_model(model, "llama"),
+        how,
+        trace_saved(model, BATCH, LENGTH, autocast=narrow, attention="eager"),
     )
 
 

@@ -262,5 +262,5 @@ def machine(
         root=root,
         env=env or {},
         build={"cuda": "12.8", "hip": None, "xpu": None} if build is None else build,
-        has=(lambda name: True) if packages is None else packages.__contains__,
+        has_package=(lambda name: True) if packages is None else packages.__contains__,
     )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import Bundle, Request, Step, Strategy
+from accelerate.strategy.base import Bundle, PrepareStep, Strategy, StrategyRequest
 
 
 @dataclass
@@ -76,20 +76,22 @@ class EngineStrategy(Strategy):
     owns_step: ClassVar[bool] = True
     owns_precision: ClassVar[bool] = True
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)
         self.plugin = next(p for p in request.plugins if isinstance(p, EnginePlugin))
         self.engines: list[Engine] = []
 
     @classmethod
-    def claims(cls, request: Request) -> bool:
+    def claims(cls, request: StrategyRequest) -> bool:
         return any(isinstance(plugin, EnginePlugin) for plugin in request.plugins)
 
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        yield Step("engine", "one engine takes model, optimizer and schedule", self._build)
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        yield PrepareStep("engine", "one engine takes model, optimizer and schedule", self._build)
 
     def _build(self, bundle: Bundle) -> None:
-        models, optimizers, schedules = (bundle.of(kind) for kind in ("model", "optimizer", "scheduler"))  # type: ignore[arg-type]
+        models, optimizers, schedules = (
+            bundle.objects_of(kind) for kind in ("model", "optimizer", "scheduler")
+        )  # type: ignore[arg-type]
         if len(models) > 1:
             raise PrepareError("the engine takes one model")
         if not models:
@@ -103,7 +105,7 @@ class EngineStrategy(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.engines[-1].backward(loss)
 
-    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
+    def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         return self._bounded(sync)
 
     @contextmanager
@@ -123,10 +125,10 @@ class EngineStrategy(Strategy):
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """The engine did it."""
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
         return self.unwrap(model).state_dict()
 
-    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         return self.unwrap(model).load_state_dict(state, strict=strict)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

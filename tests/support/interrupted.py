@@ -14,13 +14,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from accelerate.data.loader import skip_first_batches
 from accelerate.data.prepare import prepare_data_loader
-from accelerate.data.states import Hosts
+from accelerate.data.rng_states import RNGSnapshot
 
 COUNT, BATCH = 26, 3
 
 
 def noise() -> list[float]:
-    """What an augmentation, or dropout, draws from the program's generators."""
+    """Draw as an augmentation or dropout does, from the global generators."""
     return [torch.rand(()).item(), random.random(), float(np.random.rand())]
 
 
@@ -181,10 +181,10 @@ def prepared(kind: str, workers: int, size: int, rank: int, persistent: bool = F
 
 @dataclass
 class Checkpoint:
-    """What a script keeps: the loader's position as text, the program's random numbers, and where it was."""
+    """A checkpoint: the loader's position as text, the global generators, and the loop position."""
 
     position: str
-    random: Hosts
+    random: RNGSnapshot
     epoch: int
     step: int
 
@@ -199,7 +199,7 @@ def train(
     since: Checkpoint | None = None,
     how: str = "twin",
 ) -> tuple[Log, Checkpoint | None]:
-    """What each epoch gave, with what the "model" drew; and a checkpoint, if it was to ``stop``.
+    """Return what each epoch gave, with what the "model" drew; and a checkpoint, if it was to ``stop``.
 
     Args:
         loader: a prepared one, new.
@@ -218,7 +218,7 @@ def train(
     log: Log = [[] for _ in range(epochs)]
 
     def saved(epoch: int, step: int) -> Checkpoint:
-        return Checkpoint(json.dumps(loader.state_dict()), Hosts.capture(), epoch, step)
+        return Checkpoint(json.dumps(loader.state_dict()), RNGSnapshot.capture(), epoch, step)
 
     for epoch in range(first, epochs):
         if stop == (epoch, 0):

@@ -129,11 +129,11 @@ def load_wrong(accelerator: Any, model: nn.Module, optimizer: Any, case: str) ->
         state["layers.0.up.bias"] = torch.ones(3)
     elif case == "loose":
         del state["layers.0.up.bias"]
-        return str(accelerator.strategy.load(model, state, strict=False).missing_keys)
+        return str(accelerator.strategy.load_model(model, state, strict=False).missing_keys)
     else:
         small = torch.optim.AdamW(nn.Linear(1, 1).parameters()).state_dict()
         accelerator.strategy.load_optimizer(optimizer.optimizer, [model], small)
-    accelerator.strategy.load(model, state)
+    accelerator.strategy.load_model(model, state)
     return ""
 
 

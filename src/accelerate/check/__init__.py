@@ -1,1 +1,1 @@
-"""Floor 5: what ``accelerate test`` runs on every process to see whether a set-up works."""
+"""The checks that ``accelerate test`` runs on every rank to see whether a set-up works."""

@@ -1,4 +1,4 @@
-"""What a check is: a function that looks at one thing on every process, and says in a line what it saw."""
+"""The check protocol: a function that tests one thing on every rank and returns its result as one line."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ from typing import Any, Literal
 
 from accelerate.facade.accelerator import Accelerator
 
-# Runs on all processes. Returns what it saw; raises ``WrongError``, or whatever goes wrong, or ``Skip``.
+# Runs on all ranks. Returns a line of text; raises ``WrongError`` or any other error, or ``SkipCheck``.
 Check = Callable[[Accelerator], str]
 
 
 class WrongError(AssertionError):
-    """Something is not as it has to be."""
+    """A result is not the expected one."""
 
 
-class Skip(Exception):  # noqa: N818 (no error: it ends a check that means nothing here)
-    """A check means nothing in this set-up; the text says why."""
+class SkipCheck(Exception):  # noqa: N818 (no error: it ends a check that does not apply here)
+    """A check does not apply to this set-up; the text says why."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a check went on one process.
+class CheckOutcome:
+    """The outcome of a check on one rank.
 
     Attributes:
         result: ``"ok"``, ``"failed"`` or ``"skipped"``.
-        text: what was seen, what is wrong, or why it was left out: one line.
-        trace: the traceback of what failed.
+        text: the result, the failure, or the reason for skipping: one line.
+        trace: the traceback of a failure.
     """
 
     result: Literal["ok", "failed", "skipped"]
     text: str
     trace: str = ""
 
-    def packed(self) -> str:
-        """As text for another process."""
+    def to_json(self) -> str:
+        """Return the outcome as JSON, for another rank."""
         return json.dumps(asdict(self))
 
     @staticmethod
-    def unpacked(text: str) -> Outcome:
-        """The reverse of ``packed``."""
-        return Outcome(**json.loads(text))
+    def from_json(text: str) -> CheckOutcome:
+        """Return the outcome of a text of ``to_json``."""
+        return CheckOutcome(**json.loads(text))
 
 
-def tried(check: Check, accelerator: Accelerator) -> Outcome:
-    """Runs a check here. What it raises is its outcome, and a failed one ends the run with code 1."""
+def run_check(check: Check, accelerator: Accelerator) -> CheckOutcome:
+    """Run a check and return its outcome; an error becomes the outcome "failed"."""
     try:
-        return Outcome("ok", check(accelerator))
-    except Skip as why:
-        return Outcome("skipped", str(why))
-    except Exception as error:  # noqa: BLE001 (every error is shown with its rank, whatever it is)
+        return CheckOutcome("ok", check(accelerator))
+    except SkipCheck as why:
+        return CheckOutcome("skipped", str(why))
+    except Exception as error:  # noqa: BLE001 (every error is shown with its rank)
         first = (str(error).splitlines() or [""])[0]
         text = first if isinstance(error, WrongError) else f"{type(error).__name__}: {first}"
-        return Outcome("failed", text, traceback.format_exc())
+        return CheckOutcome("failed", text, traceback.format_exc())
 
 
-def expect(right: bool, wrong: str) -> None:
-    """Goes on if ``right``.
-
-    Raises:
-        WrongError: it is not; ``wrong`` says what was seen.
-    """
-    if not right:
-        raise WrongError(wrong)
-
-
-def equal(found: Any, wanted: Any, what: str) -> None:
-    """Goes on if two plain values are equal.
+def expect(condition: bool, message: str) -> None:
+    """Raise WrongError with ``message`` unless ``condition`` holds.
 
     Raises:
-        WrongError: they are not; both are shown.
+        WrongError: the condition does not hold.
     """
-    expect(found == wanted, f"{what} is {found}, not {wanted}")
+    if not condition:
+        raise WrongError(message)
+
+
+def expect_equal(actual: Any, expected: Any, label: str) -> None:
+    """Raise WrongError unless two plain values are equal.
+
+    Raises:
+        WrongError: they differ; both are shown.
+    """
+    expect(actual == expected, f"{label} is {actual}, not {expected}")

@@ -1,4 +1,4 @@
-"""Are all processes there, each on a device of its own, and do values arrive as they were sent?"""
+"""Checks of ranks, devices and collectives."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import time
 
 import torch
 
-from accelerate.check.base import Skip, equal, expect
+from accelerate.check.base import SkipCheck, expect, expect_equal
 from accelerate.core import environ
 from accelerate.core.units import show_bytes
 from accelerate.facade.accelerator import Accelerator
 from accelerate.world import collective
 
-_NUMBERS = 1 << 20  # float32 values of the exchange whose time is taken
+_NUMBERS = 1 << 20  # float32 values of the timed all-reduce
 _REPEATS = 5
 
 
-def ranks(accelerator: Accelerator) -> str:
-    """Every rank is there once, knows the size, and has a device of its own."""
+def check_ranks(accelerator: Accelerator) -> str:
+    """Check that every rank exists once, knows the world size, and has a device of its own."""
     world = accelerator.world
-    told = environ.get("WORLD_SIZE")
-    expect(told is None or int(told) == world.size, f"WORLD_SIZE is {told}, but the world has {world.size}")
+    variable = environ.get("WORLD_SIZE")
+    matches = variable is None or int(variable) == world.size
+    expect(matches, f"WORLD_SIZE is {variable}, but the world has {world.size}")
     every = collective.gather_object([(world.rank, world.size, socket.gethostname(), str(world.device))])
-    equal([rank for rank, *_ in every], list(range(world.size)), "the list of ranks")
-    equal({size for _, size, *_ in every}, {world.size}, "the size that the ranks know")
+    expect_equal([rank for rank, *_ in every], list(range(world.size)), "the list of ranks")
+    expect_equal({size for _, size, *_ in every}, {world.size}, "the size that the ranks know")
     hosts = {host for *_, host, _ in every}
     devices = [(host, device) for *_, host, device in every]
     # Where a process sees one device only, all of them may call theirs by the same name.
@@ -34,58 +35,60 @@ def ranks(accelerator: Accelerator) -> str:
     return f"{world.size} on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}: {names}"
 
 
-def gather(accelerator: Accelerator) -> str:
-    """Values of several types come from all ranks, in order; ragged ones after padding."""
+def check_gather(accelerator: Accelerator) -> str:
+    """Check an all-gather of several dtypes in rank order, and of ragged rows after padding."""
     rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     sent = {
         "whole": torch.arange(3, device=device) + 10 * rank,
         "real": torch.full((1, 2), rank + 0.5, device=device),
         "yes": torch.tensor([rank % 2 == 0], device=device),
     }
-    found = accelerator.gather(sent)
-    equal(found["whole"].tolist(), [10 * r + i for r in range(size) for i in range(3)], "what was gathered")
-    equal(found["real"].tolist(), [[r + 0.5] * 2 for r in range(size)], "what was gathered")
-    equal(found["yes"].tolist(), [r % 2 == 0 for r in range(size)], "what was gathered")
+    gathered = accelerator.gather(sent)
+    expect_equal(
+        gathered["whole"].tolist(), [10 * r + i for r in range(size) for i in range(3)], "what was gathered"
+    )
+    expect_equal(gathered["real"].tolist(), [[r + 0.5] * 2 for r in range(size)], "what was gathered")
+    expect_equal(gathered["yes"].tolist(), [r % 2 == 0 for r in range(size)], "what was gathered")
     ragged = accelerator.pad_across_processes(torch.ones(rank + 1, device=device))
     rows = accelerator.gather(ragged).reshape(size, -1).tolist()
-    equal(rows, [[1.0] * (r + 1) + [0.0] * (size - r - 1) for r in range(size)], "what was padded")
+    expect_equal(rows, [[1.0] * (r + 1) + [0.0] * (size - r - 1) for r in range(size)], "what was padded")
     return f"{len(sent)} types and ragged rows, in the order of the ranks"
 
 
-def reduce(accelerator: Accelerator) -> str:
-    """The sum and the mean over all ranks."""
+def check_reduce(accelerator: Accelerator) -> str:
+    """Check the all-reduced sum and mean."""
     rank, size = accelerator.process_index, accelerator.num_processes
     own = torch.tensor([1.0, float(rank)], device=accelerator.device)
     total = size * (size - 1) / 2
-    equal(accelerator.reduce(own, reduction="sum").tolist(), [float(size), total], "the sum")
-    equal(accelerator.reduce(own, reduction="mean").tolist(), [1.0, total / size], "the mean")
+    expect_equal(accelerator.reduce(own, reduction="sum").tolist(), [float(size), total], "the sum")
+    expect_equal(accelerator.reduce(own, reduction="mean").tolist(), [1.0, total / size], "the mean")
     return f"sum {total:g} and mean {total / size:g} of the ranks"
 
 
-def broadcast(accelerator: Accelerator) -> str:
-    """The first and the last rank send to all."""
+def check_broadcast(accelerator: Accelerator) -> str:
+    """Check a broadcast from the first and from the last rank."""
     last = accelerator.num_processes - 1
     for source in sorted({0, last}):
         own = torch.full((4,), float(accelerator.process_index), device=accelerator.device)
-        found = collective.broadcast(own, from_process=source)
-        equal(found.tolist(), [float(source)] * 4, f"what rank {source} sent")
+        received = collective.broadcast(own, from_process=source)
+        expect_equal(received.tolist(), [float(source)] * 4, f"what rank {source} sent")
     return "from rank 0" + (f" and from rank {last}" if last else "")
 
 
-def objects(accelerator: Accelerator) -> str:
-    """Python objects travel too."""
+def check_objects(accelerator: Accelerator) -> str:
+    """Check the gather and broadcast of Python objects."""
     rank, size = accelerator.process_index, accelerator.num_processes
     every = collective.gather_object([{"rank": rank, "text": "x" * rank}])
-    equal(every, [{"rank": r, "text": "x" * r} for r in range(size)], "the list of objects")
+    expect_equal(every, [{"rank": r, "text": "x" * r} for r in range(size)], "the list of objects")
     sent = collective.broadcast_object_list([rank, {"rank": rank}])
-    equal(sent, [0, {"rank": 0}], "what rank 0 sent")
+    expect_equal(sent, [0, {"rank": 0}], "what rank 0 sent")
     return f"gathered from {size}, sent by rank 0"
 
 
-def speed(accelerator: Accelerator) -> str:
-    """For information: the time of one sum over all ranks."""
+def measure_all_reduce(accelerator: Accelerator) -> str:
+    """Measure the time of one all-reduce."""
     if accelerator.num_processes == 1:
-        raise Skip("one process exchanges nothing")
+        raise SkipCheck("one process exchanges nothing")
     own = torch.ones(_NUMBERS, device=accelerator.device)
     accelerator.reduce(own, reduction="sum")
     times: list[float] = []

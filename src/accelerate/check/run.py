@@ -1,7 +1,7 @@
-"""Runs the checks on all processes, one after the other, and prints a line for each.
+"""Runs the checks on all ranks, one after the other, and prints a line for each.
 
-What the processes found goes through the key-value store of the group, beside the collectives that are being
-checked: a rank that fails says so even where the others wait for it in the middle of a collective. Those that
+The outcomes of all ranks go through the key-value store of the process group, not through the collectives
+that are checked: a rank that fails reports it even where the others wait for it in a collective. Ranks that
 do not come back are given up after ``grace`` seconds.
 """
 
@@ -15,138 +15,140 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.check.base import Check, Outcome, tried
-from accelerate.check.rows import ROWS
+from accelerate.check.base import Check, CheckOutcome, run_check
+from accelerate.check.check_list import CHECKS
 from accelerate.facade.accelerator import Accelerator
-from accelerate.world.board import Board
+from accelerate.world.store import StoreClient
 
-GRACE = 20.0  # seconds that ranks have to come back after another rank failed
-LIMIT = 300.0  # seconds that a check may take on one rank longer than on another
-_SETTLED = 5.0  # seconds that rank 0, which may hold the store, stays for the others to read it
+GRACE_SECONDS = 20.0  # seconds that ranks have to come back after another rank failed
+CHECK_SECONDS = 300.0  # seconds that a check may take on one rank longer than on another
+_FINISH_SECONDS = 5.0  # seconds that rank 0, which may hold the store, stays for the others to read it
 _NAME, _RESULT = 16, 8  # widths of the columns
 
-Rows = Sequence[tuple[str, Check]]
+CheckTable = Sequence[tuple[str, Check]]
 
 
-def main(rows: Rows = ROWS, *, grace: float = GRACE) -> None:
-    """Runs the checks and ends this process: with code 0 if none failed, else with 1.
+def main(rows: CheckTable = CHECKS, *, grace: float = GRACE_SECONDS) -> None:
+    """Run the checks and end this process: with code 0 if none failed, else with 1.
 
     Args:
         rows: the checks, in order.
         grace: seconds that ranks have to come back after another rank failed.
 
     Raises:
-        AccelerateError: the set-up cannot even be opened.
+        AccelerateError: the process group cannot be opened.
     """
     accelerator = Accelerator()
-    run = Run(accelerator, grace)
-    run.say(_head(accelerator))
+    run = CheckRun(accelerator, grace)
+    run.print_line(_format_head(accelerator))
     for index, (name, check) in enumerate(rows):
-        outcomes = run.exchanged(name, tried(check, accelerator))
-        run.show(name, outcomes)
+        outcomes = run.exchange_outcomes(name, run_check(check, accelerator))
+        run.print_check(name, outcomes)
         if len(outcomes) < run.size:
             run.give_up(rows[index + 1 :], outcomes)
-    run.settle()
+    run.finish()
     accelerator.end_training()
     sys.exit(1 if run.failed else 0)
 
 
-class Run:
-    """The state of a run on this process.
+class CheckRun:
+    """The state of ``accelerate test`` on this rank.
 
     Attributes:
-        rank, size: this process among all.
+        rank, size: this rank and the world size.
         printing: whether this process prints. That is rank 0, unless it does not come back.
         failed: whether a check failed on any rank.
     """
 
     def __init__(self, accelerator: Accelerator, grace: float) -> None:
         self.rank, self.size, self.grace = accelerator.process_index, accelerator.num_processes, grace
-        self.printing, self.failed = accelerator.is_main_process, False
+        self.prints, self.failed = accelerator.is_main_process, False
         self.traces: list[str] = []
-        self.board: Board | None = None
+        self.store: StoreClient | None = None
         if self.size > 1:
             # The checks may break every group; the store below them stays.
-            self.board = Board(dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+            self.store = StoreClient(dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
 
-    def exchanged(self, name: str, own: Outcome) -> dict[int, Outcome]:
-        """What every rank found; those that do not come back are missing."""
-        if self.board is None:
+    def exchange_outcomes(self, name: str, own: CheckOutcome) -> dict[int, CheckOutcome]:
+        """Return the outcomes of all ranks; ranks that do not come back are missing."""
+        if self.store is None:
             return {self.rank: own}
         keys = [f"check/{name}/{rank}" for rank in range(self.size)]
-        self.board.put(keys[self.rank], own.packed())
+        self.store.put(keys[self.rank], own.to_json())
         began, failed, pause = time.monotonic(), 0.0, 0.001
         while True:
-            there = self.board.read(keys)
-            found = {rank: Outcome.unpacked(there[key]) for rank, key in enumerate(keys) if key in there}
+            entries = self.store.read(keys)
+            outcomes = {
+                rank: CheckOutcome.from_json(entries[key]) for rank, key in enumerate(keys) if key in entries
+            }
             now = time.monotonic()
-            if not failed and any(outcome.result == "failed" for outcome in found.values()):
+            if not failed and any(outcome.result == "failed" for outcome in outcomes.values()):
                 failed = now
-            late = now > began + LIMIT or bool(failed and now > failed + self.grace)
-            if len(found) == self.size or late or self.board.lost:
-                return {self.rank: own, **found}
+            late = now > began + CHECK_SECONDS or bool(failed and now > failed + self.grace)
+            if len(outcomes) == self.size or late or self.store.is_lost:
+                return {self.rank: own, **outcomes}
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
-    def show(self, name: str, outcomes: Mapping[int, Outcome]) -> None:
-        """Prints the line of one check."""
+    def print_check(self, name: str, outcomes: Mapping[int, CheckOutcome]) -> None:
+        """Print the line of one check."""
         missing = [rank for rank in range(self.size) if rank not in outcomes]
         if missing:
-            self._stand_in(outcomes)
+            self._choose_printing_rank(outcomes)
         bad = {rank: outcome for rank, outcome in outcomes.items() if outcome.result == "failed"}
         self.failed = self.failed or bool(bad or missing)
         self.traces += [f"{name}, rank {rank}:\n{outcome.trace}" for rank, outcome in sorted(bad.items())[:1]]
         if bad or missing:
             texts = {rank: outcome.text for rank, outcome in bad.items()}
             texts |= dict.fromkeys(missing, "did not come back: it still waits for the others")
-            self.line(name, "failed", "; ".join(_by_rank(texts, self.size)))
+            self.print_row(name, "failed", "; ".join(_group_by_rank(texts, self.size)))
         else:
             first = outcomes[min(outcomes)]
-            self.line(name, first.result, first.text)
+            self.print_row(name, first.result, first.text)
 
-    def _stand_in(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Where rank 0 does not come back, the first that asks prints."""
-        if 0 not in outcomes and self.board is not None:
-            self.printing = self.board.first("check/prints", str(self.rank)) == str(self.rank)
+    def _choose_printing_rank(self, outcomes: Mapping[int, CheckOutcome]) -> None:
+        """Choose the printing rank where rank 0 does not come back: the first that asks the store."""
+        if 0 not in outcomes and self.store is not None:
+            self.prints = self.store.put_if_absent("check/prints", str(self.rank)) == str(self.rank)
 
-    def give_up(self, rest: Rows, outcomes: Mapping[int, Outcome]) -> None:
-        """Ends this process: some ranks wait for ever, and so would what closes the group."""
+    def give_up(self, rest: CheckTable, outcomes: Mapping[int, CheckOutcome]) -> None:
+        """End this process: some ranks wait for ever, and closing the process group would wait too."""
         missing = [rank for rank in range(self.size) if rank not in outcomes]
         for name, _ in rest:
-            self.line(name, "skipped", f"{_ranks(missing, self.size)} did not come back")
-        self._say_traces()
+            self.print_row(name, "skipped", f"{_format_ranks(missing, self.size)} did not come back")
+        self._print_traces()
         sys.stdout.flush()
         sys.stderr.flush()
         if self.rank == min(outcomes):
             time.sleep(0.5)  # it may hold the store, or be the one whose end ends the job: the others print
         os._exit(1)
 
-    def settle(self) -> None:
-        """Waits until all have read what the last check found, and prints the traceback of what failed."""
-        if self.board is not None:
-            self.board.put(f"check/done/{self.rank}", "")
+    def finish(self) -> None:
+        """Wait until all ranks have read the last outcomes, and print the tracebacks of failures."""
+        if self.store is not None:
+            self.store.put(f"check/done/{self.rank}", "")
             if self.rank == 0:
-                self.board.wait([f"check/done/{rank}" for rank in range(self.size)], _SETTLED)
-        self._say_traces()
+                self.store.wait([f"check/done/{rank}" for rank in range(self.size)], _FINISH_SECONDS)
+        self._print_traces()
 
-    def _say_traces(self) -> None:
-        if self.printing:
+    def _print_traces(self) -> None:
+        if self.prints:
             for trace in self.traces:
                 sys.stderr.write(f"\n{trace}")
             sys.stderr.flush()
 
-    def line(self, name: str, result: str, text: str) -> None:
-        """A line of the table."""
-        self.say(f"{name:<{_NAME}}  {result:<{_RESULT}}  {text}")
+    def print_row(self, name: str, result: str, text: str) -> None:
+        """Print a row of the table."""
+        self.print_line(f"{name:<{_NAME}}  {result:<{_RESULT}}  {text}")
 
-    def say(self, text: str) -> None:
-        """A line for people, on one process, in one write."""
-        if self.printing:
+    def print_line(self, text: str) -> None:
+        """Print a line on the printing rank, in one write."""
+        if self.prints:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
 
 
-def _head(accelerator: Accelerator) -> str:
+def _format_head(accelerator: Accelerator) -> str:
     count, device = accelerator.num_processes, accelerator.device.type
     several = f"{count} processes" if count > 1 else "1 process"
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
@@ -154,16 +156,16 @@ def _head(accelerator: Accelerator) -> str:
     return f"{head}\n\n{'check':<{_NAME}}  {'result':<{_RESULT}}  what was seen"
 
 
-def _by_rank(texts: Mapping[int, str], size: int) -> Iterator[str]:
-    """Texts with the ranks that say them: ``"rank 1: ..."``."""
-    together: dict[str, list[int]] = {}
+def _group_by_rank(texts: Mapping[int, str], size: int) -> Iterator[str]:
+    """Yield each text with its ranks: ``"rank 1: ..."``."""
+    ranks_of_text: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
-        together.setdefault(text, []).append(rank)
-    for text, ranks in together.items():
-        yield f"{_ranks(ranks, size)}: {text}"
+        ranks_of_text.setdefault(text, []).append(rank)
+    for text, ranks in ranks_of_text.items():
+        yield f"{_format_ranks(ranks, size)}: {text}"
 
 
-def _ranks(ranks: Sequence[Any], size: int) -> str:
+def _format_ranks(ranks: Sequence[Any], size: int) -> str:
     if len(ranks) == size:
         return "every rank" if size > 1 else "rank 0"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""From objects to files: who writes which file, and with what in it."""
+"""The collection of the objects' states, and the files that each rank writes of them."""
 
 from __future__ import annotations
 
@@ -9,119 +9,127 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from accelerate.checkpoint import names, pickles, tensors
-from accelerate.checkpoint.manifest import PartEntry, plain
-from accelerate.checkpoint.parts import FILES, Parts, Share, kind
-from accelerate.checkpoint.ranks import Ranks
+from accelerate.checkpoint.manifest import ManifestEntry, to_plain
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.train_state import OBJECT_FILES, ShardWriter, TrainState, class_name
 
-Weights = list[dict[str, Any]]
+ModelStates = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Item:
+class CheckpointFile:
     """One file to write.
 
     Attributes:
-        sort: ``"models"``, ``"optimizers"`` ...
+        category: ``"models"``, ``"optimizers"`` ...
         entry: its line in the manifest.
-        fill: writes it; what it returns is told to the rank that commits.
-        own: its file, where the entry names another.
+        fill: writes it; the rank that commits gets what it returns.
+        own_name: its file, where the entry names another.
     """
 
-    sort: str
-    entry: PartEntry
+    category: str
+    entry: ManifestEntry
     fill: Callable[[BinaryIO], Any]
-    own: str = ""
+    own_name: str = ""
 
     @property
     def file(self) -> str:
-        """Where it goes, below the checkpoint's folder."""
-        return self.own or self.entry.file
+        """The path below the checkpoint's folder."""
+        return self.own_name or self.entry.file
 
 
 @dataclass
-class States:
-    """The states of all parts at one moment, as this rank has them.
+class CollectedStates:
+    """The states of all objects at one moment, as this rank has them.
 
     Attributes:
-        weights: one state dict per model; hooks may take some away.
-        shared: (sort, file, kind, state) that one rank writes for all.
-        own: the same that every rank writes for itself.
+        model_states: one state dict per model; hooks may take some away.
+        replicated: (sort, file, kind, state) that one rank writes for all.
+        own_name: the same that every rank writes for itself.
         positions: of the loaders, and
         metadata: of the caller, as plain values.
-        kinds: class of the model by the ``id`` of its state.
-        plans: what this rank tells all others of states that are spread over the ranks, and
-        shares: what it writes of them, once all have told.
+        model_classes: class of the model by the ``id`` of its state.
+        local_plans: this rank's save plans of the sharded states.
+        shard_writers: this rank's writers of them, once the plans of all ranks are known.
     """
 
-    weights: Weights
-    shared: list[tuple[str, str, str, Any]] = field(default_factory=list)
-    own: list[tuple[str, str, str, Any]] = field(default_factory=list)
+    model_states: ModelStates
+    replicated: list[tuple[str, str, str, Any]] = field(default_factory=list)
+    per_rank: list[tuple[str, str, str, Any]] = field(default_factory=list)
     positions: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
-    kinds: dict[int, str] = field(default_factory=dict)
-    plans: list[Any] = field(default_factory=list)
-    shares: list[Share] = field(default_factory=list)
+    model_classes: dict[int, str] = field(default_factory=dict)
+    local_plans: list[Any] = field(default_factory=list)
+    shard_writers: list[ShardWriter] = field(default_factory=list)
 
 
-def states(parts: Parts, ranks: Ranks) -> States:
-    """Asks every part for its state. Every rank asks, since a state may be gathered from all of them."""
+def collect_states(train_state: TrainState, ranks: RankGroup) -> CollectedStates:
+    """Call ``state_dict`` of every object, on every rank, since a state may be gathered from all of them."""
     rank = ranks.rank
-    spread = {(sort, index): spread for sort, index, spread in parts.in_parts()}
-    models = [model for index, model in enumerate(parts.models) if ("models", index) not in spread]
+    sharded = {(category, index): sharded for category, index, sharded in train_state.sharded_states()}
+    models = [model for index, model in enumerate(train_state.models) if ("models", index) not in sharded]
     weights = [model.state_dict() for model in models]
-    found = States(weights, plans=[one.plan(rank) for one in spread.values()])
-    found.kinds = {id(state): kind(model) for state, model in zip(weights, models, strict=True)}
-    for sort, file in FILES.items():
-        items = [(i, item) for i, item in enumerate(getattr(parts, sort)) if (sort, i) not in spread]
+    states = CollectedStates(weights, local_plans=[one.local_plan(rank) for one in sharded.values()])
+    states.model_classes = {
+        id(state): class_name(model) for state, model in zip(weights, models, strict=True)
+    }
+    for category, file in OBJECT_FILES.items():
+        items = [
+            (i, item) for i, item in enumerate(getattr(train_state, category)) if (category, i) not in sharded
+        ]
         for index, item in items:
-            found.shared.append((sort, file(index), kind(item), item.state_dict()))
-    if parts.scaler is not None:
-        found.shared.append(("scaler", names.SCALER_NAME, kind(parts.scaler), parts.scaler.state_dict()))
-    for index, loader in enumerate(parts.stateful_loaders):
+            states.replicated.append((category, file(index), class_name(item), item.state_dict()))
+    if train_state.scaler is not None:
+        states.replicated.append(
+            ("scaler", names.SCALER_NAME, class_name(train_state.scaler), train_state.scaler.state_dict())
+        )
+    for index, loader in enumerate(train_state.stateful_loaders):
         file = names.loader_file(index, rank)
-        found.own.append(("stateful_loaders", file, kind(loader), loader.state_dict()))
-    for index, loader in enumerate(parts.loaders):
-        found.positions.append(plain(loader.state_dict(), f"the position of loader {index}"))
-    found.metadata = plain(parts.metadata, "metadata")
-    if parts.rng is not None:
-        value = {"step": parts.step, **parts.rng.capture()}
-        found.own.append(("rng", names.rng_file(rank), "random states", value))
-    return found
+        states.per_rank.append(("stateful_loaders", file, class_name(loader), loader.state_dict()))
+    for index, loader in enumerate(train_state.loaders):
+        states.positions.append(to_plain(loader.state_dict(), f"the position of loader {index}"))
+    states.metadata = to_plain(train_state.metadata, "metadata")
+    if train_state.rng is not None:
+        value = {"step": train_state.step, **train_state.rng.capture()}
+        states.per_rank.append(("rng", names.rng_file(rank), "random states", value))
+    return states
 
 
-def shares(parts: Parts, plans: list[list[Any]], rank: int) -> list[Share]:
-    """What this rank writes of the states that are spread; ``plans`` are those of all ranks."""
+def shard_writers(train_state: TrainState, plans: list[list[Any]], rank: int) -> list[ShardWriter]:
+    """Return this rank's writers of the sharded states; ``plans`` are the local plans of all ranks."""
     return [
-        spread.share([told[position] for told in plans], index, rank)
-        for position, (_, index, spread) in enumerate(parts.in_parts())
+        sharded.shard_writer([rank_plans[position] for rank_plans in plans], index, rank)
+        for position, (_, index, sharded) in enumerate(train_state.sharded_states())
     ]
 
 
-def items(found: States, *, shared: bool, safe: bool) -> Iterator[Item]:
-    """The files that this rank writes.
+def files_to_write(states: CollectedStates, *, replicated: bool, safe: bool) -> Iterator[CheckpointFile]:
+    """Yield the files that this rank writes.
 
     Args:
-        found: the states.
-        shared: this rank also writes what is the same on all ranks.
+        states: the states.
+        replicated: this rank also writes what is the same on all ranks.
         safe: models as safetensors instead of torch files.
     """
-    if shared:
-        for index, state in enumerate(found.weights):
-            yield _model(state, index, found.kinds.get(id(state), ""), safe)
-    for sort, file, name, state in [*(found.shared if shared else []), *found.own]:
-        looked_at = f"{file} ({name})" if sort in ("custom", "stateful_loaders") else ""
-        yield Item(sort, PartEntry(file, name), partial(pickles.write, state, what=looked_at))
-    for share in found.shares:
+    if replicated:
+        for index, state in enumerate(states.model_states):
+            yield _model_file(state, index, states.model_classes.get(id(state), ""), safe)
+    for category, file, name, state in [*(states.replicated if replicated else []), *states.per_rank]:
+        description = f"{file} ({name})" if category in ("custom", "stateful_loaders") else ""
+        yield CheckpointFile(
+            category, ManifestEntry(file, name), partial(pickles.write, state, what=description)
+        )
+    for share in states.shard_writers:
         if share.file:
-            yield Item(share.sort, share.entry, share.fill, share.file)
+            yield CheckpointFile(share.category, share.entry, share.fill, share.file)
 
 
-def _model(state: dict[str, Any], index: int, name: str, safe: bool) -> Item:
+def _model_file(state: dict[str, Any], index: int, name: str, safe: bool) -> CheckpointFile:
     file = names.model_file(index, safe=safe)
-    state = tensors.saved_names(state)
+    state = tensors.strip_compile_prefix(state)
     if not safe:
-        entry = PartEntry(file, name, tensors.table(state))
-        return Item("models", entry, partial(pickles.write, OrderedDict(state)))
-    separate, aliases = tensors.separated(state)
-    entry = PartEntry(file, name, tensors.table(separate), aliases)
-    return Item("models", entry, partial(tensors.write, separate, aliases))
+        entry = ManifestEntry(file, name, tensors.dtypes_and_shapes(state))
+        return CheckpointFile("models", entry, partial(pickles.write, OrderedDict(state)))
+    separate, aliases = tensors.untie(state)
+    entry = ManifestEntry(file, name, tensors.dtypes_and_shapes(separate), aliases)
+    return CheckpointFile("models", entry, partial(tensors.write_safetensors, separate, aliases))

@@ -1,14 +1,14 @@
 """The commit protocol: a checkpoint is whole and on the disk, or it is not there.
 
-    1. rank 0 draws an id; all ranks write into a folder of that id (``Store.temp``), which does not count as
-       a checkpoint. Every file is made durable and its digest taken as soon as it is written.
-    2. every rank tells what it wrote. If one failed, all raise the same error and the folder is removed.
+    1. rank 0 draws an id; all ranks write into a folder of that id (``CheckpointStore.temp``), which is no
+       checkpoint yet. Every file is made durable and its digest taken as soon as it is written.
+    2. the ranks gather their reports. If one failed, all raise the same error and the folder is removed.
     3. rank 0 checks that it sees all files, and writes the manifest, last.
     4. all agree; then one step of the store makes the folder the checkpoint.
     5. only now older checkpoints may go.
 
-In a folder of a file system step 4 is a rename, see ``swap.py``; in a remote store it is the manifest that is
-put under the checkpoint's name, see ``remote.py``.
+On a file system step 4 is a rename, see ``atomic_replace.py``; in a remote store it writes the manifest under
+the checkpoint's name, see ``remote.py``.
 
 With ``each_node`` every machine does this on its own disk, and step 4 waits for all machines.
 """
@@ -24,36 +24,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from accelerate.checkpoint import manifest as manifests
-from accelerate.checkpoint.find import automatic_number, inspect
+from accelerate.checkpoint.discovery import automatic_number, inspect_folder
 from accelerate.checkpoint.names import MANIFEST_NAME
-from accelerate.checkpoint.store import Record, Store
+from accelerate.checkpoint.store import CheckpointStore, FileRecord
 from accelerate.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from accelerate.checkpoint.manifest import Manifest
-    from accelerate.checkpoint.ranks import Ranks
+    from accelerate.checkpoint.rank_group import RankGroup
 
 
 def new_id() -> str:
-    """The id of one save; rank 0 draws it."""
+    """Return the id of one save; rank 0 draws it."""
     return uuid.uuid4().hex[:12]
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank wrote: its machine, its files by name, and what its shares tell, by the part's folder."""
+class WrittenFilesReport:
+    """The files that one rank wrote, its machine, and what its shard writers returned, by folder."""
 
     node: int
     host: str
-    files: dict[str, Record]
-    told: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileRecord]
+    shard_infos: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
-class Stage:
-    """One save on its way, as one rank sees it.
+class CommitTransaction:
+    """One save that is not committed yet, as one rank sees it.
 
     Attributes:
         store, name: the target.
@@ -63,12 +63,12 @@ class Stage:
         records: what this rank wrote.
     """
 
-    store: Store
+    store: CheckpointStore
     name: str
     id: str
-    ranks: Ranks
+    ranks: RankGroup
     each_node: bool = False
-    records: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, FileRecord] = field(default_factory=dict)
 
     @property
     def temp(self) -> str:
@@ -78,68 +78,70 @@ class Stage:
 
     @property
     def folder(self) -> Path:
-        """The same as a path, for code that writes files of its own; such files are committed too."""
+        """The path of ``temp``, for code that writes files of its own; such files are committed too."""
         return self.store.path(self.temp)
 
     @property
     def target(self) -> str:
-        """Where the checkpoint will be, for errors."""
+        """The final address of the checkpoint, for errors."""
         return self.store.label(self.name)
 
     @property
-    def commits(self) -> bool:
-        """Whether this rank commits: one per target."""
-        return self.ranks.writes(self.each_node)
+    def is_committer(self) -> bool:
+        """True on the rank that commits: one per target."""
+        return self.ranks.is_writer(self.each_node)
 
     def open(self) -> None:
-        """Makes the folder to write to; the rank that commits mends and clears first."""
-        if self.each_node and self.store.shared:
+        """Make the folder to write to; the rank that commits recovers and clears the target first."""
+        if self.each_node and self.store.is_shared:
             raise CheckpointError(
                 f"save_on_each_node=True, but {self.store.label()} is one place for all machines",
                 why="each would replace the other's checkpoint",
                 fix="leave out save_on_each_node",
             )
-        if self.commits:
-            self.store.refuse(self.name)
-            self.store.heal(self.name)
-            sweep(self.store, self.name, spare=self.id)
-        self.store.make(self.temp)
+        if self.is_committer:
+            self.store.refuse_target(self.name)
+            self.store.recover(self.name)
+            remove_leftovers(self.store, self.name, spare=self.id)
+        self.store.make_folder(self.temp)
 
     def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> Any:
-        """Writes one file of the checkpoint; returns what ``fill`` returns."""
+        """Write one file of the checkpoint; return what ``fill`` returns."""
         folder = Path(name).parent
         if folder.name:
-            self.store.make(f"{self.temp}/{folder.as_posix()}")
+            self.store.make_folder(f"{self.temp}/{folder.as_posix()}")
         returned: list[Any] = []
         record = self.store.write(f"{self.temp}/{name}", lambda file: returned.append(fill(file)))
         self.records[name] = replace(record, rank=self.ranks.rank)
         return returned[0]
 
     def seal(self, names: Iterable[str]) -> None:
-        """Takes files into the checkpoint that were written to ``folder`` directly."""
+        """Add files to the checkpoint that were written to ``folder`` directly."""
         for name in names:
             record = self.store.seal(f"{self.temp}/{name}")
             self.records[name] = replace(record, rank=self.ranks.rank)
 
-    def report(self, told: dict[str, Any] | None = None) -> Report:
-        """What this rank tells the others, after all of it has written what it writes."""
-        self.seal(self.store.loose(self.temp))
-        return Report(self.ranks.node, socket.gethostname(), self.records, told or {})
+    def rank_report(self, shard_infos: dict[str, Any] | None = None) -> WrittenFilesReport:
+        """Return this rank's report for the others, after it has written all of its files."""
+        self.seal(self.store.unsealed_files(self.temp))
+        return WrittenFilesReport(self.ranks.node, socket.gethostname(), self.records, shard_infos or {})
 
-    def close(self, reports: Iterable[Report], describe: Callable[[dict[str, Record]], Manifest]) -> None:
-        """Checks that all files are there and writes the manifest; nothing is visible yet."""
-        near = [r for r in reports if not self.each_node or r.node == self.ranks.node]
+    def write_manifest(
+        self, reports: Iterable[WrittenFilesReport], describe: Callable[[dict[str, FileRecord]], Manifest]
+    ) -> None:
+        """Check that all files are there and write the manifest; nothing is visible yet."""
+        reports_here = [r for r in reports if not self.each_node or r.node == self.ranks.node]
         sizes = self.store.files(self.temp)
-        records: dict[str, Record] = {}
-        for report in near:
+        records: dict[str, FileRecord] = {}
+        for report in reports_here:
             self._refuse_unseen(report, sizes)
-            self._refuse_twice(report, records)
+            self._refuse_conflicts(report, records)
             records.update(report.files)
-        # Hooks and parts that write by themselves do not report: their files are sealed here.
+        # Hooks and objects that write files of their own do not report: their files are sealed here.
         for name in sizes.keys() - records.keys():
             records[name] = replace(self.store.seal(f"{self.temp}/{name}"), rank=self.ranks.rank)
         if self.each_node:
-            self._refuse_shared()
+            self._refuse_shared_folder()
         manifest = describe(dict(sorted(records.items())))
         data = manifests.encode(manifest)
         self.store.write(f"{self.temp}/{MANIFEST_NAME}", lambda file: file.write(data))
@@ -147,16 +149,16 @@ class Stage:
             self.store.sync(self.temp if folder == "." else f"{self.temp}/{folder}")
 
     def publish(self) -> None:
-        """Makes the closed folder the checkpoint."""
+        """Make the folder with its manifest the checkpoint."""
         self.store.publish(self.temp, self.name, self.id)
 
     def discard(self) -> None:
-        """Removes what was written, after a failure. What cannot be removed is left for the next save."""
-        if self.commits:
+        """Remove all files after a failure. What cannot be removed is left for the next save."""
+        if self.is_committer:
             with contextlib.suppress(CheckpointError):
                 self.store.remove(self.temp)
 
-    def _refuse_unseen(self, report: Report, sizes: dict[str, int]) -> None:
+    def _refuse_unseen(self, report: WrittenFilesReport, sizes: dict[str, int]) -> None:
         for name, record in report.files.items():
             if sizes.get(name) == record.size:
                 continue
@@ -169,7 +171,7 @@ class Stage:
                 "ProjectConfiguration(save_on_each_node=True)",
             )
 
-    def _refuse_twice(self, report: Report, records: dict[str, Record]) -> None:
+    def _refuse_conflicts(self, report: WrittenFilesReport, records: dict[str, FileRecord]) -> None:
         for name, record in report.files.items():
             other = records.get(name, record)
             if other.digest != record.digest:
@@ -179,9 +181,9 @@ class Stage:
                     fix="write it on the main process only, or under a name with the rank in it",
                 )
 
-    def _refuse_shared(self) -> None:
-        same = [leftover for leftover in self.store.leftovers(self.name) if leftover.id == self.id]
-        others = [leftover for leftover in same if leftover.folder != self.temp]
+    def _refuse_shared_folder(self) -> None:
+        of_this_save = [leftover for leftover in self.store.leftovers(self.name) if leftover.id == self.id]
+        others = [leftover for leftover in of_this_save if leftover.folder != self.temp]
         if others:
             raise CheckpointError(
                 f"save_on_each_node=True, but the machines share {self.store.label()}",
@@ -190,21 +192,21 @@ class Stage:
             )
 
 
-def sweep(store: Store, name: str, spare: str = "") -> None:
-    """Removes what interrupted saves of ``name`` have left; ``spare`` is an id to keep."""
+def remove_leftovers(store: CheckpointStore, name: str, spare: str = "") -> None:
+    """Remove the working folders of interrupted saves of ``name``; ``spare`` is an id to keep."""
     for leftover in store.leftovers(name):
         if leftover.role != "old" and leftover.id != spare:
             store.remove(leftover.folder)
 
 
-def retain(store: Store, committed: str, limit: int | None) -> None:
-    """Removes the oldest numbered checkpoints beyond ``limit``, and what interrupted saves have left.
+def remove_old_checkpoints(store: CheckpointStore, committed: str, limit: int | None) -> None:
+    """Remove the oldest numbered checkpoints beyond ``limit``, and leftovers of interrupted saves.
 
     Call it after ``committed`` is committed; that one is never removed.
     """
     newest = automatic_number(committed)
     assert newest is not None
-    for entry in _beyond(store, limit) if limit is not None else []:
+    for entry in _list_excess(store, limit) if limit is not None else []:
         if entry != committed:
             store.retire(entry, new_id())
     for leftover in store.leftovers():
@@ -213,8 +215,8 @@ def retain(store: Store, committed: str, limit: int | None) -> None:
             store.remove(leftover.folder)
 
 
-def _beyond(store: Store, limit: int) -> list[str]:
-    """The oldest complete numbered checkpoints, all but ``limit`` of them."""
-    found = sorted((n, entry) for entry in store.entries() if (n := automatic_number(entry)) is not None)
-    whole = [entry for _, entry in found if (c := inspect(store, entry)) and not c.problem]
-    return whole[: max(0, len(whole) - limit)]
+def _list_excess(store: CheckpointStore, limit: int) -> list[str]:
+    """Return the oldest complete numbered checkpoints, all but ``limit`` of them."""
+    numbered = sorted((n, entry) for entry in store.entries() if (n := automatic_number(entry)) is not None)
+    complete = [entry for _, entry in numbered if (c := inspect_folder(store, entry)) and not c.problem]
+    return complete[: max(0, len(complete) - limit)]

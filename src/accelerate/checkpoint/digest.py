@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from accelerate.checkpoint.direct import BlockFile
+from accelerate.checkpoint.direct_io import BlockFile
 
 HASH = "xxh3_128"
 PIECE = 64 * 2**20
@@ -30,8 +30,8 @@ _HASHES: dict[str, Callable[..., Any]] = {HASH: xxhash.xxh3_128, "sha256": hashl
 
 
 @dataclass(frozen=True)
-class Record:
-    """One durable file.
+class FileRecord:
+    """Size and digest of one durable file.
 
     Attributes:
         size: bytes.
@@ -44,14 +44,16 @@ class Record:
     rank: int = 0
 
 
-def digest(path: Path, hashing: str = HASHING, threads: int | None = None) -> str:
-    """Digest of a file; see ``digests``."""
-    return digests([path], hashing, threads)[0]
+def file_digest(path: Path, hashing: str = HASHING, threads: int | None = None) -> str:
+    """Return the digest of a file; see ``file_digests``."""
+    return file_digests([path], hashing, threads)[0]
 
 
-def digests(paths: Sequence[Path], hashing: str = HASHING, threads: int | None = None) -> list[str]:
-    """Digest of each of some files. The pieces of all of them are shared out, so one large file keeps all
-    threads busy, and so do many small ones.
+def file_digests(paths: Sequence[Path], hashing: str = HASHING, threads: int | None = None) -> list[str]:
+    """Return the digest of each file, computed by several threads.
+
+    The pieces of all files are shared out, so one large file keeps all threads busy, and so do many small
+    ones.
 
     Args:
         paths: the files.
@@ -64,37 +66,37 @@ def digests(paths: Sequence[Path], hashing: str = HASHING, threads: int | None =
     new = _HASHES[hashing.partition(",")[0]]
     counts = [max(1, -(-path.stat().st_size // PIECE)) for path in paths]
     pieces = [(path, index) for path, count in zip(paths, counts, strict=True) for index in range(count)]
-    workers = min(len(pieces), threads or cores())
+    workers = min(len(pieces), threads or usable_cores())
     if workers <= 1:
-        found = iter([_piece(path, index, new()) for path, index in pieces])
+        piece_digests = iter([_piece(path, index, new()) for path, index in pieces])
     else:
         with ThreadPoolExecutor(workers, "digest") as pool:
-            found = iter(list(pool.map(lambda piece: _piece(piece[0], piece[1], new()), pieces)))
-    return [new(b"".join(islice(found, count))).hexdigest() for count in counts]
+            piece_digests = iter(list(pool.map(lambda piece: _piece(piece[0], piece[1], new()), pieces)))
+    return [new(b"".join(islice(piece_digests, count))).hexdigest() for count in counts]
 
 
-def cores() -> int:
-    """How many threads can run at once in this process."""
+def usable_cores() -> int:
+    """Return the number of threads that can run at once in this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0)) or 1
     return os.cpu_count() or 1
 
 
 def _piece(path: Path, index: int, state: Any) -> bytes:
-    left, buffer = PIECE, memoryview(bytearray(_CHUNK))
+    remaining, buffer = PIECE, memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         file.seek(index * PIECE)
-        while left > 0:
-            got = file.readinto(buffer[: min(left, _CHUNK)])
-            if not got:
+        while remaining > 0:
+            count = file.readinto(buffer[: min(remaining, _CHUNK)])
+            if not count:
                 break
-            state.update(buffer[:got])
-            left -= got
+            state.update(buffer[:count])
+            remaining -= count
     return state.digest()
 
 
 class Digester:
-    """The digest of bytes that come one after the other."""
+    """A digest over bytes that come one after the other."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -102,7 +104,7 @@ class Digester:
         self._piece = xxhash.xxh3_128()
 
     def update(self, data: memoryview) -> None:
-        """Takes the next bytes."""
+        """Take the next bytes."""
         while data:
             room = PIECE - self.size % PIECE
             self._piece.update(data[:room])
@@ -113,7 +115,7 @@ class Digester:
                 self._piece.reset()
 
     def hexdigest(self) -> str:
-        """That of all bytes so far."""
+        """Return the digest of all bytes so far."""
         last = [self._piece.digest()] if self.size % PIECE or not self._pieces else []
         return xxhash.xxh3_128(b"".join([*self._pieces, *last])).hexdigest()
 
@@ -130,11 +132,11 @@ class DigestingFile(io.RawIOBase):
         self._file = BlockFile(path)
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Takes all of ``data``; returns its number of bytes. A failure may show at a later call."""
+        """Write all of ``data``; return its number of bytes. A failure may show at a later call."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -144,15 +146,15 @@ class DigestingFile(io.RawIOBase):
         return done
 
     def tell(self) -> int:
-        """How many bytes are written."""
+        """Return the number of bytes written."""
         return self.digester.size
 
     def sync(self) -> None:
-        """Waits until all of it is on the disk; nothing can be written afterwards."""
+        """Wait until all of it is on the disk; nothing can be written afterwards."""
         self._file.sync()
 
     def close(self) -> None:
-        """Ends writing."""
+        """Close the file."""
         if not self.closed:
             self._file.close()
         super().close()

@@ -1,4 +1,4 @@
-"""Errors of files, said in the user's words."""
+"""Errors of files in the user's words."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class CheckpointExistsError(CheckpointError, ValueError):
 
 
 @contextmanager
-def file_errors(doing: str, path: Path) -> Generator[None]:
-    """Turns the failures of reading or writing one file into a CheckpointError that names it.
+def file_errors(action: str, path: Path) -> Generator[None]:
+    """Turn the failures of reading or writing one file into a CheckpointError that names it.
 
     torch reports a full disk or a torn archive as RuntimeError, safetensors as SafetensorError.
     """
@@ -45,7 +45,7 @@ def file_errors(doing: str, path: Path) -> Generator[None]:
         raise
     except OSError as error:
         why = f"{error.strerror or error} (on {socket.gethostname()})"
-        raise CheckpointError(f"cannot {doing} {path}", why=why, fix=_fix(error.errno, path)) from error
+        raise CheckpointError(f"cannot {action} {path}", why=why, fix=_fix(error.errno, path)) from error
     except (
         SafetensorError,
         PickleError,
@@ -55,12 +55,12 @@ def file_errors(doing: str, path: Path) -> Generator[None]:
         TypeError,
         AttributeError,
     ) as error:
-        raise CheckpointError(f"cannot {doing} {path}", why=_first_line(error)) from error
+        raise CheckpointError(f"cannot {action} {path}", why=_first_line(error)) from error
 
 
 @contextmanager
-def remote_errors(doing: str, place: str) -> Generator[None]:
-    """Turns every failure of a remote store into a CheckpointError that names the URL.
+def remote_errors(action: str, place: str) -> Generator[None]:
+    """Turn every failure of a remote store into a CheckpointError that names the URL.
 
     Each driver has exceptions of its own, of which many derive from nothing but Exception.
     """
@@ -70,7 +70,7 @@ def remote_errors(doing: str, place: str) -> Generator[None]:
         raise
     except Exception as error:
         why = f"{_first_line(error)} (on {socket.gethostname()})"
-        raise CheckpointError(f"cannot {doing} {place}", why=why, fix=_remote_fix(error, place)) from error
+        raise CheckpointError(f"cannot {action} {place}", why=why, fix=_remote_fix(error, place)) from error
 
 
 def _remote_fix(error: Exception, place: str) -> str:

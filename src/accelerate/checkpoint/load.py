@@ -1,4 +1,4 @@
-"""Loading: from a checkpoint to parts. See ``state.py``."""
+"""Loading: from a checkpoint to objects. See ``state.py``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import find, where
-from accelerate.checkpoint.fetch import near
+from accelerate.checkpoint import checkpoint_paths, discovery
+from accelerate.checkpoint.addresses import Address
+from accelerate.checkpoint.fetch import local_checkpoint
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.parts import Parts
-from accelerate.checkpoint.places import Address
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.restore import Reader, verify
-from accelerate.checkpoint.store import Store
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.restore import CheckpointReader, verify_files
+from accelerate.checkpoint.store import CheckpointStore
+from accelerate.checkpoint.train_state import TrainState
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds
 
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What a load found.
+class LoadResult:
+    """The outcome of a load.
 
     Attributes:
         path: the checkpoint; text if it is a URL.
@@ -36,9 +36,9 @@ class Loaded:
         metadata: the plain values it was saved with.
         world_size: number of processes that saved it; None if unknown.
         manifest: None for a checkpoint of the public package.
-        missing: parts that were asked for and are not in it (``strict=False`` only).
+        missing: states that were asked for and are not in it (``strict=False`` only).
         ignored: folders that were passed over, with the reason.
-        notes: what came back otherwise than it was saved; logged too.
+        notes: differences between the saved and the loaded state; logged too.
     """
 
     path: Address
@@ -53,7 +53,7 @@ class Loaded:
 
 
 def load(
-    parts: Parts,
+    train_state: TrainState,
     directory: str | Path | None = None,
     *,
     project: ProjectConfiguration | None = None,
@@ -63,24 +63,23 @@ def load(
     model_kwargs: Mapping[str, Any] | None = None,
     before: Callable[[Path], None] | None = None,
     check_digests: bool = True,
-    ranks: Ranks | None = None,
-) -> Loaded:
-    """Puts a checkpoint back into ``parts`` on all ranks together.
+    ranks: RankGroup | None = None,
+) -> LoadResult:
+    """Load a checkpoint into ``train_state`` on all ranks together.
 
     Everything is verified, looked up and compared before the first object is changed.
 
     Args:
-        parts: the objects to fill, in the order they were saved. What was saved and is not asked for stays
-            unread.
+        train_state: the objects to fill, in the order they were saved. Other saved objects stay unread.
         directory: the checkpoint's folder or URL; None takes the newest committed one of ``project``
             (automatic naming).
         project: its ``iteration`` is set so that numbering continues after all checkpoints that are there.
-        strict: a part that is missing is an error; otherwise it stays as it is and is listed.
+        strict: a missing state is an error; otherwise its object stays as it is and is listed.
         map_location: ``"cpu"``, ``"on_device"`` or what ``torch.load`` takes; None is this rank's device when
             there are several ranks, else the CPU. Models go to where they are, through mapped files.
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
-        before: called on every rank with the folder, before ``parts.models`` is read.
+        before: called on every rank with the folder, before ``train_state.models`` is read.
         check_digests: compare digests with the manifest; sizes are always compared.
         ranks: those that load together; the open world's by default.
 
@@ -88,74 +87,81 @@ def load(
         CheckpointError: on every rank, naming the rank and the file, and what was expected.
         CheckpointNotFoundError: there is no checkpoint.
     """
-    ranks = ranks or Ranks.current()
-    doing = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
-    among = _everywhere(project, ranks, doing) if directory is None else None
-    first, id_, ignored = ranks.lead(doing, lambda: _chosen(directory, project, among))
-    with ranks.together(doing):
-        store, name = where.place(where.here(first, directory, project))
+    ranks = ranks or RankGroup.current()
+    action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
+    common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
+    rank0_address, id_, ignored = ranks.run_on_rank0(action, lambda: _choose(directory, project, common_ids))
+    with ranks.collective_section(action):
+        store, name = checkpoint_paths.locate(
+            checkpoint_paths.local_address(rank0_address, directory, project)
+        )
         manifest = _same_manifest(store, name, id_)
-    location = on_device(map_location, "on_device" if ranks.size > 1 else "cpu")
-    with near(store, name, manifest, parts, ranks, doing) as (path, fetched):
-        reader = Reader(path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {})
-        with ranks.together(doing):
+    location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
+    with local_checkpoint(store, name, manifest, train_state, ranks, action) as (path, fetched):
+        reader = CheckpointReader(
+            path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
+        )
+        with ranks.collective_section(action):
             if fetched is not None and check_digests:
-                verify(path, fetched, ranks)
-        with ranks.together(doing):
+                verify_files(path, fetched, ranks)
+        with ranks.collective_section(action):
             if before is not None:
                 before(path)
-            parts.check()
-            reader.count_custom(parts)
-            reader.read(parts)
-        with ranks.together(doing):
+            train_state.check()
+            reader.check_custom_count(train_state)
+            reader.read(train_state)
+        with ranks.collective_section(action):
             reader.apply()
-        with ranks.together(doing):
-            reader.finish(parts)
+        with ranks.collective_section(action):
+            reader.finish(train_state)
     if project is not None and project.automatic_checkpoint_naming:
-        with ranks.together(doing) as told:
-            told.value = 0
-            if ranks.writes(project.save_on_each_node):
-                told.value = where.next_iteration(name, manifest, project)
-        project.iteration = max(told.values)
-    shown = store.local(name) or store.label(name)
-    _tell(reader, shown)
-    return _loaded(reader, shown, name, ignored)
+        with ranks.collective_section(action) as section:
+            section.value = 0
+            if ranks.is_writer(project.save_on_each_node):
+                section.value = checkpoint_paths.next_iteration(name, manifest, project)
+        project.iteration = max(section.values)
+    address = store.local_path(name) or store.label(name)
+    _log_notes(reader, address)
+    return _build_result(reader, address, name, ignored)
 
 
-def _everywhere(project: ProjectConfiguration | None, ranks: Ranks, doing: str) -> set[str] | None:
-    """Ids of the checkpoints that all machines have, where each saves its own: a crash in the middle of a
-    commit leaves the newest on some of them. None if that does not matter.
+def _ids_on_all_machines(
+    project: ProjectConfiguration | None, ranks: RankGroup, action: str
+) -> set[str] | None:
+    """Return the ids of the checkpoints that all machines have, where each saves its own.
+
+    A crash in the middle of a commit leaves the newest on some of them. None if that does not matter.
     """
     if project is None or not (project.save_on_each_node and project.automatic_checkpoint_naming):
         return None
-    with ranks.together(doing) as told:
-        told.value = where.committed(project) if ranks.writes(each_node=True) else None
-    return set.intersection(*(ids for ids in told.values if ids is not None))
+    with ranks.collective_section(action) as section:
+        section.value = checkpoint_paths.committed_ids(project) if ranks.is_writer(each_node=True) else None
+    return set.intersection(*(ids for ids in section.values if ids is not None))
 
 
-def _chosen(
-    directory: str | Path | None, project: ProjectConfiguration | None, among: set[str] | None
+def _choose(
+    directory: str | Path | None, project: ProjectConfiguration | None, common_ids: set[str] | None
 ) -> tuple[Address, str, tuple[str, ...]]:
-    """(checkpoint, id of its save, what was passed over)."""
-    candidate, ignored = where.chosen(directory, project, among)
+    """Return (checkpoint, id of its save, folders passed over)."""
+    candidate, ignored = checkpoint_paths.choose_checkpoint(directory, project, common_ids)
     return candidate.path, candidate.manifest.id if candidate.manifest else "", ignored
 
 
-def _same_manifest(store: Store, name: str, id_: str) -> Manifest | None:
-    """This rank's view of the checkpoint that rank 0 has chosen."""
-    manifest = find.read_manifest(store, name)
-    found = manifest.id if manifest else ""
-    if found != id_:
+def _same_manifest(store: CheckpointStore, name: str, id_: str) -> Manifest | None:
+    """Read this rank's manifest, and raise if it is not that of the checkpoint that rank 0 chose."""
+    manifest = discovery.read_manifest(store, name)
+    own_id = manifest.id if manifest else ""
+    if own_id != id_:
         raise CheckpointError(
             f"{store.label(name)} is another checkpoint here than on rank 0",
-            why=f"its save has the id {found or '(none)'}, rank 0's {id_ or '(none)'}",
+            why=f"its save has the id {own_id or '(none)'}, rank 0's {id_ or '(none)'}",
             fix="copy the same checkpoint to every machine",
         )
     return manifest
 
 
-def on_device(map_location: Any, default: Any) -> Any:
-    """``map_location`` for ``torch.load``: None is ``default``, ``"on_device"`` this rank's device."""
+def resolve_map_location(map_location: Any, default: Any) -> Any:
+    """Return ``map_location`` for ``torch.load``; ``"on_device"`` is this rank's device, None ``default``."""
     place = default if map_location is None else map_location
     if not (isinstance(place, str) and place == "on_device"):
         return place
@@ -163,21 +169,23 @@ def on_device(map_location: Any, default: Any) -> Any:
     return world.device if world is not None else torch.device("cpu")
 
 
-def _tell(reader: Reader, shown: Address) -> None:
+def _log_notes(reader: CheckpointReader, address: Address) -> None:
     if reader.ranks.rank > 0:
         return
     for note in reader.notes:
-        logger.warning("%s: %s", shown, note)
+        logger.warning("%s: %s", address, note)
     if reader.missing:
-        logger.warning("%s lacks, and leaves as they are: %s", shown, ", ".join(reader.missing))
+        logger.warning("%s lacks, and leaves as they are: %s", address, ", ".join(reader.missing))
 
 
-def _loaded(reader: Reader, shown: Address, name: str, ignored: tuple[str, ...]) -> Loaded:
+def _build_result(
+    reader: CheckpointReader, address: Address, name: str, ignored: tuple[str, ...]
+) -> LoadResult:
     manifest = reader.manifest
-    return Loaded(
-        path=shown,
+    return LoadResult(
+        path=address,
         step=manifest.step if manifest else reader.step or 0,
-        iteration=manifest.iteration if manifest else find.automatic_number(name),
+        iteration=manifest.iteration if manifest else discovery.automatic_number(name),
         metadata=manifest.metadata if manifest else {},
         world_size=manifest.world_size if manifest else None,
         manifest=manifest,

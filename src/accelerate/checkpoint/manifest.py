@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from accelerate.checkpoint.digest import HASHING, Record
+from accelerate.checkpoint.digest import HASHING, FileRecord
 from accelerate.checkpoint.names import MANIFEST_NAME
 from accelerate.core.errors import CheckpointError
 
@@ -24,11 +24,11 @@ _GUARD = "sha256"
 
 
 @dataclass(frozen=True)
-class PartEntry:
-    """One thing that was saved.
+class ManifestEntry:
+    """One saved object in the manifest.
 
     Attributes:
-        file: its file; empty for a part that wrote files of its own.
+        file: its file; empty for an object that wrote files of its own.
         kind: class of the object.
         tensors: for a model, dtype and shape by name.
         aliases: for a model, names that share the tensor of another name, which alone is in the file.
@@ -42,19 +42,19 @@ class PartEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint: its files, objects and metadata.
 
     Attributes:
         id: drawn by rank 0 for this save; the same on all machines.
         step: the accelerator's step counter.
         world_size: number of processes that saved.
         files: size and digest of every file.
-        folder: where the files lie, below the manifest's own folder; empty for beside it.
-        parts: what was saved, by sort: ``models``, ``optimizers``, ``schedulers``, ``custom`` ...
+        folder: the folder of the files, below the manifest's own; empty for the same folder.
+        parts: the saved objects by category: ``models``, ``optimizers``, ``schedulers``, ``custom`` ...
         loaders: positions of the data loaders, in global samples, the same on every rank.
         metadata: the caller's own plain values, such as ``epoch``.
         iteration: number of the checkpoint under automatic naming.
-        strategy: how the training was spread.
+        strategy: name of the training's strategy.
         each_node: every machine has a folder of its own.
         saved: when, UTC, ISO 8601.
         library, torch: versions that wrote it.
@@ -65,8 +65,8 @@ class Manifest:
     id: str
     step: int
     world_size: int
-    files: dict[str, Record]
-    parts: dict[str, list[PartEntry]] = field(default_factory=dict)
+    files: dict[str, FileRecord]
+    parts: dict[str, list[ManifestEntry]] = field(default_factory=dict)
     loaders: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     iteration: int | None = None
@@ -80,19 +80,19 @@ class Manifest:
     format: int = FORMAT
 
 
-def _guard(body: dict[str, Any]) -> str:
+def _manifest_digest(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.new(_GUARD, text.encode()).hexdigest()
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as a file."""
+    """Encode the manifest as JSON."""
     body = json.loads(json.dumps(asdict(manifest)))
-    return (json.dumps({"digest": _guard(body), **body}, indent=1) + "\n").encode()
+    return (json.dumps({"digest": _manifest_digest(body), **body}, indent=1) + "\n").encode()
 
 
 def decode(data: bytes, path: Path | str) -> Manifest:
-    """The manifest of a file; ``path`` is its name for errors.
+    """Decode the manifest of a file; ``path`` is its name for errors.
 
     Raises:
         CheckpointError: it is damaged, or of a newer format.
@@ -109,7 +109,7 @@ def decode(data: bytes, path: Path | str) -> Manifest:
             f"{path} has format {body.get('format')!r}, this version reads {FORMAT}",
             fix="install the version of accelerate that wrote it, see 'library' in that file",
         )
-    if _guard(body) != expected:
+    if _manifest_digest(body) != expected:
         raise CheckpointError(f"{path} is damaged", why="its content does not have the digest it states")
     try:
         return msgspec.convert(body, Manifest)
@@ -118,7 +118,7 @@ def decode(data: bytes, path: Path | str) -> Manifest:
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint folder, None if it has none.
+    """Read the manifest of a checkpoint folder; return None if it has none.
 
     Raises:
         CheckpointError: it is damaged, or of a newer format.
@@ -129,8 +129,8 @@ def read(folder: Path) -> Manifest | None:
     return decode(path.read_bytes(), path)
 
 
-def plain(value: Any, where: str) -> Any:
-    """``value`` as it will come back from JSON; tuples become lists.
+def to_plain(value: Any, where: str) -> Any:
+    """Return ``value`` as it will come back from JSON; tuples become lists.
 
     Raises:
         CheckpointError: it holds something else than dict (with text keys), list, tuple, text, number,
@@ -139,9 +139,9 @@ def plain(value: Any, where: str) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, list | tuple):
-        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     what = "a dict with keys that are not text" if isinstance(value, dict) else f"a {type(value).__name__}"
     raise CheckpointError(
         f"{where} is {what}, which a manifest cannot hold",

@@ -1,4 +1,4 @@
-"""Joining the parts of a model into files that every library reads, tensor by tensor, without the model."""
+"""Merging of a sharded model into files that every library reads, tensor by tensor, without the model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.export import replace_file
-from accelerate.checkpoint.lazy import LazyTensor
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.sharded import tensors_of
+from accelerate.checkpoint.lazy_tensor import LazyTensor
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.shard_reader import lazy_tensors
+from accelerate.checkpoint.weight_files import replace_file
 from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes
 
@@ -29,22 +29,22 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Joins a model that was saved in parts: one file, or the hub's shards of 10 GB with an index.
+    """Merge a sharded model: one file, or the hub's shards of 10 GB with an index.
 
     Of safetensors, no more than one tensor is in memory at a time. In a world of several processes all call
     it, and the main one does it.
 
     Args:
-        checkpoint_dir: a checkpoint in parts, or the folder of its model, ``pytorch_model_fsdp_0``.
+        checkpoint_dir: a sharded checkpoint, or the folder of its model, ``pytorch_model_fsdp_0``.
         output_path: the folder to write to.
         safe_serialization: safetensors, otherwise torch files.
         remove_checkpoint_dir: removes ``checkpoint_dir`` afterwards, with all that is in it.
 
     Raises:
-        CheckpointError: there is no such model, parts of it are missing, or a file cannot be written.
+        CheckpointError: there is no such model, shards of it are missing, or a file cannot be written.
         SettingError: the output would be removed with the checkpoint.
     """
-    merge(tensors_of, checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+    merge(lazy_tensors, checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
 
 
 def merge(
@@ -54,61 +54,64 @@ def merge(
     safe: bool = True,
     remove: bool = False,
 ) -> None:
-    """The same with another way to find the tensors of a folder; see ``merge_fsdp_weights``."""
-    given, target = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
-    if remove and given.resolve() in (target.resolve(), *target.resolve().parents):
+    """Merge with another function to find the tensors of a folder; see ``merge_fsdp_weights``."""
+    source, target = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
+    if remove and source.resolve() in (target.resolve(), *target.resolve().parents):
         raise SettingError(
-            f"{target} is inside of {given}, which is to be removed",
+            f"{target} is inside of {source}, which is to be removed",
             fix="choose another output_path, or leave out remove_checkpoint_dir",
         )
 
     def join() -> None:
-        write_merged(find(given), target, safe=safe)
+        write_merged(find(source), target, safe=safe)
         if remove:
-            with file_errors("remove", given):
-                shutil.rmtree(given)
+            with file_errors("remove", source):
+                shutil.rmtree(source)
 
-    Ranks.current().lead(f"merge the weights of {given}", join)
+    RankGroup.current().run_on_rank0(f"merge the weights of {source}", join)
 
 
 def write_merged(
-    found: Mapping[str, LazyTensor], folder: Path, *, safe: bool = True, limit: int | str = LIMIT
+    lazy_tensors: Mapping[str, LazyTensor], folder: Path, *, safe: bool = True, limit: int | str = LIMIT
 ) -> list[str]:
-    """Writes tensors in the layout of the model hub, reading them one by one; returns the files' names.
+    """Write tensors in the layout of the model hub, reading them one by one; return the files' names.
 
     Tied tensors are written under each name, since who reads the files may not know of the ties.
 
     Args:
-        found: the tensors by name.
+        lazy_tensors: the tensors by name.
         folder: where to; it is made.
         safe: as safetensors, otherwise as torch files.
         limit: of one file, in bytes or as text.
     """
     with file_errors("make the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    shards = _split(found, parse_bytes(limit))
+    shards = _split_shards(lazy_tensors, parse_bytes(limit))
     pattern = names.SAFE_WEIGHTS_PATTERN_NAME if safe else names.WEIGHTS_PATTERN_NAME
-    placed: dict[str, str] = {}
+    file_of_tensor: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = pattern.format(suffix=suffix)
-        placed.update(dict.fromkeys(shard, file))
+        file_of_tensor.update(dict.fromkeys(shard, file))
         # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
-        held = cast("Mapping[str, torch.Tensor]", shard)
-        replace_file(folder / file, partial(tensors.write, held, {}) if safe else partial(_torch, shard))
+        shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
+        replace_file(
+            folder / file,
+            partial(tensors.write_safetensors, shard_tensors, {}) if safe else partial(_write_torch, shard),
+        )
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in found.values())
-        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        total = sum(tensor.nbytes for tensor in lazy_tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
         index_name = names.SAFE_WEIGHTS_INDEX_NAME if safe else names.WEIGHTS_INDEX_NAME
         replace_file(folder / index_name, lambda file: file.write(text))
-    return sorted(set(placed.values()))
+    return sorted(set(file_of_tensor.values()))
 
 
-def _split(found: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
+def _split_shards(lazy_tensors: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
     shards: list[dict[str, LazyTensor]] = [{}]
     size = 0
-    for name, tensor in found.items():
+    for name, tensor in lazy_tensors.items():
         if shards[-1] and size + tensor.nbytes > limit:
             shards.append({})
             size = 0
@@ -117,5 +120,5 @@ def _split(found: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTe
     return shards
 
 
-def _torch(shard: Mapping[str, LazyTensor], file: Any) -> None:
+def _write_torch(shard: Mapping[str, LazyTensor], file: Any) -> None:
     pickles.write({name: tensor.read() for name, tensor in shard.items()}, file)

@@ -30,64 +30,68 @@ AUTOMATIC_FOLDER = "checkpoints"
 AUTOMATIC_NAME = "checkpoint"
 
 
-def numbered(stem: str, index: int, extension: str) -> str:
-    """``numbered("optimizer", 0, ".bin")`` is ``optimizer.bin``; index 1 is ``optimizer_1.bin``."""
+def indexed_name(stem: str, index: int, extension: str) -> str:
+    """Return a file name with its index: ``optimizer.bin`` for 0, ``optimizer_1.bin`` for 1."""
     return f"{stem}{extension}" if index == 0 else f"{stem}_{index}{extension}"
 
 
 def model_file(index: int, *, safe: bool) -> str:
-    """File of the model of that index."""
-    return numbered(SAFE_MODEL_NAME, index, ".safetensors") if safe else numbered(MODEL_NAME, index, ".bin")
+    """Return the file of the model of that index."""
+    return (
+        indexed_name(SAFE_MODEL_NAME, index, ".safetensors")
+        if safe
+        else indexed_name(MODEL_NAME, index, ".bin")
+    )
 
 
 def optimizer_file(index: int) -> str:
-    """File of the optimizer of that index."""
-    return numbered(OPTIMIZER_NAME, index, ".bin")
+    """Return the file of the optimizer of that index."""
+    return indexed_name(OPTIMIZER_NAME, index, ".bin")
 
 
-def sharded_folder(sort: str, index: int) -> str:
-    """Folder of the model or optimizer of that index, where it is saved in parts."""
-    stem = {"models": SHARDED_MODEL_NAME, "optimizers": OPTIMIZER_NAME}[sort]
+def sharded_folder(category: str, index: int) -> str:
+    """Return the folder of the sharded model or optimizer of that index."""
+    stem = {"models": SHARDED_MODEL_NAME, "optimizers": OPTIMIZER_NAME}[category]
     return f"{stem}_{index}"
 
 
-def whole_file(index: int) -> str:
-    """File in which the public package keeps a sharded model that it has gathered."""
-    return numbered(SHARDED_MODEL_NAME, index, ".bin")
+def gathered_file(index: int) -> str:
+    """Return the file in which the public package keeps a sharded model that it has gathered."""
+    return indexed_name(SHARDED_MODEL_NAME, index, ".bin")
 
 
 def rank_file(index: int, rank: int) -> str:
-    """File in which the public package keeps what one rank has of a sharded model."""
-    return numbered(SHARDED_MODEL_NAME, index, f"_rank{rank}.bin")
+    """Return the file in which the public package keeps one rank's part of a sharded model."""
+    return indexed_name(SHARDED_MODEL_NAME, index, f"_rank{rank}.bin")
 
 
 def shard_file(rank: int) -> str:
-    """File of one rank's parts, in such a folder."""
+    """Return the file of one rank in the folder of a sharded state."""
     return f"__{rank}_0.distcp"
 
 
 def scheduler_file(index: int) -> str:
-    """File of the scheduler of that index."""
-    return numbered(SCHEDULER_NAME, index, ".bin")
+    """Return the file of the scheduler of that index."""
+    return indexed_name(SCHEDULER_NAME, index, ".bin")
 
 
 def loader_file(index: int, rank: int = 0) -> str:
-    """File of a stateful loader; rank 0 has the public name, other ranks add theirs."""
-    stem = numbered(LOADER_NAME, index, "")
+    """Return the file of a stateful loader; rank 0 has the public name, other ranks add theirs."""
+    stem = indexed_name(LOADER_NAME, index, "")
     return f"{stem}.bin" if rank == 0 else f"{stem}_rank{rank}.bin"
 
 
 def rng_file(rank: int) -> str:
-    """File of one rank's random states."""
+    """Return the file of one rank's random states."""
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
 def custom_file(index: int) -> str:
-    """File of the registered object of that index."""
+    """Return the file of the registered object of that index."""
     return f"{CUSTOM_NAME}_{index}.pkl"
 
 
-# Sharded and engine-owned checkpoints add files and folders named after the model or optimizer.
+# Sharded, DeepSpeed and Megatron-LM checkpoints add files and folders named after the model or optimizer.
 _PART = re.compile(
     rf"{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}\w*(\.bin)?"
     rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?(_rank\d+)?(\.bin)?"
@@ -96,6 +100,6 @@ _PART = re.compile(
 )
 
 
-def is_part(name: str) -> bool:
-    """Whether a file or folder of that name belongs to a checkpoint rather than to the user."""
+def is_checkpoint_name(name: str) -> bool:
+    """Return True for names of a checkpoint's files and folders, False for the user's own."""
     return _PART.fullmatch(name) is not None

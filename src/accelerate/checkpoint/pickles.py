@@ -28,13 +28,13 @@ from torch import _utils as torch_utils
 from torch.storage import TypedStorage, _LegacyStorage
 
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.reading import ParallelFile
+from accelerate.checkpoint.parallel_io import ParallelFile
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Classes whose making runs nothing but their own code, which only keeps what it is given. As functions in a
-# pickle (``defaultdict(list)``) they convert data to data.
+# Classes whose constructors only store their arguments. As functions in a pickle (``defaultdict(list)``) they
+# convert data to data.
 _PLAIN: tuple[Any, ...] = (
     *(bool, int, float, str, bytes, tuple, list, dict, frozenset, range, slice),
     *(collections.defaultdict, collections.deque),
@@ -43,13 +43,15 @@ _PLAIN: tuple[Any, ...] = (
     *(decimal.Decimal, fractions.Fraction, uuid.UUID, types.SimpleNamespace, argparse.Namespace),
 )
 TRUST = "load_state(..., load_kwargs={'weights_only': False})"
-_NAMED = (type, types.FunctionType, types.BuiltinFunctionType)  # pickled as their names
-_told: set[tuple[str, tuple[str, ...]]] = set()
+_PICKLED_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)  # pickled as their names
+_warned: set[tuple[str, tuple[str, ...]]] = set()
 
 
 @cache
 def safe_globals() -> list[Any]:
-    """What a ``weights_only`` load may build besides torch's own list: plain classes of Python, numpy data.
+    """Return the classes that a ``weights_only`` load may build besides torch's own list.
+
+    They are plain classes of Python and of numpy's data.
 
     These hold data and run nothing.
     """
@@ -66,21 +68,21 @@ def _encode() -> Any:
     return encode  # numpy pickles bytes through it
 
 
-class _Pickler(pickle.Pickler):
-    """Writes containers so that a ``weights_only`` load takes them.
+class _SafePickler(pickle.Pickler):
+    """A pickler that writes containers so that a ``weights_only`` load accepts them.
 
     Attributes:
-        met: classes of the objects it has written; classes and functions as they are.
+        seen_types: classes of the objects it has written; classes and functions as they are.
     """
 
     def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
         super().__init__(file, *args, **kwargs)
-        self.met: set[Any] = set()
+        self.seen_types: set[Any] = set()
 
     def reducer_override(self, obj: Any) -> Any:
-        """As the class says, but with the content as an argument: such a load fills lists and dicts only."""
+        """Pass the content of a container as an argument: such a load fills lists and dicts only."""
         kind = type(obj)
-        self.met.add(obj if issubclass(kind, _NAMED) else kind)
+        self.seen_types.add(obj if issubclass(kind, _PICKLED_BY_NAME) else kind)
         if kind is collections.deque:
             return collections.deque, (list(obj), obj.maxlen)
         if kind is collections.defaultdict:
@@ -89,30 +91,30 @@ class _Pickler(pickle.Pickler):
 
 
 def write(value: Any, file: BinaryIO, what: str = "") -> None:
-    """Writes one torch file.
+    """Write one torch file.
 
     Args:
         value: the object.
         file: open for writing.
         what: how a log line calls the object if ``read`` will refuse it; empty to not look.
     """
-    written: list[tuple[_Pickler, IO[bytes]]] = []
+    written: list[tuple[_SafePickler, IO[bytes]]] = []
 
-    class Pickler(_Pickler):
+    class RecordingPickler(_SafePickler):
         def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
             super().__init__(file, *args, **kwargs)
             written.append((self, file))
 
-    torch.save(value, file, pickle_module=types.SimpleNamespace(Pickler=Pickler, __name__="pickle"))
+    torch.save(value, file, pickle_module=types.SimpleNamespace(Pickler=RecordingPickler, __name__="pickle"))
     if what:
         for pickler, buffer in written:
-            if isinstance(buffer, io.BytesIO) and not pickler.met <= _harmless():
-                _tell(what, buffer.getvalue())
+            if isinstance(buffer, io.BytesIO) and not pickler.seen_types <= _known_types():
+                _warn_refused(what, buffer.getvalue())
 
 
 @cache
-def _harmless() -> frozenset[Any]:
-    """What needs no closer look."""
+def _known_types() -> frozenset[Any]:
+    """Return the classes that a ``weights_only`` load accepts."""
     known = (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device)
     storages = TypedStorage.__subclasses__() + _LegacyStorage.__subclasses__()
     rebuild = (value for name, value in vars(torch_utils).items() if name.startswith("_rebuild_"))
@@ -121,16 +123,16 @@ def _harmless() -> frozenset[Any]:
     )
 
 
-def _tell(what: str, pickled: bytes) -> None:
-    """Says once that an object will not come back by itself."""
+def _warn_refused(what: str, pickled: bytes) -> None:
+    """Warn once that loading will refuse an object."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("archive/data.pkl", pickled)
         file.writestr("archive/version", "3")
     archive.seek(0)
     refused = refusals(archive)
-    if refused and (what, refused) not in _told:
-        _told.add((what, refused))
+    if refused and (what, refused) not in _warned:
+        _warned.add((what, refused))
         logger.warning(
             "%s saves %s, which loading refuses unless you type %s or torch.serialization.add_safe_globals: "
             "let its state_dict() return plain values and tensors",
@@ -141,14 +143,14 @@ def _tell(what: str, pickled: bytes) -> None:
 
 
 def refusals(source: Path | IO[bytes]) -> tuple[str, ...]:
-    """Names of the classes and functions in a torch file that a ``weights_only`` load would refuse."""
+    """Return the names of classes and functions in a torch file that a ``weights_only`` load would refuse."""
     with torch.serialization.safe_globals(safe_globals()):
         path = str(source) if isinstance(source, Path) else source
         return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
 
 
 def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST, **kwargs: Any) -> Any:
-    """The object in a torch file.
+    """Load the object in a torch file.
 
     Args:
         source: path, or file open for reading.
@@ -173,24 +175,24 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
         except pickle.UnpicklingError as error:
             if not kwargs["weights_only"]:
                 raise
-            names = _named(source)
+            names = _refused_names(source)
             allow = f"; to allow only these: torch.serialization.add_safe_globals([{names}])" if names else ""
             raise CheckpointError(
                 f"{path} holds more than data, and reading it could run code",
-                why=f"it names {names}" if names else _refused(error),
+                why=f"it names {names}" if names else _refusal_line(error),
                 fix=f"if you trust whoever wrote the file: {trust}{allow}",
             ) from error
 
 
-def _named(source: Path | IO[bytes]) -> str:
-    """What is refused in a file, if that can be told."""
+def _refused_names(source: Path | IO[bytes]) -> str:
+    """Return the names that are refused in a file; empty if unknown."""
     if isinstance(source, Path) and zipfile.is_zipfile(source):
         return ", ".join(refusals(source))
     return ""
 
 
-def _refused(error: Exception) -> str:
-    """The part of torch's explanation that names what was refused."""
+def _refusal_line(error: Exception) -> str:
+    """Return the line of torch's explanation that names what was refused."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next(
         (line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else ""

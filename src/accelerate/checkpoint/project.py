@@ -1,4 +1,4 @@
-"""Where the checkpoints of a project lie and how they are named."""
+"""The folders of a project and the names of its checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProjectConfiguration:
     async_save: bool = False
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Sets ``project_dir``, and ``logging_dir`` if it has none yet."""
+        """Set ``project_dir``, and ``logging_dir`` if it has none yet."""
         self.project_dir = project_dir  # type: ignore[assignment]
         if self.logging_dir is None:
             self.logging_dir = project_dir  # type: ignore[assignment]

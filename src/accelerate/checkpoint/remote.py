@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from accelerate.checkpoint import manifest as manifests
-from accelerate.checkpoint.digest import Digester, Record
+from accelerate.checkpoint.digest import Digester, FileRecord
 from accelerate.checkpoint.errors import remote_errors
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.names import MANIFEST_NAME, is_part
-from accelerate.checkpoint.store import Leftover
+from accelerate.checkpoint.names import MANIFEST_NAME, is_checkpoint_name
+from accelerate.checkpoint.store import WorkingFolder
 from accelerate.core.errors import CheckpointError, MissingExtraError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class RemoteStore:
-    """A place behind a URL, the same for all machines.
+    """A store behind a URL, the same for all machines.
 
     Args:
         root: the URL of the folder above the checkpoints, ``"s3://bucket/run"``. Credentials and addresses
@@ -54,12 +54,12 @@ class RemoteStore:
 
     def __init__(self, root: str) -> None:
         self._root = root if root.endswith("://") else root.rstrip("/")
-        self._fs, self._base = _connected(root)
+        self._fs, self._base = _connect(root)
         self._staging: Path | None = None
-        self._made: set[str] = set()
+        self._made_folders: set[str] = set()
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         return True
 
     def label(self, name: str = "") -> str:
@@ -80,7 +80,7 @@ class RemoteStore:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def local(self, name: str) -> Path | None:
+    def local_path(self, name: str) -> Path | None:
         return None
 
     # ------------------------------------------------------------ reading
@@ -100,50 +100,50 @@ class RemoteStore:
         with remote_errors("list", self.label(folder)):
             self._fs.invalidate_cache()  # other machines write too
             try:
-                listed = self._fs.ls(self._key(folder), detail=False)
+                keys = self._fs.ls(self._key(folder), detail=False)
             except _ABSENT:
                 return []
-        return sorted({name for key in listed if (name := self._relative(key, folder))})
+        return sorted({name for key in keys if (name := self._relative(key, folder))})
 
-    def _found(self, folder: str) -> dict[str, Any]:
-        """What the driver tells of every file below a folder, by its name relative to it."""
+    def _list_files(self, folder: str) -> dict[str, Any]:
+        """Return fsspec's details of every file below a folder, by its name relative to it."""
         with remote_errors("list", self.label(folder)):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.find(self._key(folder), detail=True)
+                infos = self._fs.find(self._key(folder), detail=True)
             except _ABSENT:
                 return {}
-        files = {self._relative(key, folder): i for key, i in found.items() if i["type"] != "directory"}
+        files = {self._relative(key, folder): i for key, i in infos.items() if i["type"] != "directory"}
         return {name: info for name, info in sorted(files.items()) if name}
 
     def _relative(self, key: str, folder: str) -> str:
-        """A key without that of ``folder``; empty if it is not below it."""
+        """Return a key relative to ``folder``; empty if it is not below it."""
         above = self._key(folder).strip("/")
         above = f"{above}/" if above else ""
         key = key.strip("/")
         return key[len(above) :] if key.startswith(above) else ""
 
     def files(self, folder: str) -> dict[str, int]:
-        return {name: int(info["size"]) for name, info in self._found(folder).items()}
+        return {name: int(info["size"]) for name, info in self._list_files(folder).items()}
 
     def is_folder(self, name: str) -> bool:
         return bool(self.entries(name))
 
-    def modified(self, name: str) -> datetime:
-        found = self._found(name).values()
-        return max(map(_when, found), default=datetime.fromtimestamp(0, timezone.utc))
+    def modified_at(self, name: str) -> datetime:
+        infos = self._list_files(name).values()
+        return max(map(_modified_time, infos), default=datetime.fromtimestamp(0, timezone.utc))
 
     # ------------------------------------------------------------ writing
 
-    def make(self, folder: str) -> None:
-        if folder in self._made:
+    def make_folder(self, folder: str) -> None:
+        if folder in self._made_folders:
             return
         with remote_errors("make the folder", self.label(folder)):
             self._make(self._key(folder))
-        self._made.add(folder)
+        self._made_folders.add(folder)
 
     def _make(self, key: str) -> None:
-        """Makes what is missing above, but no bucket: nobody wants one of a misspelt name."""
+        """Make missing folders above ``key``, but no bucket, whose name may be misspelt."""
         with suppress(FileExistsError):
             try:
                 self._fs.mkdir(key, create_parents=False)
@@ -154,51 +154,53 @@ class RemoteStore:
                 self._make(above)
                 self._fs.mkdir(key, create_parents=False)
 
-    def write(self, name: str, fill: Callable[[BinaryIO], object]) -> Record:
+    def write(self, name: str, fill: Callable[[BinaryIO], object]) -> FileRecord:
         with remote_errors("write", self.label(name)):
             file = self._fs.open(self._key(name), "wb")
-            sink = _Sink(file)
+            sink = _RemoteFileWriter(file)
             try:
                 fill(cast(BinaryIO, sink))
             except BaseException:
-                _abandon(file)
+                _discard_upload(file)
                 raise
             file.close()
-        return Record(sink.digester.size, sink.digester.hexdigest())
+        return FileRecord(sink.digester.size, sink.digester.hexdigest())
 
-    def seal(self, name: str) -> Record:
+    def seal(self, name: str) -> FileRecord:
         path = self._staging / name if self._staging is not None else None
         if path is None or not path.is_file():
             raise CheckpointError(
                 f"{self.label(name)} was not written through this process",
-                why="it is neither in the folder that hooks and parts are given, nor written by the save",
+                why="it is neither in the folder that hooks get, nor written by the save",
             )
         with remote_errors(f"upload {path} to", self.label(name)), path.open("rb") as source:
-            self.make(name.rpartition("/")[0])
+            self.make_folder(name.rpartition("/")[0])
             record = self.write(name, lambda file: shutil.copyfileobj(source, file, _CHUNK))
         path.unlink()
         return record
 
-    def loose(self, folder: str) -> list[str]:
+    def unsealed_files(self, folder: str) -> list[str]:
         if self._staging is None:
             return []
         base = self._staging / folder
         return sorted(path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file())
 
     def sync(self, folder: str) -> None:
-        """Nothing: what was written can be seen."""
+        """Do nothing: objects are visible once they are written."""
 
     def remove(self, name: str) -> None:
         self._refuse_committed(name)
         with remote_errors("remove", self.label(name)):
-            self._made = {made for made in self._made if made != name and not made.startswith(f"{name}/")}
-            # From here on it is no checkpoint.
+            self._made_folders = {
+                made for made in self._made_folders if made != name and not made.startswith(f"{name}/")
+            }
+            # The manifest goes first: without it the folder is no checkpoint.
             for key in (self._key(f"{name}/{MANIFEST_NAME}"), self._key(name)):
                 with suppress(*_ABSENT):
                     self._fs.rm(key, recursive=key == self._key(name))
 
     def _refuse_committed(self, name: str) -> None:
-        """A folder of files that a manifest names stays, even if its save was told that it has failed."""
+        """Refuse to remove the files of a committed manifest, even if its save was told that it failed."""
         above, _, last = name.rpartition("/")
         generation = _GENERATION.fullmatch(last)
         committed = self._manifest(above) if generation and above else None
@@ -210,8 +212,8 @@ class RemoteStore:
     def temp(self, name: str, id: str) -> str:
         return f"{name}/files-{id}"
 
-    def refuse(self, name: str) -> None:
-        """Any place below a bucket will do."""
+    def refuse_target(self, name: str) -> None:
+        """Accept any place below a bucket."""
 
     def publish(self, temp: str, name: str, id: str) -> None:
         written = self._manifest(temp)
@@ -223,26 +225,26 @@ class RemoteStore:
         except CheckpointError as error:
             logger.warning("a damaged checkpoint is replaced: %s", error)
             old = None
-        self._point(name, new)
+        self._commit_manifest(name, new)
         try:
-            self._clear(name, new, old)
+            self._remove_replaced(name, new, old)
         except CheckpointError as error:  # the checkpoint is committed; the next save tries again
             text = "%s is committed, but what it replaced is still there: %s"
             logger.warning(text, self.label(name), error)
 
-    def _point(self, name: str, manifest: Manifest) -> None:
-        """The commit: one object."""
+    def _commit_manifest(self, name: str, manifest: Manifest) -> None:
+        """Commit the checkpoint: write its manifest, one object."""
         file = f"{name}/{MANIFEST_NAME}"
         try:
             with remote_errors("write", self.label(file)):
                 self._fs.pipe_file(self._key(file), manifests.encode(manifest))
         except CheckpointError:
             # The connection may have broken after the store had taken it.
-            if not self._has(name, manifest.id):
+            if not self._is_committed(name, manifest.id):
                 raise
 
-    def _has(self, name: str, id: str) -> bool:
-        """Whether the checkpoint ``name`` is known to be the one of that save."""
+    def _is_committed(self, name: str, id: str) -> bool:
+        """Return True if the checkpoint ``name`` is known to be the one of that save."""
         try:
             committed = self._manifest(name)
         except CheckpointError:
@@ -254,68 +256,68 @@ class RemoteStore:
         data = self.read(file)
         return None if data is None else manifests.decode(data, self.label(file))
 
-    def _clear(self, name: str, new: Manifest, old: Manifest | None) -> None:
-        """Removes what the checkpoint before consisted of; the user's own files stay."""
+    def _remove_replaced(self, name: str, new: Manifest, old: Manifest | None) -> None:
+        """Remove the files of the replaced checkpoint; the user's own files stay."""
         owned = {file.partition("/")[0] for file in old.files} if old and not old.folder else set[str]()
         for entry in self.entries(name):
-            earlier = _GENERATION.fullmatch(entry) or entry in owned or is_part(entry)
+            earlier = _GENERATION.fullmatch(entry) or entry in owned or is_checkpoint_name(entry)
             if earlier and entry not in (new.folder, MANIFEST_NAME):
                 self.remove(f"{name}/{entry}")
 
-    def heal(self, name: str) -> None:
-        """Nothing: a commit is one object."""
+    def recover(self, name: str) -> None:
+        """Do nothing: a commit is one object."""
 
-    def leftovers(self, name: str | None = None) -> list[Leftover]:
+    def leftovers(self, name: str | None = None) -> list[WorkingFolder]:
         tops: dict[str, set[str]] = {}
-        for file in self._found(name or ""):
+        for file in self._list_files(name or ""):
             owner, _, inside = file.partition("/") if name is None else (name, "", file)
             tops.setdefault(owner, set()).add(inside.partition("/")[0])
-        found: list[Leftover] = []
+        leftovers: list[WorkingFolder] = []
         for owner, inside in tops.items():
             generations = {match[1]: entry for entry in inside if (match := _GENERATION.fullmatch(entry))}
             usual = len(generations) == 1 and len(inside) == 2 and MANIFEST_NAME in inside
             if usual or not generations:
-                continue  # no manifest need be read
+                continue  # the usual case: the manifest need not be read
             committed = self._manifest(owner)
-            kept = committed.folder if committed is not None else ""
-            found += [
-                Leftover(owner, "tmp", id_, f"{owner}/{entry}")
+            committed_folder = committed.folder if committed is not None else ""
+            leftovers += [
+                WorkingFolder(owner, "tmp", id_, f"{owner}/{entry}")
                 for id_, entry in sorted(generations.items())
-                if entry != kept
+                if entry != committed_folder
             ]
-        return found
+        return leftovers
 
     def retire(self, name: str, id: str) -> None:
         self.remove(name)
 
 
-class _Sink(RawIOBase):
-    """A remote file that is being written, and the digest of what is written so far."""
+class _RemoteFileWriter(RawIOBase):
+    """A remote file that is being written, with the digest of its bytes so far."""
 
     def __init__(self, file: Any) -> None:
         self.digester = Digester()
         self._file = file
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Writes all of ``data``; returns its number of bytes."""
+        """Write all of ``data``; return its number of bytes."""
         view = memoryview(data).cast("B")
-        # A driver may keep its buffer until a block is full: large tensors go in pieces.
+        # A driver may keep its buffer until a block is full: large tensors go in chunks.
         for start in range(0, len(view), _CHUNK):
             self._file.write(view[start : start + _CHUNK])
         self.digester.update(view)
         return len(view)
 
     def tell(self) -> int:
-        """How many bytes are written."""
+        """Return the number of bytes written."""
         return self.digester.size
 
 
-def _abandon(file: Any) -> None:
-    """Gives up a file that is half written: a driver that uploads in blocks must not complete it."""
+def _discard_upload(file: Any) -> None:
+    """Discard a half written file: a driver that uploads in blocks must not complete it."""
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(file, AbstractBufferedFile):
@@ -325,7 +327,7 @@ def _abandon(file: Any) -> None:
         file.close()
 
 
-def _when(info: dict[str, Any]) -> datetime:
+def _modified_time(info: dict[str, Any]) -> datetime:
     for name in ("LastModified", "last_modified", "updated", "mtime", "created"):
         value = info.get(name)
         if isinstance(value, int | float):
@@ -337,8 +339,8 @@ def _when(info: dict[str, Any]) -> datetime:
     return datetime.fromtimestamp(0, timezone.utc)
 
 
-def _connected(root: str) -> tuple[Any, str]:
-    """(fsspec's file system, path in it) of a URL."""
+def _connect(root: str) -> tuple[Any, str]:
+    """Return (fsspec's file system, path in it) of a URL."""
     need = f"a checkpoint in {root}"
     try:
         from fsspec.core import url_to_fs
@@ -353,14 +355,14 @@ def _connected(root: str) -> tuple[Any, str]:
         cause = error.__cause__
         known = known_implementations.get(scheme, {})
         if isinstance(cause, ImportError):
-            raise MissingExtraError(_package(cause, known.get("class", "")), need) from cause
+            raise MissingExtraError(_package_to_install(cause, known.get("class", "")), need) from cause
         if scheme not in available_protocols():
             error.fix = "look for a typing error, or install the package that brings fsspec this kind of URL"
         raise
 
 
-def _package(error: ImportError, driver: str) -> str:
-    """What to install: the driver, or the package that a driver of fsspec's own stands on."""
+def _package_to_install(error: ImportError, driver: str) -> str:
+    """Return the package to install: the driver, or what a driver of fsspec's own imports."""
     package = driver.partition(".")[0]
     if package and package != "fsspec":
         return package

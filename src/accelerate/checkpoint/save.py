@@ -1,4 +1,4 @@
-"""Saving: from parts to a committed checkpoint. See ``state.py``."""
+"""Saving: from the objects' states to a committed checkpoint. See ``state.py``."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from typing import Any, BinaryIO
 
 import torch
 
-from accelerate.checkpoint import background, collect, commit, snapshot, where
-from accelerate.checkpoint.mailbox import Mailbox, opened
-from accelerate.checkpoint.manifest import Manifest, PartEntry
-from accelerate.checkpoint.parts import Part, Parts
-from accelerate.checkpoint.places import Address, open_store, split
+from accelerate.checkpoint import async_save, checkpoint_paths, collect, commit, snapshot
+from accelerate.checkpoint.addresses import Address, open_store, split_address
+from accelerate.checkpoint.manifest import Manifest, ManifestEntry
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.ranks import Ranks
-from accelerate.checkpoint.store import Record, Store
+from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.store import CheckpointStore, FileRecord
+from accelerate.checkpoint.store_channel import StoreChannel, open_channel
+from accelerate.checkpoint.train_state import StatefulAdapter, TrainState
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-Table = dict[str, list[PartEntry]]
+PartTable = dict[str, list[ManifestEntry]]
 
 
 def save(
-    parts: Parts,
+    train_state: TrainState,
     directory: str | Path | None = None,
     *,
     project: ProjectConfiguration | None = None,
     safe_serialization: bool = True,
-    before: Callable[[collect.Weights, Path], None] | None = None,
-    ranks: Ranks | None = None,
-    store: Callable[[Any], Store] = open_store,
+    before: Callable[[collect.ModelStates, Path], None] | None = None,
+    ranks: RankGroup | None = None,
+    store: Callable[[Any], CheckpointStore] = open_store,
     in_background: bool = False,
 ) -> Address:
-    """Saves ``parts`` on all ranks together; returns the folder or URL, as rank 0 named it.
+    """Save ``train_state`` on all ranks together; return the folder or URL, as rank 0 named it.
 
     The save before is waited for, if it is still written in the background.
 
     Args:
-        parts: what to save.
+        train_state: what to save.
         directory: the checkpoint's folder or URL, as rank 0 gives it; one that exists is replaced. Automatic
             naming does not use it.
         project: naming, retention, and whether each machine has its own disk. Its ``iteration`` grows by one.
@@ -52,178 +52,188 @@ def save(
         before: called on every rank with the models' states and the folder that is being written.
         ranks: those that save together; the open world's by default.
         store: makes the place to save in from the folder above the checkpoint.
-        in_background: returns as soon as the states are copied; see ``background.py``.
+        in_background: returns as soon as the states are copied; see ``async_save.py``.
 
     Raises:
         CheckpointError: on every rank, naming the rank that failed and its file; what was there is untouched.
         CheckpointExistsError: automatic naming has come to a number that is taken.
         BackgroundSaveError: the save before failed in the background, and this one has not begun.
     """
-    ranks = ranks or Ranks.current()
+    ranks = ranks or RankGroup.current()
     project = project or ProjectConfiguration()
-    doing = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
-    shown, stage = _opened(ranks, directory, project, doing, store)
+    action = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
+    address, transaction = _open_transaction(ranks, directory, project, action, store)
     number = project.iteration if project.automatic_checkpoint_naming else None
-    going = _Save(stage, parts, doing, safe_serialization, number, project.total_limit)
-    mailbox = _mailbox(stage) if in_background else None
-    copies = in_background and (mailbox is not None or ranks.size == 1)
-    with going.discarded():
-        going.collect(before, copies=copies)
-    if copies:
-        if mailbox is not None:
-            stage.ranks = replace(ranks, channel=mailbox.exchange)
-        background.begin(shown, going.finish, mailbox or nullcontext())
+    run = _SaveRun(transaction, train_state, action, safe_serialization, number, project.total_limit)
+    channel = _open_channel(transaction) if in_background else None
+    copy_states = in_background and (channel is not None or ranks.size == 1)
+    with run.discard_on_error():
+        run.collect(before, copy_states=copy_states)
+    if copy_states:
+        if channel is not None:
+            transaction.ranks = replace(ranks, channel=channel.all_gather)
+        async_save.start(address, run.finish, channel or nullcontext())
     else:
-        going.finish()
+        run.finish()
     if number is not None:
         project.iteration = number + 1
-    return shown
+    return address
 
 
-def _opened(
-    ranks: Ranks,
+def _open_transaction(
+    ranks: RankGroup,
     directory: str | Path | None,
     project: ProjectConfiguration,
-    doing: str,
-    store: Callable[[Any], Store],
-) -> tuple[Address, commit.Stage]:
-    """(the checkpoint's folder, where it is written); nothing is made yet."""
+    action: str,
+    store: Callable[[Any], CheckpointStore],
+) -> tuple[Address, commit.CommitTransaction]:
+    """Return (the checkpoint's address, its transaction); nothing is written yet."""
     each_node = project.save_on_each_node
-    with ranks.together(doing) as plan:
-        background.wait()
+    with ranks.collective_section(action) as section:
+        async_save.wait()
         if each_node or ranks.rank == 0:
-            shown = where.target(directory, project)
-            root, name = split(shown)
-            if ranks.writes(each_node) and project.automatic_checkpoint_naming:
-                where.refuse_taken(store(root), name)
-            plan.value = shown, root, name, commit.new_id()
-    shown, root, name, _ = plan.values[ranks.rank if each_node else 0]
-    return shown, commit.Stage(store(root), name, plan.values[0][3], ranks, each_node)
+            address = checkpoint_paths.save_address(directory, project)
+            root, name = split_address(address)
+            if ranks.is_writer(each_node) and project.automatic_checkpoint_naming:
+                checkpoint_paths.refuse_existing_number(store(root), name)
+            section.value = address, root, name, commit.new_id()
+    address, root, name, _ = section.values[ranks.rank if each_node else 0]
+    return address, commit.CommitTransaction(store(root), name, section.values[0][3], ranks, each_node)
 
 
-def _mailbox(stage: commit.Stage) -> Mailbox | None:
-    """How the ranks talk from the background, None where they cannot."""
-    ranks = stage.ranks
+def _open_channel(transaction: commit.CommitTransaction) -> StoreChannel | None:
+    """Return the channel of a save in the background; None where the ranks share no store."""
+    ranks = transaction.ranks
     if ranks.size == 1:
         return None
-    found = opened(ranks.rank, ranks.size, stage.id)
-    if found is None:
-        logger.warning("%s is not saved in the background: the ranks share no store", stage.target)
-    return found
+    channel = open_channel(ranks.rank, ranks.size, transaction.id)
+    if channel is None:
+        logger.warning("%s is not saved in the background: the ranks share no store", transaction.target)
+    return channel
 
 
 @dataclass
-class _Save:
-    """One save on its way.
+class _SaveRun:
+    """One save, from the collected states to the commit.
 
     Attributes:
-        stage: where it is written.
-        parts: what is saved.
-        doing: for errors.
+        transaction: where it is written.
+        train_state: what is saved.
+        action: for errors.
         safe: models as safetensors.
         iteration: its number under automatic naming, else None.
         limit: how many numbered checkpoints to keep.
-        found: the states, after ``collect``, or copies of them.
-        own: names of the files that parts wrote by themselves.
+        states: the states, after ``collect``, or copies of them.
+        written_files: names of the files that objects wrote on their own.
     """
 
-    stage: commit.Stage
-    parts: Parts
-    doing: str
+    transaction: commit.CommitTransaction
+    train_state: TrainState
+    action: str
     safe: bool
     iteration: int | None
     limit: int | None
-    own: list[str] = field(default_factory=list)
+    written_files: list[str] = field(default_factory=list)
 
     @contextmanager
-    def discarded(self) -> Generator[None]:
-        """After a failure, takes away what was written."""
+    def discard_on_error(self) -> Generator[None]:
+        """Remove the files that were written, if the block fails."""
         try:
             yield
         except BaseException:
-            self.stage.discard()
+            self.transaction.discard()
             raise
 
-    def collect(self, before: Callable[[collect.Weights, Path], None] | None, *, copies: bool) -> None:
-        """Gets the states; with ``copies``, nothing that is done to the objects afterwards changes them."""
-        together, stage = self.stage.ranks.together, self.stage
-        with together(self.doing):
-            self.parts.check()
-            for model in self.parts.models:
-                if isinstance(model, Part) and model.check is not None:
+    def collect(
+        self, before: Callable[[collect.ModelStates, Path], None] | None, *, copy_states: bool
+    ) -> None:
+        """Collect the states; with ``copy_states``, later changes of the objects do not change them."""
+        collective_section, transaction = self.transaction.ranks.collective_section, self.transaction
+        with collective_section(self.action):
+            self.train_state.check()
+            for model in self.train_state.models:
+                if isinstance(model, StatefulAdapter) and model.check is not None:
                     model.check()
-            stage.open()
-        with together(self.doing) as planned:
+            transaction.open()
+        with collective_section(self.action) as section:
             # May be collective, so no rank begins before all have come this far.
-            found = collect.states(self.parts, stage.ranks)
-            planned.value = found.plans
-        with together(self.doing):
-            found.shares = collect.shares(self.parts, planned.values, stage.ranks.rank)
+            states = collect.collect_states(self.train_state, transaction.ranks)
+            section.value = states.local_plans
+        with collective_section(self.action):
+            states.shard_writers = collect.shard_writers(
+                self.train_state, section.values, transaction.ranks.rank
+            )
             if before is not None:
-                before(found.weights, stage.folder)
-        with together(self.doing):
+                before(states.model_states, transaction.folder)
+        with collective_section(self.action):
             # May be collective too.
-            for part in self.parts.own_files:
-                self.own += part.save(stage.folder)
-            self._taken = snapshot.take(found, shared=stage.commits) if copies else None
-        self.found = found if self._taken is None else self._taken.states
+            for own_files in self.train_state.own_files:
+                self.written_files += own_files.save(transaction.folder)
+            self._snapshot = (
+                snapshot.take_snapshot(states, replicated=transaction.is_committer) if copy_states else None
+            )
+        self.states = states if self._snapshot is None else self._snapshot.states
 
     def finish(self) -> None:
-        """Writes and commits; needs the objects no more."""
-        stage, together = self.stage, self.stage.ranks.together
-        with self.discarded():
+        """Write and commit the states; the objects are needed no more."""
+        transaction, collective_section = self.transaction, self.transaction.ranks.collective_section
+        with self.discard_on_error():
             self._write()
-            with together(self.doing):
-                if stage.commits:
-                    stage.publish()
-        if self.iteration is not None and stage.commits:
-            _retain(stage, self.limit)
+            with collective_section(self.action):
+                if transaction.is_committer:
+                    transaction.publish()
+        if self.iteration is not None and transaction.is_committer:
+            _remove_old(transaction, self.limit)
 
     def _write(self) -> None:
-        """Everything before the commit: all files and the manifest, durable and checked."""
-        stage, together = self.stage, self.stage.ranks.together
-        told: dict[str, Any] = {}
-        with together(self.doing) as shared:
-            if self._taken is not None:
-                self._taken.wait()
-            written = list(collect.items(self.found, shared=stage.commits, safe=self.safe))
-            for item in written:
-                returned = stage.write(item.file, item.fill)
+        """Write all files and the manifest, durable and checked, but not committed."""
+        transaction, collective_section = self.transaction, self.transaction.ranks.collective_section
+        shard_infos: dict[str, Any] = {}
+        with collective_section(self.action) as section:
+            if self._snapshot is not None:
+                self._snapshot.wait()
+            files = list(
+                collect.files_to_write(self.states, replicated=transaction.is_committer, safe=self.safe)
+            )
+            for item in files:
+                returned = transaction.write(item.file, item.fill)
                 if returned is not None:
-                    told[item.entry.file] = returned
-            stage.seal(self.own)
-            shared.value = stage.report(told)
-        with together(self.doing):
-            if not stage.commits:
+                    shard_infos[item.entry.file] = returned
+            transaction.seal(self.written_files)
+            section.value = transaction.rank_report(shard_infos)
+        with collective_section(self.action):
+            if not transaction.is_committer:
                 return
-            reports: list[commit.Report] = shared.values
-            for share in self.found.shares:
-                name, content = share.finish([report.told.get(share.entry.file) for report in reports])
-                stage.write(name, content_writer(content))
-            # This rank's own records have grown by the files that tie shares together.
-            reports[stage.ranks.rank] = stage.report(told)
-            table = _table(self.parts, self.found, written)
-            stage.close(reports, lambda files: self._manifest(files, table))
+            reports: list[commit.WrittenFilesReport] = section.values
+            for shard_writer in self.states.shard_writers:
+                name, content = shard_writer.build_index(
+                    [report.shard_infos.get(shard_writer.entry.file) for report in reports]
+                )
+                transaction.write(name, content_writer(content))
+            # This rank's own records have grown by the indices of the shards.
+            reports[transaction.ranks.rank] = transaction.rank_report(shard_infos)
+            table = _manifest_table(self.train_state, self.states, files)
+            transaction.write_manifest(reports, lambda files: self._manifest(files, table))
 
-    def _manifest(self, files: dict[str, Record], table: Table) -> Manifest:
+    def _manifest(self, files: dict[str, FileRecord], table: PartTable) -> Manifest:
         return Manifest(
-            id=self.stage.id,
-            step=self.parts.step,
-            world_size=self.stage.ranks.size,
+            id=self.transaction.id,
+            step=self.train_state.step,
+            world_size=self.transaction.ranks.size,
             files=files,
             parts=table,
-            loaders=self.found.positions,
-            metadata=self.found.metadata,
+            loaders=self.states.positions,
+            metadata=self.states.metadata,
             iteration=self.iteration,
-            strategy=self.parts.strategy,
-            each_node=self.stage.each_node,
+            strategy=self.train_state.strategy,
+            each_node=self.transaction.each_node,
             library=f"accelerate {_version()}",
             torch=str(torch.__version__),
         )
 
 
 def content_writer(content: bytes) -> Callable[[BinaryIO], None]:
-    """Writes ``content`` to a file."""
+    """Return a function that writes ``content`` to a file."""
 
     def fill(file: BinaryIO) -> None:
         file.write(content)
@@ -231,16 +241,18 @@ def content_writer(content: bytes) -> Callable[[BinaryIO], None]:
     return fill
 
 
-def _table(parts: Parts, found: collect.States, written: list[collect.Item]) -> Table:
-    """What is saved, by sort; the shares of a part are one entry."""
-    table: Table = {}
-    for item in written:
-        if not item.own:
-            table.setdefault(item.sort, []).append(item.entry)
-    for share in found.shares:
-        table.setdefault(share.sort, []).append(share.entry)
-    for part in parts.own_files:
-        table.setdefault("own_files", []).append(PartEntry("", part.name))
+def _manifest_table(
+    train_state: TrainState, states: collect.CollectedStates, files: list[collect.CheckpointFile]
+) -> PartTable:
+    """Return the saved objects by category; all shards of an object are one entry."""
+    table: PartTable = {}
+    for item in files:
+        if not item.own_name:
+            table.setdefault(item.category, []).append(item.entry)
+    for share in states.shard_writers:
+        table.setdefault(share.category, []).append(share.entry)
+    for part in train_state.own_files:
+        table.setdefault("own_files", []).append(ManifestEntry("", part.name))
     return table
 
 
@@ -249,9 +261,11 @@ def _version() -> str:
     return version("accelerate")
 
 
-def _retain(stage: commit.Stage, limit: int | None) -> None:
-    """The checkpoint is committed: what cannot be removed now must not stop the training."""
+def _remove_old(transaction: commit.CommitTransaction, limit: int | None) -> None:
+    """Remove old checkpoints; a failure must not stop the training, since the new one is committed."""
     try:
-        commit.retain(stage.store, stage.name, limit)
+        commit.remove_old_checkpoints(transaction.store, transaction.name, limit)
     except CheckpointError as error:
-        logger.warning("%s is committed, but an older one could not be removed: %s", stage.target, error)
+        logger.warning(
+            "%s is committed, but an older one could not be removed: %s", transaction.target, error
+        )

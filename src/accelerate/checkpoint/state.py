@@ -1,38 +1,47 @@
 """Save and load a training state. Both are collective: every rank calls, and all succeed or all raise.
 
-    parts = Parts(models=[model], optimizers=[optimizer], schedulers=[scheduler], rng=rng,
-                  loaders=[loader], step=12, strategy="ddp", metadata={"epoch": 3})
+    train_state = TrainState(models=[model], optimizers=[optimizer], schedulers=[scheduler], rng=rng,
+                             loaders=[loader], step=12, strategy="ddp", metadata={"epoch": 3})
 
-    path = state.save(parts, "runs/a/last")                  # replaces the folder in one step
-    path = state.save(parts, project=project_configuration)  # runs/a/checkpoints/checkpoint_<iteration>
+    path = state.save(train_state, "runs/a/last")     # replaces the folder in one step
+    path = state.save(train_state, project=project)   # runs/a/checkpoints/checkpoint_<iteration>
 
-    loaded = state.load(parts, "runs/a/last")                # verified against its manifest, then put back
-    loaded = state.load(parts, project=project_configuration)  # the newest committed one
-    loaded.step, loaded.metadata["epoch"], loaded.missing, loaded.notes
+    result = state.load(train_state, "runs/a/last")   # verified against its manifest, then loaded
+    result = state.load(train_state, project=project)  # the newest committed one
+    result.step, result.metadata["epoch"], result.missing, result.notes
 
-What the parts are is in ``parts.py``, the protocol that makes a save whole or absent in ``commit.py``, the
-file names in ``names.py``, the manifest in ``manifest.py``. Device-specific and sharded states come in as
-``Part`` or ``OwnFiles``. A ``before`` hook sees the folder: that of a save may write files into it and take
-models out of its list, that of a load may take models out of ``parts.models``.
+The objects and the protocols for their states are in ``train_state.py``, the commit protocol in
+``commit.py``, the file names in ``names.py``, the manifest in ``manifest.py``. Device-specific and sharded
+states come in as ``StatefulAdapter`` or ``FolderStateful``. A ``before`` hook gets the folder: that of a save
+may write files into it and take models out of its list, that of a load may take models out of
+``train_state.models``.
 """
 
 from __future__ import annotations
 
-from accelerate.checkpoint.find import latest
-from accelerate.checkpoint.load import Loaded, load
-from accelerate.checkpoint.parts import OwnFiles, Part, Parts, Rng, Share, Spread, Stateful
+from accelerate.checkpoint.discovery import latest_checkpoint
+from accelerate.checkpoint.load import LoadResult, load
 from accelerate.checkpoint.save import save
+from accelerate.checkpoint.train_state import (
+    FolderStateful,
+    RNGStates,
+    ShardedState,
+    ShardWriter,
+    Stateful,
+    StatefulAdapter,
+    TrainState,
+)
 
 __all__ = [
-    "Loaded",
-    "OwnFiles",
-    "Part",
-    "Parts",
-    "Rng",
-    "Share",
-    "Spread",
+    "FolderStateful",
+    "LoadResult",
+    "RNGStates",
+    "ShardWriter",
+    "ShardedState",
     "Stateful",
-    "latest",
+    "StatefulAdapter",
+    "TrainState",
+    "latest_checkpoint",
     "load",
     "save",
 ]

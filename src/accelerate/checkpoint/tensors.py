@@ -24,8 +24,8 @@ State = dict[str, Any]
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def tied(state: Mapping[str, Any]) -> dict[str, str]:
-    """Names whose tensor is that of an earlier name: the same memory, shape and strides.
+def find_ties(state: Mapping[str, Any]) -> dict[str, str]:
+    """Map names to the earlier name of the same tensor: equal memory, shape and strides.
 
     Views that only overlap are not ties: each is its own tensor, and is saved as such.
     """
@@ -44,26 +44,26 @@ def tied(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether it is a ``DTensor``. Who has one has imported their module, which takes half a second."""
+    """Return True for a ``DTensor``, without importing its module, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the data lies; 0 for tensors that stand for others (sharded, quantised ...) and have none."""
+    """Return the address of the data; 0 for tensors that wrap others (sharded, quantised ...)."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
         return 0
 
 
-def separated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(tensors as safetensors takes them: contiguous, no memory shared; aliases).
+def untie(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return (contiguous tensors that share no memory, as safetensors needs them; aliases).
 
     Raises:
         CheckpointError: a value is no tensor, or has no data.
     """
-    aliases = tied(state)
+    aliases = find_ties(state)
     tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[torch.device, int]] = set()
     for name, value in state.items():
@@ -91,13 +91,13 @@ def separated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """(device, address, bytes) of the memory behind a tensor: equal for tensors that share it."""
+    """Return (device, address, bytes) of a tensor's storage: equal for tensors that share it."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def table(tensors: Mapping[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    """(dtype, shape) by name, for the manifest."""
+def dtypes_and_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[str, list[int]]]:
+    """Return (dtype, shape) by name, for the manifest."""
     return {
         name: (str(value.dtype).removeprefix("torch."), list(value.shape))
         for name, value in tensors.items()
@@ -126,8 +126,10 @@ _CODES = {
 }
 
 
-def write(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], file: BinaryIO) -> None:
-    """Writes one safetensors file, tensor by tensor: no second copy of them is in memory.
+def write_safetensors(
+    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], file: BinaryIO
+) -> None:
+    """Write one safetensors file, tensor by tensor: no second copy of them is in memory.
 
     Source: "Format" in the readme of https://github.com/huggingface/safetensors: the length of the header as
     8 bytes, little-endian; the header, JSON; the tensors one after the other, here the widest dtypes first
@@ -152,17 +154,17 @@ def write(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], file:
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for _, tensor in order:
-        file.write(raw(tensor))
+        file.write(raw_bytes(tensor))
 
 
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, in row-major order; of one on the CPU and contiguous they are not copied."""
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def read(path: Path) -> tuple[State, dict[str, str]]:
-    """(tensors, aliases) of a safetensors file; tensors are mapped from the file, not copied."""
+def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
+    """Return (tensors, aliases) of a safetensors file; tensors are mapped from it, not copied."""
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
         names = set(file.keys())
@@ -171,8 +173,8 @@ def read(path: Path) -> tuple[State, dict[str, str]]:
     return state, aliases
 
 
-def places(path: Path) -> dict[str, tuple[int, int]]:
-    """(position in the file, bytes) of each tensor of a safetensors file."""
+def file_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """Return (position in the file, bytes) of each tensor of a safetensors file."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -182,20 +184,20 @@ def places(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """``state_dict`` as safetensors can hold it: tied tensors once, all contiguous.
+    """Return ``state_dict`` as safetensors can hold it: tied tensors once, all contiguous.
 
     Warns:
         UserWarning: names the tied tensors that are left out.
     """
-    tensors, aliases = separated(state_dict)
+    tensors, aliases = untie(state_dict)
     if aliases:
         pairs = ", ".join(f"{alias} (is {name})" for alias, name in aliases.items())
         warnings.warn(f"tied tensors are saved once, left out: {pairs}", stacklevel=2)
     return tensors
 
 
-def canonical(name: str) -> str:
-    """The name of a tensor without what wrappers put before and inside it.
+def canonical_name(name: str) -> str:
+    """Return the name of a tensor without the prefixes of wrappers.
 
     torch.compile adds ``_orig_mod.`` at any depth, data parallelism ``module.`` in front.
     """
@@ -205,71 +207,74 @@ def canonical(name: str) -> str:
     return name
 
 
-def saved_names(state: Mapping[str, Any]) -> State:
-    """``state`` by the names that go into a file: those of the model that was not compiled."""
+def strip_compile_prefix(state: Mapping[str, Any]) -> State:
+    """Return ``state`` by the names of the model that was not compiled."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
     if len(set(names.values())) < len(names):
         return dict(state)
     return {names[name]: value for name, value in state.items()}
 
 
-def fitted(state: State, aliases: Mapping[str, str], like: Mapping[str, Any]) -> State:
-    """``state`` by the names that the model uses, tied names included.
+def fit_names(state: State, aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> State:
+    """Return ``state`` by the names that the model uses, tied names included.
 
     Args:
         state: what a file holds.
         aliases: its aliases.
-        like: the model's present state, for its names and ties.
+        model_state: the model's present state, for its names and ties.
 
     Returns:
-        Names of ``like`` where they can be matched; other names stay, for the model to refuse.
+        Names of ``model_state`` where they can be matched; other names stay, for the model to refuse.
     """
     state = {**state, **{alias: state[name] for alias, name in aliases.items() if name in state}}
-    if state.keys() != like.keys():
-        state = _renamed(state, like)
-    owners = tied(like)
-    for group in _groups(owners):
-        present = next((name for name in group if name in state), None)
+    if state.keys() != model_state.keys():
+        state = _rename_like(state, model_state)
+    owners = find_ties(model_state)
+    for group in _group_ties(owners):
+        saved_name = next((name for name in group if name in state), None)
         for name in group:
-            if present is not None:
-                state.setdefault(name, state[present])
+            if saved_name is not None:
+                state.setdefault(name, state[saved_name])
     return state
 
 
-def _renamed(state: State, like: Iterable[str]) -> State:
-    """``state`` with the names of ``like`` that mean the same; unchanged if that is ambiguous."""
-    ours = {canonical(name): name for name in like}
-    theirs = [canonical(name) for name in state]
-    if len(set(theirs)) < len(theirs) or len(ours) < len(list(like)):
+def _rename_like(state: State, model_names: Iterable[str]) -> State:
+    """Return ``state`` with the equivalent names of ``model_names``; unchanged if that is ambiguous."""
+    model_name_of = {canonical_name(name): name for name in model_names}
+    canonical_names = [canonical_name(name) for name in state]
+    if len(set(canonical_names)) < len(canonical_names) or len(model_name_of) < len(list(model_names)):
         return state
-    return {ours.get(short, name): value for short, (name, value) in zip(theirs, state.items(), strict=True)}
+    return {
+        model_name_of.get(short, name): value
+        for short, (name, value) in zip(canonical_names, state.items(), strict=True)
+    }
 
 
-def _groups(owners: Mapping[str, str]) -> list[list[str]]:
+def _group_ties(owners: Mapping[str, str]) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for alias, owner in owners.items():
         groups.setdefault(owner, [owner]).append(alias)
     return list(groups.values())
 
 
-def untied(aliases: Mapping[str, str], like: Mapping[str, Any]) -> dict[str, str]:
-    """Those of a file's ``aliases`` that the model has as tensors of their own."""
-    names = {canonical(name): name for name in like}
-    owners = tied(like)
+def find_untied(aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> dict[str, str]:
+    """Return those ``aliases`` of a file that are tensors of their own in the model."""
+    names = {canonical_name(name): name for name in model_state}
+    owners = find_ties(model_state)
 
     def root(name: str) -> str:
-        own = names.get(canonical(name), name)
+        own = names.get(canonical_name(name), name)
         return owners.get(own, own)
 
     return {
         alias: name
         for alias, name in aliases.items()
-        if canonical(alias) in names and canonical(name) in names and root(alias) != root(name)
+        if canonical_name(alias) in names and canonical_name(name) in names and root(alias) != root(name)
     }
 
 
 def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of that name: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``.
+    """Return the dtype of that name: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``.
 
     Raises:
         SettingError: there is no floating point dtype of that name.
@@ -277,8 +282,8 @@ def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
     if text is None or isinstance(text, torch.dtype):
         return text
     name = text.removeprefix("torch.")
-    found = getattr(torch, _SHORT.get(name, name), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         known = ", ".join(sorted({*_SHORT, *_SHORT.values(), "float64"}))
         raise SettingError(f"{text!r} is no floating point dtype", fix=f"one of {known}")
-    return found
+    return dtype

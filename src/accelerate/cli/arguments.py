@@ -22,7 +22,7 @@ def clean_option(option: str) -> str | None:
     return option[2:].replace("-", "_") if option.startswith("--") else None
 
 
-def _spellings(names: tuple[str, ...]) -> dict[str, None]:
+def _all_spellings(names: tuple[str, ...]) -> dict[str, None]:
     """``--a_b`` and ``--a-b``, whichever was given; the given one first."""
     long = [name for name in names if name.startswith("--")]
     stems = [name[2:] for name in long]
@@ -31,7 +31,7 @@ def _spellings(names: tuple[str, ...]) -> dict[str, None]:
     )
 
 
-def _noting(action: argparse.Action) -> argparse.Action:
+def _record_when_typed(action: argparse.Action) -> argparse.Action:
     """Lets an action add its setting to ``nondefault`` of the namespace when it is typed."""
     kind: type[argparse.Action] = type(action)
     if action.dest == argparse.SUPPRESS:
@@ -50,10 +50,10 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Adds a flag in both spellings."""
-        return super().add_argument(*_spellings(args), **kwargs)
+        return super().add_argument(*_all_spellings(args), **kwargs)
 
     def _add_action(self, action: argparse.Action) -> argparse.Action:
-        return _noting(super()._add_action(action))
+        return _record_when_typed(super()._add_action(action))
 
 
 class CustomArgumentParser(argparse.ArgumentParser):
@@ -61,7 +61,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Adds a flag in both spellings."""
-        return super().add_argument(*_spellings(args), **kwargs)
+        return super().add_argument(*_all_spellings(args), **kwargs)
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
         """A group whose flags have both spellings too."""
@@ -70,7 +70,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return group
 
     def _add_action(self, action: argparse.Action) -> argparse.Action:
-        return _noting(super()._add_action(action))
+        return _record_when_typed(super()._add_action(action))
 
 
 class CustomHelpFormatter(argparse.HelpFormatter):

@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 
-from accelerate.checkpoint import overview
-from accelerate.checkpoint.find import Candidate
+from accelerate.checkpoint import checkpoint_folder
+from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.core.units import show_bytes, show_seconds
 
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
 
 
-class _Verbs(click.Group):
+class _CheckpointGroup(click.Group):
     """Its commands; a folder alone is none of them."""
 
     def resolve_command(
@@ -35,7 +35,7 @@ class _Verbs(click.Group):
 
 @click.group(
     "checkpoint",
-    cls=_Verbs,
+    cls=_CheckpointGroup,
     invoke_without_command=True,
     short_help="List, verify, prune and export checkpoints.",
 )
@@ -55,36 +55,38 @@ def _ls(folder: str, as_json: bool) -> None:
 
     Only manifests are read. `accelerate checkpoint verify` reads everything.
     """
-    place = overview.look(folder)
-    rows = [_row(found, newest=found is place.newest) for found in place.candidates]
+    place = checkpoint_folder.open_checkpoints(folder)
+    rows = [_candidate_row(candidate, newest=candidate is place.newest) for candidate in place.candidates]
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
     own = ("name", "step", "position", "metadata", "saved", "age", "size")
     titles = (*own, "processes", "strategy", "format", "status")
-    _table(titles, ([_shown(row, title) for title in titles] for row in rows), dim=_unusable(rows))
+    _print_table(
+        titles, ([_cell_text(row, title) for title in titles] for row in rows), dim=_incomplete_rows(rows)
+    )
 
 
-def _row(found: Candidate, *, newest: bool) -> dict[str, Any]:
-    manifest = found.manifest
+def _candidate_row(candidate: CheckpointCandidate, *, newest: bool) -> dict[str, Any]:
+    manifest = candidate.manifest
     return {
-        "name": found.name,
+        "name": candidate.name,
         "step": manifest.step if manifest else None,
-        "position": _position(manifest.loaders if manifest else []),
+        "position": _loader_position(manifest.loaders if manifest else []),
         "metadata": manifest.metadata if manifest else {},
-        "saved": found.saved.isoformat(),
-        "size": sum(overview.files(found).values()),
+        "saved": candidate.saved_at.isoformat(),
+        "size": sum(checkpoint_folder.file_sizes(candidate).values()),
         "processes": manifest.world_size if manifest else None,
         "strategy": manifest.strategy if manifest else "",
-        "format": overview.layout(found),
-        "complete": not found.problem,
+        "format": checkpoint_folder.weight_layout(candidate),
+        "complete": not candidate.problem,
         "newest": newest,
-        "status": found.problem or "complete",
+        "status": candidate.problem or "complete",
     }
 
 
-def _position(loaders: list[Any]) -> str:
-    """Where the first loader was: ``epoch 2, 384 of 1000 samples``."""
+def _loader_position(loaders: list[Any]) -> str:
+    """Return the position of the first loader: ``epoch 2, 384 of 1000 samples``."""
     first: dict[str, Any] = next((loader for loader in loaders if "epoch" in loader), {})
     told = first.get("in_progress")
     if not first or told is None or (told["complete"] and not told["active"]):
@@ -93,7 +95,7 @@ def _position(loaders: list[Any]) -> str:
     return f"epoch {told['epoch']}, {told['samples']}{whole} samples"
 
 
-def _shown(row: dict[str, Any], title: str) -> str:
+def _cell_text(row: dict[str, Any], title: str) -> str:
     saved = datetime.fromisoformat(row["saved"])
     if title == "saved":
         return saved.astimezone().strftime("%Y-%m-%d %H:%M:%S")
@@ -110,11 +112,11 @@ def _shown(row: dict[str, Any], title: str) -> str:
     return "" if row[title] is None else str(row[title])
 
 
-def _unusable(rows: Iterable[dict[str, Any]]) -> set[int]:
+def _incomplete_rows(rows: Iterable[dict[str, Any]]) -> set[int]:
     return {index for index, row in enumerate(rows) if not row["complete"]}
 
 
-def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] | None = None) -> None:
+def _print_table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] | None = None) -> None:
     """A table on a terminal, else lines with tabs for other programs."""
     if not sys.stdout.isatty():
         for line in (titles, *lines):
@@ -149,34 +151,34 @@ def _verify(ctx: click.Context, folder: str, names: tuple[str, ...], as_json: bo
     The exit code is 1 if anything is missing or damaged. A checkpoint without a manifest, as Accelerate 1.x
     writes it, can only be looked at: its files are opened as far as their formats allow.
     """
-    place = overview.look(folder)
-    chosen = [overview.chosen(place, name) for name in names] or place.candidates
+    place = checkpoint_folder.open_checkpoints(folder)
+    chosen = [checkpoint_folder.select_checkpoint(place, name) for name in names] or place.candidates
     lines: list[dict[str, str]] = []
-    with _Progress(chosen) as progress:
-        for found in chosen:
-            lines += _checked(found, progress)
+    with _VerifyProgress(chosen) as progress:
+        for candidate in chosen:
+            lines += _verify_candidate(candidate, progress)
     if as_json:
         click.echo(json.dumps(lines, indent=1))
     else:
         titles = ("name", "file", "size", "result")
-        _table(titles, [[line[title] for title in titles] for line in lines])
+        _print_table(titles, [[line[title] for title in titles] for line in lines])
     bad = sum(line["ok"] == "no" for line in lines)
     if bad:
         click.echo(f"{bad} of {len(lines)} are not as they were saved", file=sys.stderr)
         ctx.exit(1)
 
 
-def _checked(found: Candidate, progress: _Progress) -> list[dict[str, str]]:
-    if found.manifest is None:
-        seen = found.problem or "no manifest: every file can be opened, digests are not known"
-        line = {"name": found.name, "file": "", "size": "", "result": seen}
-        return [line | {"ok": "no" if found.problem else "unknown"}]
+def _verify_candidate(candidate: CheckpointCandidate, progress: _VerifyProgress) -> list[dict[str, str]]:
+    if candidate.manifest is None:
+        seen = candidate.problem or "no manifest: every file can be opened, digests are not known"
+        line = {"name": candidate.name, "file": "", "size": "", "result": seen}
+        return [line | {"ok": "no" if candidate.problem else "unknown"}]
     lines: list[dict[str, str]] = []
-    for checked in overview.check(found):
+    for checked in checkpoint_folder.check_files(candidate):
         progress.advance(checked.size or 0)
         size = "" if checked.size is None else show_bytes(checked.size)
         line = {
-            "name": found.name,
+            "name": candidate.name,
             "file": checked.name,
             "size": size,
             "result": checked.problem or "as saved",
@@ -185,11 +187,15 @@ def _checked(found: Candidate, progress: _Progress) -> list[dict[str, str]]:
     return lines
 
 
-class _Progress:
+class _VerifyProgress:
     """A bar over the bytes of checkpoints; on a terminal, and where it takes long enough to be read."""
 
-    def __init__(self, chosen: Iterable[Candidate]) -> None:
-        total = sum(sum(overview.files(found).values()) for found in chosen if found.manifest is not None)
+    def __init__(self, chosen: Iterable[CheckpointCandidate]) -> None:
+        total = sum(
+            sum(checkpoint_folder.file_sizes(candidate).values())
+            for candidate in chosen
+            if candidate.manifest is not None
+        )
         self.bar: Any = None
         if sys.stderr.isatty() and total > 2**30:
             from rich.console import Console
@@ -199,7 +205,7 @@ class _Progress:
             self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self.task = self.bar.add_task("", total=total)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _VerifyProgress:
         if self.bar is not None:
             self.bar.start()
         return self
@@ -225,16 +231,16 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
     The newest complete one always stays, and so does what is damaged. A leftover goes if a checkpoint was
     committed after it, and nothing in it has changed for ten minutes: it could be a save that is going on.
     """
-    place = overview.look(folder)
+    place = checkpoint_folder.open_checkpoints(folder)
     if place.single:
         raise SettingError(f"{folder} is one checkpoint", fix="name the folder that holds the checkpoints")
-    going, stays = overview.beyond(place, keep)
+    going, stays = checkpoint_folder.plan_removal(place, keep)
     for line in stays:
         click.echo(f"stays: {line}")
     if not going:
         click.echo("nothing to remove")
         return
-    _table(("name", "size", "why"), [(each.name, show_bytes(each.size), each.why) for each in going])
+    _print_table(("name", "size", "why"), [(each.name, show_bytes(each.size), each.why) for each in going])
     total = show_bytes(sum(each.size for each in going))
     if dry_run:
         click.echo(f"would free {total}")
@@ -244,7 +250,7 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
     from accelerate.checkpoint.commit import new_id
 
     for each in going:
-        overview.remove(place, each, new_id())
+        checkpoint_folder.remove_candidate(place, each, new_id())
     click.echo(f"removed {len(going)} folder(s), {total}")
 
 
@@ -262,14 +268,14 @@ def _export(folder: str, out: Path, max_shard_size: str, model: int, dtype: str 
     OUT gets model.safetensors, or shards and their index: the layout of the model hub. Weights of an earlier
     export are replaced. The files are verified first. One tensor is in memory at a time.
     """
-    found = overview.chosen(overview.look(folder))
-    if found.problem:
-        raise CheckpointError(f"{found.path} is not complete", why=found.problem)
-    from accelerate.checkpoint.handover import hand_over
-    from accelerate.facade.written import weights_in
+    candidate = checkpoint_folder.select_checkpoint(checkpoint_folder.open_checkpoints(folder))
+    if candidate.problem:
+        raise CheckpointError(f"{candidate.path} is not complete", why=candidate.problem)
+    from accelerate.checkpoint.weight_export import export_weights
+    from accelerate.facade.engine_state import engine_weights
 
-    more = {"tell": click.echo, "own": weights_in}
-    done = hand_over(found, out, model=model, max_shard_size=max_shard_size, dtype=dtype, **more)
+    more = {"on_progress": click.echo, "find_engine_weights": engine_weights}
+    done = export_weights(candidate, out, model=model, max_shard_size=max_shard_size, dtype=dtype, **more)
     if done.left_out:
         click.echo(f"left out, since they are no tensors: {', '.join(done.left_out)}", file=sys.stderr)
     click.echo(f"{done.tensors} tensors, {show_bytes(done.size)}, from {done.source} in {out}")

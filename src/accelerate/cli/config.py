@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from accelerate.core.errors import SettingError
-from accelerate.launch import files
+from accelerate.launch import config_files
 
 _HELP = """Write the file that `accelerate launch` reads its settings from.
 
@@ -22,10 +22,10 @@ accelerate config update                          brings an old file up to date
 `accelerate launch --help` names every key. KEY= and KEY=none take a key out.
 """
 PRECISIONS = ("no", "fp16", "bf16")
-_WHERE = "the file to write; by default the one that a launch uses when none is named"
+_FILE_HELP = "the file to write; by default the one that a launch uses when none is named"
 
 
-def _file_option(help: str = _WHERE) -> Any:
+def _file_option(help: str = _FILE_HELP) -> Any:
     return click.option("--config_file", "--config-file", "config_file", metavar="FILE", help=help)
 
 
@@ -39,24 +39,24 @@ def _config(ctx: click.Context, config_file: str | None, pairs: tuple[str, ...])
             raise click.UsageError(f"--set and {ctx.invoked_subcommand} do not go together")
         ctx.obj = config_file
     elif pairs:
-        change(config_file, pairs)
+        change_keys(config_file, pairs)
     else:
-        ask(config_file)
+        ask_all(config_file)
 
 
-def change(config_file: str | None, pairs: tuple[str, ...]) -> None:
+def change_keys(config_file: str | None, pairs: tuple[str, ...]) -> None:
     """Sets keys of a file and says which, and where."""
-    from accelerate.cli.wizard import keys
+    from accelerate.cli.wizard import config_keys
 
-    path = keys.place(config_file)
-    changes = keys.set_in(path, pairs)
+    path = config_keys.config_path(config_file)
+    changes = config_keys.set_keys(path, pairs)
     click.echo(f"{path}:" if changes else f"{path} says so already")
     for each in changes:
         click.echo(f"  {each}")
-    _tell(path)
+    _warn_about_file(path)
 
 
-def ask(config_file: str | None) -> Path | None:
+def ask_all(config_file: str | None) -> Path | None:
     """Asks for all settings and writes the file; None if it was thrown away.
 
     Raises:
@@ -68,29 +68,29 @@ def ask(config_file: str | None) -> Path | None:
             fix="accelerate config --set num_processes=2 --set mixed_precision=bf16, or "
             "accelerate config default",
         )
-    from accelerate.cli.wizard import keys, terminal
+    from accelerate.cli.wizard import config_keys, terminal
 
-    path = keys.place(config_file)
-    before = files.raw(path)[0] if path.exists() else {}
-    values = terminal.run(path, files.modern(before))
+    path = config_keys.config_path(config_file)
+    before = config_files.read_raw(path)[0] if path.exists() else {}
+    values = terminal.run_wizard(path, config_files.upgrade_keys(before))
     if values is None:
         click.echo("nothing was written")
         return None
-    copy = keys.save(path, before, values)
+    copy = config_keys.save_config(path, before, values)
     click.echo(f"written to {path}" + (f"; the old file is {copy}" if copy else ""))
-    _tell(path)
+    _warn_about_file(path)
     return path
 
 
-def _tell(path: Path) -> None:
+def _warn_about_file(path: Path) -> None:
     """Says what stands in the way of a launch with a file that was just written."""
-    from accelerate.cli.wizard import keys
+    from accelerate.cli.wizard import config_keys
 
-    problem = keys.refusal(files.raw(path)[0], path)
+    problem = config_keys.find_refusal(config_files.read_raw(path)[0], path)
     if problem is not None:
         click.echo(f"note: accelerate launch will refuse this file: {problem}", err=True)
-    here = Path(files.WORKING_NAME)
-    if path == files.default_file() and here.is_file():
+    here = Path(config_files.WORKING_NAME)
+    if path == config_files.default_file() and here.is_file():
         click.echo(f"note: in this folder {here} is used instead", err=True)
 
 
@@ -103,9 +103,9 @@ def _tell(path: Path) -> None:
 def _default(named: str | None, config_file: str | None, mixed_precision: str) -> None:
     """Write a file for all devices of this machine. One that exists stays as it is."""
     from accelerate.cli.config_classes import write_basic_config
-    from accelerate.cli.wizard import keys
+    from accelerate.cli.wizard import config_keys
 
-    path = write_basic_config(mixed_precision, keys.place(config_file or named))
+    path = write_basic_config(mixed_precision, config_keys.config_path(config_file or named))
     if path:
         click.echo(f"written to {path}")
 
@@ -115,10 +115,10 @@ def _default(named: str | None, config_file: str | None, mixed_precision: str) -
 @click.pass_obj
 def _update(named: str | None, config_file: str | None) -> None:
     """Bring an old file up to date: its keys as they are called today, its values as they are typed today."""
-    from accelerate.cli.wizard import keys, update
+    from accelerate.cli.wizard import config_keys, update
 
-    path = keys.place(config_file or named)
-    changes, copy = update.update(path)
+    path = config_keys.config_path(config_file or named)
+    changes, copy = update.update_file(path)
     if not changes:
         click.echo(f"{path} is up to date")
         return

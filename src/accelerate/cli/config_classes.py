@@ -1,7 +1,7 @@
 """A configuration file as an object, as programs of 1.x read and write it.
 
-The launcher itself reads files by their declared settings (``launch/files.py``, ``launch/job.py``); these
-classes are for programs that show, copy or write a configuration.
+The launcher itself reads files by their declared settings (``launch/config_files.py``,
+``launch/launch_request.py``); these classes are for programs that show, copy or write a configuration.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import device as devices
-from accelerate.cli.options import rows
+from accelerate.cli.options import launch_settings
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.facade.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from accelerate.launch import files, writing
+from accelerate.launch import config_files, config_writer
 from accelerate.precision import PRECISIONS
 
 C = TypeVar("C", bound="BaseConfig")
-DEFAULT = str(files.default_file())
+DEFAULT = str(config_files.default_file())
 
 
 @dataclass
 class BaseConfig:
-    """What every configuration says.
+    """The fields of every configuration.
 
     Attributes:
         compute_environment: where the job runs.
@@ -45,10 +45,10 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         kinds: type[Enum] = DistributedType if self._is_local() else SageMakerDistributedType
-        self.compute_environment = _member(
+        self.compute_environment = _enum_member(
             ComputeEnvironment, "compute_environment", self.compute_environment
         )
-        self.distributed_type = _member(kinds, "distributed_type", self.distributed_type)
+        self.distributed_type = _enum_member(kinds, "distributed_type", self.distributed_type)
 
     def _is_local(self) -> bool:
         return self.compute_environment.upper() != ComputeEnvironment.AMAZON_SAGEMAKER
@@ -68,20 +68,20 @@ class BaseConfig:
             "use_cpu": False,
             "debug": False,
         }
-        return usual | files.modern(config_dict)
+        return usual | config_files.upgrade_keys(config_dict)
 
     @classmethod
     def from_json_file(cls: type[C], json_file: str | None = None) -> C:
         """Reads a JSON file; the default file when None."""
-        return cls._of(files.read(Path(json_file or files.default_file())))
+        return cls._of(config_files.read_config(Path(json_file or config_files.default_file())))
 
     @classmethod
     def from_yaml_file(cls: type[C], yaml_file: str | None = None) -> C:
         """Reads a YAML file; the default file when None."""
-        return cls._of(files.read(Path(yaml_file or files.default_file())))
+        return cls._of(config_files.read_config(Path(yaml_file or config_files.default_file())))
 
     @classmethod
-    def _of(cls: type[C], file: files.ConfigFile) -> C:
+    def _of(cls: type[C], file: config_files.ConfigFile) -> C:
         """A configuration from a file's values.
 
         Raises:
@@ -90,10 +90,10 @@ class BaseConfig:
         """
         fields = {item.name: item for item in dataclasses.fields(cls)}
         # A launch knows more settings than programs of 1.x; those are left out here.
-        known = {*fields, *(row.section or row.name for row in rows() if row.in_file)}
+        known = {*fields, *(row.section or row.name for row in launch_settings() if row.in_file)}
         for key in file.values:
             if key not in known:
-                raise UnknownNameError("key", key, fields, where=f"in {file.at(key)}")
+                raise UnknownNameError("key", key, fields, where=f"in {file.locate(key)}")
         for name, item in fields.items():
             if name not in cls.process_config(file.values) and item.default is dataclasses.MISSING:
                 raise SettingError(f"{file.path} has no key {name}", fix=f"add a line like '{name}: NO'")
@@ -108,16 +108,16 @@ class BaseConfig:
     def to_json_file(self, json_file: str | Path) -> None:
         """Writes a JSON file."""
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
-        writing.write(Path(json_file), f"{text}\n")
+        config_writer.write_file(Path(json_file), f"{text}\n")
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
         """Writes a YAML file."""
         import yaml
 
-        writing.write(Path(yaml_file), yaml.safe_dump(self.to_dict()))
+        config_writer.write_file(Path(yaml_file), yaml.safe_dump(self.to_dict()))
 
 
-def _member(kind: type[Enum], name: str, value: Any) -> Any:
+def _enum_member(kind: type[Enum], name: str, value: Any) -> Any:
     if isinstance(value, kind):
         return value
     try:
@@ -199,7 +199,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
         SettingError: it cannot be read, lacks a key, or has a wrong value.
         UnknownNameError: a key is unknown.
     """
-    file = files.read(Path(config_file or files.default_file()).expanduser())
+    file = config_files.read_config(Path(config_file or config_files.default_file()).expanduser())
     local = file.values.get("compute_environment", "LOCAL_MACHINE") == ComputeEnvironment.LOCAL_MACHINE
     return (ClusterConfig if local else SageMakerConfig)._of(file)
 
@@ -223,7 +223,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path = 
         return False
     if mixed_precision.lower() not in PRECISIONS:
         raise UnknownNameError("precision", mixed_precision, PRECISIONS.names())
-    device, count = devices.probe()
+    device, count = devices.probe_devices()
     config = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=DistributedType(device.distributed_type if count > 1 else "NO"),

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.options import HANDED, TopicCommand, options, rows
+from accelerate.cli.options import SCRIPT_SETTINGS, TopicCommand, launch_settings, options
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
-from accelerate.launch import files
-from accelerate.launch.effects import shown
-from accelerate.launch.job import Request, read
+from accelerate.launch import config_files
+from accelerate.launch.launch_request import LaunchRequest, read_request
+from accelerate.launch.option_report import display_value
 
 if TYPE_CHECKING:
     import argparse
@@ -39,18 +39,18 @@ print(json.dumps({"version": torch.__version__, "type": best.type, "count": coun
 
 def _run(explain: bool, program: tuple[str, ...], **given: Any) -> None:
     if explain:
-        _explain(read(given, program, HANDED))
+        _print_origins(read_request(given, program, SCRIPT_SETTINGS))
         return
     named = given.pop("config_file")
     typed = [*program, *(f"--{name}" for name, value in given.items() if value is not None)]
     if typed:
         raise click.UsageError(f"{typed[0]} means something only with --explain")
     click.echo("\nCopy this into your report, and fill in what is missing:\n")
-    for key, value in facts(named):
+    for key, value in report_facts(named):
         click.echo(f"- `{key}`: {value}")
 
 
-def facts(config_file: str | None = None) -> Iterator[tuple[str, str]]:
+def report_facts(config_file: str | None = None) -> Iterator[tuple[str, str]]:
     """(what, value) of everything that a bug report needs.
 
     Args:
@@ -71,7 +71,7 @@ def facts(config_file: str | None = None) -> Iterator[tuple[str, str]]:
     yield "numpy version", metadata.version("numpy")
     yield from _torch_facts()
     yield "system RAM", show_bytes(psutil.virtual_memory().total)
-    yield "configuration file", _file_facts(config_file)
+    yield "configuration file", _config_file_text(config_file)
     set_here = {k: v for k, v in environ.snapshot().items() if k.startswith("ACCELERATE_")}
     yield "ACCELERATE_* variables", ", ".join(f"{k}={v}" for k, v in sorted(set_here.items())) or "none"
 
@@ -81,7 +81,11 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
     import subprocess
 
     asked = subprocess.run(
-        [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, env=environ.child({}), check=False
+        [sys.executable, "-c", _ASK_TORCH],
+        capture_output=True,
+        text=True,
+        env=environ.make_child_environment({}),
+        check=False,
     )
     if asked.returncode != 0:
         lines = asked.stderr.strip().splitlines()
@@ -96,27 +100,27 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
     )
 
 
-def _file_facts(named: str | None) -> str:
+def _config_file_text(named: str | None) -> str:
     try:
-        file = files.find(named)
+        file = config_files.find_config(named)
     except AccelerateError as error:
         return str(error)
     if file is None:
-        return f"none (looked for ./{files.WORKING_NAME} and {files.default_file()})"
+        return f"none (looked for ./{config_files.WORKING_NAME} and {config_files.default_file()})"
     lines = [f"{key}: {value}" for key, value in file.values.items()]
     return "\n".join([str(file.path), *(f"\t- {line}" for line in lines)])
 
 
-def _explain(request: Request) -> None:
+def _print_origins(request: LaunchRequest) -> None:
     """Prints a table of every setting: value, origin, and all that it overrides."""
     lines = [
         (
             row.name,
-            shown(row.name, first.value),
+            display_value(row.name, first.value),
             first.where or "default",
-            "; ".join(_other(row.name, each) for each in others),
+            "; ".join(_overridden_text(row.name, each) for each in others),
         )
-        for row in rows()
+        for row in launch_settings()
         for first, *others in [request.origins(row.name)]
     ]
     titles = ("setting", "value", "from", "overrides")
@@ -133,8 +137,8 @@ def _explain(request: Request) -> None:
     Console().print(table)
 
 
-def _other(name: str, origin: Any) -> str:
-    return f"{shown(name, origin.value)} ({origin.where or 'default'})"
+def _overridden_text(name: str, origin: Any) -> str:
+    return f"{display_value(name, origin.value)} ({origin.where or 'default'})"
 
 
 PLUGIN = TopicCommand(
@@ -173,9 +177,9 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
     Args:
         args: what ``env_command_parser().parse_args()`` returned.
     """
-    found = dict(facts(args.config_file))
-    print("\n".join(f"- `{key}`: {value}" for key, value in found.items()))
-    return found
+    facts = dict(report_facts(args.config_file))
+    print("\n".join(f"- `{key}`: {value}" for key, value in facts.items()))
+    return facts
 
 
 def main() -> int:

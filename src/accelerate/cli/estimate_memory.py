@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from accelerate.cli.bars import bars, create_ascii_table, plot, size_text
+from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
 from accelerate.core.errors import MissingExtraError
 from accelerate.core.units import show_count
-from accelerate.offload.estimate import bill as sums
-from accelerate.offload.estimate.activations import RECOMPUTE
+from accelerate.offload.estimate import memory_estimate as sums
+from accelerate.offload.estimate.activation_formula import RECOMPUTE
 
 if TYPE_CHECKING:
     import argparse
@@ -34,7 +34,7 @@ accelerate estimate-memory ./my-model --training --mixed_precision bf16 --batch 
 """
 
 
-class Flag(NamedTuple):
+class EstimateFlag(NamedTuple):
     """One flag, for click and for argparse.
 
     Attributes:
@@ -52,24 +52,26 @@ class Flag(NamedTuple):
     training: bool = False
 
 
-_TRAINING = sums.Training()
+_TRAINING = sums.TrainingSetup()
 FLAGS = {
-    "library_name": Flag("whose model it is, where its configuration does not tell",
+    "library_name": EstimateFlag("whose model it is, where its configuration does not tell",
                          choices=("timm", "transformers", "diffusers")),
-    "dtypes": Flag("number formats, one row each", list, list(sums.USUAL), tuple(sums.BITS)),
-    "trust_remote_code": Flag("run code that lies beside the configuration", bool, False),
-    "head": Flag("count the head of the architecture too; always counted in training", bool, False),
-    "training": Flag("show what each part of a training takes", bool, False),
-    "mixed_precision": Flag("weights in float32, forward in 16 bits", str, "no", tuple(sums.MIXED), True),
-    "optimizer": Flag("its kind", str, "adamw", tuple(sums.OPTIMIZERS), True),
-    "batch": Flag("samples of one process in one forward", int, 1, (), True),
-    "length": Flag("tokens of a sample; without it, activations are left out", int, None, (), True),
-    "recompute": Flag("what the backward computes again", str, "none", RECOMPUTE, True),
-    "attention": Flag("fused keeps no scores, eager keeps them", str, "fused", ("fused", "eager"), True),
-    "strategy": Flag("how training is spread", str, "single", tuple(sums.STRATEGIES), True),
-    "num_processes": Flag("over how many devices", int, 1, (), True),
-    "plot": Flag("draw the bars into this picture"),
-    "json": Flag("print a JSON object and nothing else", bool, False),
+    "dtypes": EstimateFlag("number formats, one row each", list, list(sums.DEFAULT_DTYPES), tuple(sums.BITS)),
+    "trust_remote_code": EstimateFlag("run code that lies beside the configuration", bool, False),
+    "head": EstimateFlag("count the head of the architecture too; always counted in training", bool, False),
+    "training": EstimateFlag("show what each part of a training takes", bool, False),
+    "mixed_precision": EstimateFlag("weights in float32, forward in 16 bits", str, "no",
+                                    tuple(sums.MIXED_PRECISION_BYTES), True),
+    "optimizer": EstimateFlag("its kind", str, "adamw", tuple(sums.OPTIMIZERS), True),
+    "batch": EstimateFlag("samples of one process in one forward", int, 1, (), True),
+    "length": EstimateFlag("tokens of a sample; without it, activations are left out", int, None, (), True),
+    "recompute": EstimateFlag("what the backward computes again", str, "none", RECOMPUTE, True),
+    "attention": EstimateFlag("fused keeps no scores, eager keeps them", str, "fused",
+                              ("fused", "eager"), True),
+    "strategy": EstimateFlag("how training is spread", str, "single", tuple(sums.STRATEGIES), True),
+    "num_processes": EstimateFlag("over how many devices", int, 1, (), True),
+    "plot": EstimateFlag("draw the bars into this picture"),
+    "json": EstimateFlag("print a JSON object and nothing else", bool, False),
 }  # fmt: skip
 
 
@@ -78,12 +80,12 @@ class _WordsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Spells ``--dtypes a b`` as ``--dtypes a --dtypes b``."""
-        return super().parse_args(ctx, spread(args))
+        return super().parse_args(ctx, split_dtypes(args))
 
 
-def spread(args: Sequence[str]) -> list[str]:
+def split_dtypes(args: Sequence[str]) -> list[str]:
     """``--dtypes a b`` as ``--dtypes a --dtypes b``; a last word that is no format is the model."""
-    found: list[str] = []
+    split_args: list[str] = []
     words = -1  # of the flag that is being read; -1 outside of it
     for index, word in enumerate(args):
         is_model = words > 0 and index == len(args) - 1 and word not in sums.BITS and not _has_model(args)
@@ -91,59 +93,64 @@ def spread(args: Sequence[str]) -> list[str]:
             words = 0
         elif word.startswith("-") or words < 0 or is_model:
             words = -1 if word.startswith("-") else words
-            found.append(word)
+            split_args.append(word)
         else:
             words += 1
-            found += ["--dtypes", word]
-    return found
+            split_args += ["--dtypes", word]
+    return split_args
 
 
 def _has_model(args: Sequence[str]) -> bool:
-    """Whether a word before the first flag names the model."""
+    """Return whether a word before the first flag names the model."""
     return bool(args) and not args[0].startswith("-")
 
 
-def _estimate(model_name: str, given: Mapping[str, Any]) -> None:
+def _print_estimate(model_name: str, given: Mapping[str, Any]) -> None:
     """Prints what was asked for."""
     for dtype in given["dtypes"]:
-        sums.bits(dtype)
+        sums.dtype_bits(dtype)
     wanted = given["training"] or any(given[n] != f.default for n, f in FLAGS.items() if f.training)
-    kinds = _kinds(given) if wanted else []
-    facts, below = _facts(model_name, given, head=bool(given["head"] or wanted))
-    rows = table(facts, given["dtypes"])
-    bills = [sums.training(facts, kind, traced(model_name, _options(given), kind)) for kind in kinds]
+    kinds = _training_setups(given) if wanted else []
+    facts, below = _model_facts(model_name, given, head=bool(given["head"] or wanted))
+    rows = estimate_rows(facts, given["dtypes"])
+    bills = [
+        sums.estimate_training(facts, kind, trace_activations(model_name, _skeleton_options(given), kind))
+        for kind in kinds
+    ]
     if given["plot"]:
-        plot(
+        plot_bars(
             Path(given["plot"]),
-            _drawn(rows, bills),
+            _chart_rows(rows, bills),
             f"{facts.kind}, {show_count(facts.parameters)} parameters",
         )
     if given["json"]:
-        click.echo(json.dumps(_plain(facts, rows, bills), indent=1))
+        click.echo(json.dumps(_as_json(facts, rows, bills), indent=1))
         return
-    _show(facts, below, rows, bills, given)
+    _print_tables(facts, below, rows, bills, given)
 
 
-def _kinds(given: Mapping[str, Any]) -> list[sums.Training]:
+def _training_setups(given: Mapping[str, Any]) -> list[sums.TrainingSetup]:
     """The ways of training that are asked for: one, or one for each format that trains."""
     options = {name: given[name] for name, flag in FLAGS.items() if flag.training}
     if given["mixed_precision"] != "no":
-        return [sums.Training(**options)]
-    dtypes = [name for name in given["dtypes"] if name in sums.TRAINED] or given["dtypes"][:1]
-    return [sums.Training(dtype=dtype, **options) for dtype in dtypes]
+        return [sums.TrainingSetup(**options)]
+    dtypes = [name for name in given["dtypes"] if name in sums.TRAINING_DTYPES] or given["dtypes"][:1]
+    return [sums.TrainingSetup(dtype=dtype, **options) for dtype in dtypes]
 
 
-def _facts(model_name: str, given: Mapping[str, Any], *, head: bool) -> tuple[sums.Facts, list[str]]:
+def _model_facts(
+    model_name: str, given: Mapping[str, Any], *, head: bool
+) -> tuple[sums.ModelFacts, list[str]]:
     """The sizes of the model, and what should be known about them."""
     from accelerate.offload.estimate import skeleton
 
-    options = _options(given)
-    whole = skeleton.skeleton(model_name, **options)
-    facts, notes = sums.facts_of(whole, model_name), _stored(model_name)
+    options = _skeleton_options(given)
+    whole = skeleton.build_skeleton(model_name, **options)
+    facts, notes = sums.measure_model(whole, model_name), _weight_files_note(model_name)
     config: Any = getattr(whole, "config", None)
     if head or not hasattr(config, "get_text_config"):
         return facts, notes
-    base = sums.facts_of(skeleton.skeleton(model_name, **options, head=False), model_name)
+    base = sums.measure_model(skeleton.build_skeleton(model_name, **options, head=False), model_name)
     if base.kind != facts.kind:
         more = show_count(facts.parameters - base.parameters)
         size = size_text(facts.total())
@@ -153,8 +160,8 @@ def _facts(model_name: str, given: Mapping[str, Any], *, head: bool) -> tuple[su
     return base, notes
 
 
-def traced(model_name: str, options: Mapping[str, Any], how: sums.Training) -> Any:
-    """What a forward of that training keeps; None where it is not asked.
+def trace_activations(model_name: str, options: Mapping[str, Any], how: sums.TrainingSetup) -> Any:
+    """Trace the activations that a forward of this training keeps; None without a sample length.
 
     Args:
         model_name: as typed.
@@ -165,73 +172,73 @@ def traced(model_name: str, options: Mapping[str, Any], how: sums.Training) -> A
         return None
     import torch
 
-    from accelerate.offload.estimate import skeleton, trace
+    from accelerate.offload.estimate import activation_trace, skeleton
 
     narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(how.mixed_precision)
     dtype = torch.float32 if narrow else getattr(torch, how.dtype)
     if narrow and how.narrow_weights:
         dtype, narrow = narrow, None
     attention = "fused" if how.recompute == "selective" else how.attention
-    model = skeleton.skeleton(model_name, **options)
-    return trace.kept(model, how.batch, how.length, dtype, narrow, attention)
+    model = skeleton.build_skeleton(model_name, **options)
+    return activation_trace.trace_saved(model, how.batch, how.length, dtype, narrow, attention)
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+def _skeleton_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"library": given["library_name"], "trust_remote_code": given["trust_remote_code"]}
 
 
-def _stored(model_name: str) -> list[str]:
-    """What lies in the folder, if it holds weights."""
-    from accelerate.offload.estimate import headers
+def _weight_files_note(model_name: str) -> list[str]:
+    """Return a note about the weight files of the folder, if it holds any."""
+    from accelerate.offload.estimate import safetensors_headers
 
     path = Path(model_name).expanduser()
-    if not path.exists() or not headers.find_headers(path):
+    if not path.exists() or not safetensors_headers.find_safetensors(path):
         return []
-    found = headers.headers(path).values()
-    kinds = sorted({str(header.dtype).removeprefix("torch.") for header in found})
-    size = size_text(sum(header.nbytes for header in found))
-    return [f"Its files hold {size}: {len(found)} tensor(s) of {', '.join(kinds)}."]
+    header_list = safetensors_headers.read_headers(path).values()
+    kinds = sorted({str(header.dtype).removeprefix("torch.") for header in header_list})
+    size = size_text(sum(header.nbytes for header in header_list))
+    return [f"Its files hold {size}: {len(header_list)} tensor(s) of {', '.join(kinds)}."]
 
 
 # ---------------------------------------------------------------- what is shown
 
 
-def table(facts: sums.Facts, dtypes: Sequence[str]) -> list[dict[str, Any]]:
+def estimate_rows(facts: sums.ModelFacts, dtypes: Sequence[str]) -> list[dict[str, Any]]:
     """For each format: bytes of the largest layer, of the model, and of training with Adam by the rule."""
     largest = facts.largest[0]
     return [
         {
             "dtype": dtype,
-            "largest_layer": -(-largest * sums.bits(dtype) // 32),
+            "largest_layer": -(-largest * sums.dtype_bits(dtype) // 32),
             "total": facts.total(dtype),
-            "training": sums.rule(facts.total(), dtype),
+            "training": sums.rule_of_thumb(facts.total(), dtype),
         }
         for dtype in dtypes
     ]
 
 
-def _show(
-    facts: sums.Facts,
+def _print_tables(
+    facts: sums.ModelFacts,
     notes: list[str],
     rows: list[dict[str, Any]],
-    bills: list[sums.Bill],
+    bills: list[sums.MemoryEstimate],
     given: Mapping[str, Any],
 ) -> None:
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-    cells = [[*_loading(row), _known(max(row["training"].values()))] for row in rows]
+    cells = [[*_loading_cells(row), _size_or_na(max(row["training"].values()))] for row in rows]
     click.echo(create_ascii_table(headers, cells, f"Memory Usage for loading `{facts.name}`"))
     click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters.")
     for note in notes:
         click.echo(note)
     click.echo("")
     if not bills:
-        _show_rule(rows)
+        _print_rule_table(rows)
         return
     titles = ["weights in", *sums.PARTS, "total"]
     lines = [[bill.training.title, *map(size_text, [*bill.parts.values(), bill.total])] for bill in bills]
-    click.echo(create_ascii_table(titles, lines, _title(bills[0].training)))
+    click.echo(create_ascii_table(titles, lines, _training_title(bills[0].training)))
     click.echo("")
-    click.echo(bars({bill.training.title: bill.parts for bill in bills}, colour=sys.stdout.isatty()))
+    click.echo(draw_bars({bill.training.title: bill.parts for bill in bills}, colour=sys.stdout.isatty()))
     for bill in bills:
         for note in bill.notes:
             click.echo(f"{bill.training.title}: {note}.")
@@ -239,7 +246,7 @@ def _show(
         click.echo(f"drawn in {given['plot']}")
 
 
-def _show_rule(rows: list[dict[str, Any]]) -> None:
+def _print_rule_table(rows: list[dict[str, Any]]) -> None:
     trained = [row for row in rows if row["training"]["step"] >= 0]
     if not trained:
         return
@@ -252,15 +259,15 @@ def _show_rule(rows: list[dict[str, Any]]) -> None:
     click.echo("--training counts a training part by part: optimizer, activations, devices.")
 
 
-def _loading(row: Mapping[str, Any]) -> list[str]:
+def _loading_cells(row: Mapping[str, Any]) -> list[str]:
     return [row["dtype"], size_text(row["largest_layer"]), size_text(row["total"])]
 
 
-def _known(size: int) -> str:
+def _size_or_na(size: int) -> str:
     return size_text(size) if size >= 0 else "N/A"
 
 
-def _title(how: sums.Training) -> str:
+def _training_title(how: sums.TrainingSetup) -> str:
     words = [f"Training with {how.optimizer}", f"batch {how.batch}"]
     words += [f"length {how.length}"] if how.length else []
     words += [f"{how.recompute} recomputation"] if how.recompute != "none" else []
@@ -268,33 +275,35 @@ def _title(how: sums.Training) -> str:
     return ", ".join(words)
 
 
-def _drawn(rows: list[dict[str, Any]], bills: list[sums.Bill]) -> dict[str, dict[str, int]]:
-    """What a picture shows: the parts of a training, else the sizes of the model."""
+def _chart_rows(rows: list[dict[str, Any]], bills: list[sums.MemoryEstimate]) -> dict[str, dict[str, int]]:
+    """Return the bars of a picture: the parts of a training, else the sizes of the model."""
     if bills:
         return {bill.training.title: bill.parts for bill in bills}
     return {row["dtype"]: {"model": row["total"]} for row in rows}
 
 
-def _plain(facts: sums.Facts, rows: list[dict[str, Any]], bills: list[sums.Bill]) -> dict[str, Any]:
+def _as_json(
+    facts: sums.ModelFacts, rows: list[dict[str, Any]], bills: list[sums.MemoryEstimate]
+) -> dict[str, Any]:
     told = {"model": facts.name, "class": facts.kind, "parameters": facts.parameters}
-    found: dict[str, Any] = {**told, "largest_layer_names": list(facts.largest[1]), "rows": rows}
-    return {**found, "training": [bill.plain() for bill in bills]} if bills else found
+    summary: dict[str, Any] = {**told, "largest_layer_names": list(facts.largest[1]), "rows": rows}
+    return {**summary, "training": [bill.as_json() for bill in bills]} if bills else summary
 
 
 # ---------------------------------------------------------------- the command
 
 
-def _names(name: str) -> list[str]:
+def _flag_spellings(name: str) -> list[str]:
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
-def _option(name: str, flag: Flag) -> click.Option:
+def _option(name: str, flag: EstimateFlag) -> click.Option:
     help = flag.help + (f": {', '.join(flag.choices)}" if flag.choices else "")
     if flag.kind is bool:
-        return click.Option([*_names(name), name], is_flag=True, help=help)
+        return click.Option([*_flag_spellings(name), name], is_flag=True, help=help)
     shown = flag.default not in (None, "no", "none") and flag.kind is not list
     return click.Option(
-        [*_names(name), name],
+        [*_flag_spellings(name), name],
         multiple=flag.kind is list,
         type=int if flag.kind is int else str,
         default=flag.default,
@@ -305,7 +314,7 @@ def _option(name: str, flag: Flag) -> click.Option:
 
 
 def _run(model_name: str, **given: Any) -> None:
-    _estimate(model_name, {**given, "dtypes": list(given["dtypes"])})
+    _print_estimate(model_name, {**given, "dtypes": list(given["dtypes"])})
 
 
 PLUGIN = _WordsCommand(
@@ -357,7 +366,7 @@ def estimate_command(args: argparse.Namespace) -> None:
         args: what ``estimate_command_parser().parse_args()`` returned.
     """
     given = {name: getattr(args, name, flag.default) for name, flag in FLAGS.items()}
-    _estimate(args.model_name, given)
+    _print_estimate(args.model_name, given)
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
@@ -369,8 +378,10 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     library, trust = args.library_name, args.trust_remote_code
     token = getattr(args, "access_token", None)
     model = create_empty_model(args.model_name, library, trust, token)
-    facts = sums.facts_of(model, args.model_name)
-    cells = ([row[key] for key in ("dtype", "largest_layer", "total")] for row in table(facts, args.dtypes))
+    facts = sums.measure_model(model, args.model_name)
+    cells = (
+        [row[key] for key in ("dtype", "largest_layer", "total")] for row in estimate_rows(facts, args.dtypes)
+    )
     return [[*row, estimate_training_usage(facts.total(), row[0])] for row in cells]
 
 
@@ -388,9 +399,9 @@ def create_empty_model(
         trust_remote_code: run code that lies beside the configuration.
         access_token: of the hub, for models that not everybody may see.
     """
-    from accelerate.offload.estimate.skeleton import skeleton
+    from accelerate.offload.estimate.skeleton import build_skeleton
 
-    return skeleton(
+    return build_skeleton(
         model_name, library=library_name, trust_remote_code=trust_remote_code, token=access_token, head=False
     )
 
@@ -398,7 +409,7 @@ def create_empty_model(
 def estimate_training_usage(
     bytes: int, mixed_precision: str, msamp_config: str | None = None
 ) -> dict[str, int]:
-    """Bytes that training with Adam takes, by the rule of thumb of ``offload/estimate/bill.py``.
+    """Bytes that training with Adam takes, by the rule of thumb of ``offload/estimate/memory_estimate.py``.
 
     Args:
         bytes: of the model in float32.
@@ -410,8 +421,8 @@ def estimate_training_usage(
     """
     known = mixed_precision in sums.BITS and msamp_config is None
     eight = sums.BITS.get(mixed_precision) == 8 and mixed_precision != "int8"  # computes as 16 bits do
-    found = sums.rule(bytes, ("float16" if eight else mixed_precision) if known else "int4")
-    return {name: found.get(name, found["backward"]) for name in ("model", "optimizer", "gradients", "step")}
+    sizes = sums.rule_of_thumb(bytes, ("float16" if eight else mixed_precision) if known else "int4")
+    return {name: sizes.get(name, sizes["backward"]) for name in ("model", "optimizer", "gradients", "step")}
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
@@ -431,7 +442,7 @@ def check_has_model(error: BaseException) -> str:
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """What the hub knows about a model; ``gated`` or ``repo`` where it shows it to nobody or has none.
+    """Return the hub's record of a model; ``gated`` if access is restricted, ``repo`` if there is none.
 
     Args:
         repo: its name.
@@ -439,7 +450,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
     """
     from accelerate.core import packages
 
-    if not packages.installed("huggingface_hub"):
+    if not packages.is_installed("huggingface_hub"):
         raise MissingExtraError("huggingface_hub", "verify_on_hub()")
     from huggingface_hub import errors, model_info
 

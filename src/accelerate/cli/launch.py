@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.options import HANDED, TopicCommand, complete_files, options
-from accelerate.launch.job import read
+from accelerate.cli.options import SCRIPT_SETTINGS, TopicCommand, complete_files, options
+from accelerate.launch.launch_request import read_request
 
 if TYPE_CHECKING:
     import argparse
@@ -30,7 +30,7 @@ def _run(**given: Any) -> None:
     from accelerate.launch.base import launch
 
     program = given.pop("program")
-    launch(read(given, program, HANDED), replace=True)
+    launch(read_request(given, program, SCRIPT_SETTINGS), replace=True)
 
 
 PLUGIN = TopicCommand(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from accelerate.cli.show import USAGE, in_our_words, show
+from accelerate.cli.error_output import USAGE_EXIT_CODE, convert_usage_error, print_error
 from accelerate.core.errors import AccelerateError, UnknownNameError
 from accelerate.core.registry import Registry
 from accelerate.launch.errors import RankError
@@ -17,11 +17,20 @@ COMMANDS: Registry[click.Command] = Registry(
     "command",
     "accelerate.cli",
     "accelerate.commands",
-    exclude=("arguments", "bars", "config_classes", "functions", "main", "options", "parser", "show"),
+    exclude=(
+        "arguments",
+        "bar_charts",
+        "config_classes",
+        "error_output",
+        "launcher_functions",
+        "main",
+        "options",
+        "parser",
+    ),
 )
 
 
-class Commands(click.Group):
+class CommandGroup(click.Group):
     """The commands that exist; each is imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -55,7 +64,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group("accelerate", cls=Commands, invoke_without_command=True)
+@click.group("accelerate", cls=CommandGroup, invoke_without_command=True)
 @click.version_option(package_name="accelerate", prog_name="accelerate")
 @click.pass_context
 def accelerate(ctx: click.Context) -> None:
@@ -71,23 +80,23 @@ def run(args: Sequence[str], name: str = "accelerate") -> int:
         result = accelerate.main(args=list(args), prog_name=name, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except RankError as error:
-        click.echo(error.shown(), file=sys.stderr)
+        click.echo(error.format_text(), file=sys.stderr)
         return error.code
     except click.UsageError as error:
-        show(in_our_words(error, _typed(args, name)), _typed(args, name))
+        print_error(convert_usage_error(error, _command_name(args, name)), _command_name(args, name))
     except AccelerateError as error:
-        show(error, _typed(args, name))
+        print_error(error, _command_name(args, name))
     except (click.Abort, KeyboardInterrupt):
         return 130
-    return USAGE
+    return USAGE_EXIT_CODE
 
 
-def _typed(args: Sequence[str], name: str) -> str:
+def _command_name(args: Sequence[str], name: str) -> str:
     """``accelerate launch``, the command as the user typed it."""
     return f"{name} {args[0]}" if args and not args[0].startswith("-") else name
 
 
-def _process(*words: str) -> int:
+def _run_process(*words: str) -> int:
     """Runs the command line of this process, which begins with ``words``, and returns its exit code.
 
     What a command loads is in use until it ends. Looking for garbage in it, while it loads and when it ends,
@@ -104,24 +113,24 @@ def _process(*words: str) -> int:
 
 def main() -> int:
     """``accelerate``."""
-    return _process()
+    return _run_process()
 
 
 def launch() -> int:
     """``accelerate-launch``."""
-    return _process("launch")
+    return _run_process("launch")
 
 
 def config() -> int:
     """``accelerate-config``."""
-    return _process("config")
+    return _run_process("config")
 
 
 def estimate_memory() -> int:
     """``accelerate-estimate-memory``."""
-    return _process("estimate-memory")
+    return _run_process("estimate-memory")
 
 
 def merge_weights() -> int:
     """``accelerate-merge-weights``."""
-    return _process("merge-weights")
+    return _run_process("merge-weights")

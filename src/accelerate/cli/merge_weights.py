@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from accelerate.checkpoint.lazy import LazyTensor
+    from accelerate.checkpoint.lazy_tensor import LazyTensor
 
 description = "Joins the parts of a model that was saved sharded: model.safetensors, or shards with an index."
 _HELP = {
@@ -26,17 +26,17 @@ def _merge(
     checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
     from accelerate.checkpoint.merge import merge
-    from accelerate.checkpoint.sharded import tensors_of
-    from accelerate.facade.written import weights_in
+    from accelerate.checkpoint.shard_reader import lazy_tensors
+    from accelerate.facade.engine_state import engine_weights
 
     def find(folder: Path) -> Mapping[str, LazyTensor]:
-        own = weights_in(folder)
-        return tensors_of(folder) if own is None else own[1]
+        own = engine_weights(folder)
+        return lazy_tensors(folder) if own is None else own[1]
 
     merge(find, checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
 
 
-def _flag(name: str) -> click.Option:
+def _switch(name: str) -> click.Option:
     return click.Option([f"--{name}", f"--{name.replace('_', '-')}", name], is_flag=True, help=_HELP[name])
 
 
@@ -46,8 +46,8 @@ PLUGIN = click.Command(
     params=[
         click.Argument(["checkpoint_directory"]),
         click.Argument(["output_path"]),
-        _flag("unsafe_serialization"),
-        _flag("remove_checkpoint_dir"),
+        _switch("unsafe_serialization"),
+        _switch("remove_checkpoint_dir"),
     ],
     help=f"{description}\n\nCHECKPOINT_DIRECTORY is {_HELP['checkpoint_directory']}, "
     f"OUTPUT_PATH {_HELP['output_path']}.",

@@ -7,19 +7,19 @@ from typing import Any, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from accelerate.core.setting import Setting, declared
+from accelerate.core.setting import Setting, declared_settings
 from accelerate.facade.accumulation import GradientSettings
-from accelerate.facade.asked import EffectsSettings
-from accelerate.facade.resume import ResumeSettings
-from accelerate.launch.job import Job, declarations
+from accelerate.facade.option_report_settings import OptionReportSettings
+from accelerate.facade.resume_settings import ResumeSettings
 from accelerate.launch.kinds import KINDS
+from accelerate.launch.launch_request import JobSettings, all_settings
 from accelerate.precision.recipes import RECIPES
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
 from accelerate.strategy.settings import SETTINGS
 from accelerate.world.settings import WorldSettings
 
 # What a launch hands on to the script, in the order of its help.
-HANDED: tuple[type[Any], ...] = (
+SCRIPT_SETTINGS: tuple[type[Any], ...] = (
     WorldSettings,
     PrecisionSettings,
     *RECIPES,
@@ -27,51 +27,51 @@ HANDED: tuple[type[Any], ...] = (
     *(cls for classes in SETTINGS for cls in classes),
     CompileSettings,
     ResumeSettings,
-    EffectsSettings,
+    OptionReportSettings,
 )
 
-_TYPED = "accelerate.cli.options.typed"
-_FEW = 4  # as many flags are shown without being asked for
+_TYPED_FLAGS = "accelerate.cli.options.typed"
+_UNFOLDED_FLAGS = 4  # as many flags are shown without being asked for
 _METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
 
 
 class SettingOption(click.Option):
     """The flag of one setting. Values stay text: the setting checks them, whatever source they come from."""
 
-    def __init__(self, row: Setting) -> None:
-        self.row = row
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
         super().__init__(
-            [row.name, *row.spellings],
-            **({"is_flag": True, "flag_value": True} if row.switch else {}),
+            [setting.name, *setting.spellings],
+            **({"is_flag": True, "flag_value": True} if setting.switch else {}),
             default=None,
             type=click.UNPROCESSED,
-            multiple="tuple[str, ...]" in str(row.type),
-            metavar=None if row.switch else _metavar(row),
-            help=row.help,
+            multiple="tuple[str, ...]" in str(setting.type),
+            metavar=None if setting.switch else _metavar(setting),
+            help=setting.help,
         )
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
         """The text that was typed; of a flag that may be repeated all texts, with commas."""
-        found = super().type_cast_value(ctx, value)
-        return (",".join(found) or None) if self.multiple else found
+        text = super().type_cast_value(ctx, value)
+        return (",".join(text) or None) if self.multiple else text
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The values that it can have, or file names."""
-        if self.row.name.endswith(("_file", "_path", "_dir", "hostfile")):
-            return [CompletionItem(incomplete, type="dir" if self.row.name.endswith("_dir") else "file")]
-        values = [str(choice).lower() for choice in self.row.choices]
-        if not values and bool in get_args(self.row.type):
+        if self.setting.name.endswith(("_file", "_path", "_dir", "hostfile")):
+            return [CompletionItem(incomplete, type="dir" if self.setting.name.endswith("_dir") else "file")]
+        values = [str(choice).lower() for choice in self.setting.choices]
+        if not values and bool in get_args(self.setting.type):
             values = ["true", "false"]
         return [CompletionItem(value) for value in values if value.startswith(incomplete.lower())]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         """(flags, text): the long spelling and a short one; the text tells variable and key."""
-        short = [flag for flag in self.row.flags if len(flag) == 2]
-        names = ", ".join([*short, self.row.flags[0]])
-        left = names if self.row.switch else f"{names} {self.metavar}"
-        places = [self.row.variable] if self.row.variable else []
-        places += [f"{self.row.path}:"] if self.row.in_file else []
-        return left, f"{self.row.help}" + (f"  [{', '.join(places)}]" if places else "")
+        short = [flag for flag in self.setting.flags if len(flag) == 2]
+        names = ", ".join([*short, self.setting.flags[0]])
+        left = names if self.setting.switch else f"{names} {self.metavar}"
+        places = [self.setting.variable] if self.setting.variable else []
+        places += [f"{self.setting.path}:"] if self.setting.in_file else []
+        return left, f"{self.setting.help}" + (f"  [{', '.join(places)}]" if places else "")
 
 
 def _metavar(row: Setting) -> str:
@@ -80,14 +80,14 @@ def _metavar(row: Setting) -> str:
     return next((sign for kind, sign in _METAVARS.items() if kind in str(row.type)), "TEXT")
 
 
-def rows() -> tuple[Setting, ...]:
+def launch_settings() -> tuple[Setting, ...]:
     """Every setting of a launch."""
-    return declarations(HANDED)
+    return all_settings(SCRIPT_SETTINGS)
 
 
 def options() -> list[click.Parameter]:
     """The flags of a launch."""
-    return [SettingOption(row) for row in rows() if row.flags]
+    return [SettingOption(row) for row in launch_settings() if row.flags]
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -104,29 +104,29 @@ class TopicCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keeps what was typed, for the help, which comes before everything else is parsed."""
-        ctx.meta[_TYPED] = {word.partition("=")[0] for word in args}
+        ctx.meta[_TYPED_FLAGS] = {word.partition("=")[0] for word in args}
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Its flags, each in one spelling; what follows the script is the script's."""
         if ctx.params.get("program"):
             return []
-        found = super().shell_complete(ctx, incomplete)
+        items = super().shell_complete(ctx, incomplete)
         dashed = "-" in incomplete.lstrip("-")
-        return [item for item in found if dashed or "-" not in str(item.value).lstrip("-")]
+        return [item for item in items if dashed or "-" not in str(item.value).lstrip("-")]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes one section per topic, in order of first appearance, the command's own flags last."""
         topics: dict[str, list[click.Option]] = {}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and not param.hidden:
-                topic = param.row.topic if isinstance(param, SettingOption) else ""
+                topic = param.setting.topic if isinstance(param, SettingOption) else ""
                 topics.setdefault(topic, []).append(param)
         own = topics.pop("", [])
         foldable = folded_topics()
         for topic, params in (*topics.items(), ("Other", own)):
             entries = [entry for param in params if (entry := param.get_help_record(ctx))]
-            typed = ctx.meta.get(_TYPED, set()) & {name for param in params for name in param.opts}
+            typed = ctx.meta.get(_TYPED_FLAGS, set()) & {name for param in params for name in param.opts}
             if topic in foldable and params[0].is_flag and not typed:
                 shows = f"{ctx.command_path} {params[0].opts[0]} --help shows them"
                 entries = [entries[0], (f"... {len(entries) - 1} more", shows)]
@@ -136,11 +136,18 @@ class TopicCommand(click.Command):
 
 def folded_topics() -> set[str]:
     """The topics that belong to one way of training or of launching alone."""
-    switches = {switch for cls in HANDED if (switch := getattr(cls, "__switch__", ""))}
+    switches = {switch for cls in SCRIPT_SETTINGS if (switch := getattr(cls, "__switch__", ""))}
     classes = [
-        cls for cls in HANDED if hasattr(cls, "__switch__") or switches & {r.name for r in declared(cls)}
+        cls
+        for cls in SCRIPT_SETTINGS
+        if hasattr(cls, "__switch__") or switches & {r.name for r in declared_settings(cls)}
     ]
     classes += [cls for kind in KINDS for cls in kind.settings]
-    common = {row.topic for cls in (Job, *HANDED) if cls not in classes for row in declared(cls)}
-    topics = [row.topic for cls in classes for row in declared(cls) if row.flags]
-    return {topic for topic in topics if topic not in common and topics.count(topic) > _FEW}
+    common = {
+        row.topic
+        for cls in (JobSettings, *SCRIPT_SETTINGS)
+        if cls not in classes
+        for row in declared_settings(cls)
+    }
+    topics = [row.topic for cls in classes for row in declared_settings(cls) if row.flags]
+    return {topic for topic in topics if topic not in common and topics.count(topic) > _UNFOLDED_FLAGS}

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import click
 
 from accelerate.cli.arguments import CustomArgumentParser
-from accelerate.cli.options import HANDED, SettingOption
+from accelerate.cli.options import SCRIPT_SETTINGS, SettingOption
 from accelerate.launch.base import launch
 from accelerate.launch.errors import RankError
-from accelerate.launch.job import Request, as_text, read
+from accelerate.launch.launch_request import LaunchRequest, format_value, read_request
 
 # What flags have in namespaces of 1.x when nobody typed them, where that is more than None and False.
 _DEFAULTS = """
@@ -32,7 +32,7 @@ parallelism_config_tp_size=1 parallelism_config_cp_size=1 parallelism_config_cp_
 parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=1
 parallelism_config_sp_seq_length_is_variable=true parallelism_config_sp_attn_implementation=sdpa
 """
-_UNTYPED = {name: value for name, _, value in (pair.partition("=") for pair in _DEFAULTS.split())}
+_DEFAULT_VALUES = {name: value for name, _, value in (pair.partition("=") for pair in _DEFAULTS.split())}
 
 
 class LaunchParser(CustomArgumentParser):
@@ -47,7 +47,7 @@ class LaunchParser(CustomArgumentParser):
             kind: dict[str, Any] = {"action": "store_true", "default": None} if param.is_flag else {}
             kind |= {"action": "append", "default": None} if param.multiple else {}
             help = argparse.SUPPRESS if param.hidden else (param.help or "").replace("%", "%%")
-            self.add_argument(*param.opts, dest=_dest(param), help=help, **kind)
+            self.add_argument(*param.opts, dest=_namespace_key(param), help=help, **kind)
         self.add_argument("training_script", nargs="?", help="the script, module or program")
         self.add_argument("training_script_args", nargs="*", help="its arguments, untouched")
 
@@ -83,7 +83,7 @@ class LaunchParser(CustomArgumentParser):
         self.exit(2, f"accelerate launch: {message}\n  fix: accelerate launch --help lists all flags\n")
 
 
-def _dest(param: click.Parameter) -> str:
+def _namespace_key(param: click.Parameter) -> str:
     """The attribute of the namespace that holds a flag: called like the flag, as in 1.x (``args.cpu``)."""
     return param.opts[0].lstrip("-").replace("-", "_")
 
@@ -101,22 +101,22 @@ def launch_command_parser(command: click.Command, subparsers: Any = None) -> arg
 
 def launch_command(command: click.Command, args: argparse.Namespace) -> None:
     """See ``accelerate.cli.launch.launch_command``."""
-    with shown():
-        launch(request(command, args))
+    with print_rank_errors():
+        launch(build_request(command, args))
 
 
 @contextmanager
-def shown() -> Generator[None]:
+def print_rank_errors() -> Generator[None]:
     """Prints the traceback of a rank that failed before its error goes on."""
     try:
         yield
     except RankError as error:
-        print(error.shown(), file=sys.stderr, flush=True)
+        print(error.format_text(), file=sys.stderr, flush=True)
         raise
 
 
-def request(command: click.Command, args: argparse.Namespace, **decided: Any) -> Request:
-    """What a namespace asks for.
+def build_request(command: click.Command, args: argparse.Namespace, **decided: Any) -> LaunchRequest:
+    """Build the launch request of a namespace.
 
     Args:
         command: the command whose flags it holds.
@@ -128,26 +128,26 @@ def request(command: click.Command, args: argparse.Namespace, **decided: Any) ->
     """
     script = getattr(args, "training_script", None)
     program = (script, *(getattr(args, "training_script_args", None) or ())) if script else ()
-    return read({**flags(command, args), **decided}, program, HANDED)
+    return read_request({**typed_flags(command, args), **decided}, program, SCRIPT_SETTINGS)
 
 
-def flags(command: click.Command, args: argparse.Namespace) -> dict[str, Any]:
+def typed_flags(command: click.Command, args: argparse.Namespace) -> dict[str, Any]:
     """The flags that were typed, by setting; what a namespace holds by default was not."""
     given: Mapping[str, Any] = vars(args)
     typed = given.get("nondefault") or ()
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     for param in command.params:
         if not isinstance(param, click.Option) or param.name is None:
             continue
-        for dest in dict.fromkeys((_dest(param), param.name)):
-            if dest in given and (dest in typed or _asks(param, dest, given[dest])):
-                found[param.name] = given[dest]
-    return found
+        for dest in dict.fromkeys((_namespace_key(param), param.name)):
+            if dest in given and (dest in typed or _is_given(param, dest, given[dest])):
+                flags[param.name] = given[dest]
+    return flags
 
 
-def _asks(param: click.Option, dest: str, value: Any) -> bool:
-    """Whether a value that nobody is known to have typed asks for something."""
+def _is_given(param: click.Option, dest: str, value: Any) -> bool:
+    """Return whether a value, not known to be typed, differs from the default."""
     if value is None or value is False or value == "":
         return False
-    only = len(param.row.choices) == 1 if isinstance(param, SettingOption) else False
-    return not only and as_text(value).lower() != _UNTYPED.get(dest, "").lower()
+    only = len(param.setting.choices) == 1 if isinstance(param, SettingOption) else False
+    return not only and format_value(value).lower() != _DEFAULT_VALUES.get(dest, "").lower()

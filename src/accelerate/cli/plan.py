@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.bars import bars, create_ascii_table, plot, size_text
+from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
 from accelerate.core.errors import SettingError
 from accelerate.core.units import show_count
 
 if TYPE_CHECKING:
-    from accelerate.offload.estimate.bill import Bill, Training
-    from accelerate.offload.estimate.layouts import Devices, Way
+    from accelerate.offload.estimate.memory_estimate import MemoryEstimate, TrainingSetup
+    from accelerate.offload.estimate.parallel_layouts import ClusterSpec, ParallelLayout
 
 _HELP = """Show what each device holds under every way to spread a training, and which way to take.
 
@@ -29,7 +29,7 @@ accelerate plan ./my-model --gpus 4x8x80GB --batch 4 --length 4096 --write accel
 """
 
 
-def _flag(name: str) -> tuple[str, ...]:
+def _flag_spellings(name: str) -> tuple[str, ...]:
     """Both spellings of a flag."""
     return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
 
@@ -48,143 +48,162 @@ def _flag(name: str) -> tuple[str, ...]:
     "--accumulation", type=int, default=1, show_default=True, help="micro-batches of an optimizer step"
 )
 @click.option(
-    *_flag("mixed-precision"), default="bf16", show_default=True, metavar="NAME", help="no, fp16, bf16"
+    *_flag_spellings("mixed-precision"),
+    default="bf16",
+    show_default=True,
+    metavar="NAME",
+    help="no, fp16, bf16",
 )
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="its kind")
 @click.option("--library", help="whose model it is, where its configuration does not tell")
-@click.option(*_flag("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration")
+@click.option(
+    *_flag_spellings("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration"
+)
 @click.option("--take", metavar="NUMBER", type=int, help="write that row instead of the recommended one")
 @click.option("--write", metavar="FILE", help="write a configuration for `accelerate launch`")
 @click.option("--plot", metavar="FILE", help="draw the bars into this picture")
 @click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
 def _plan(model: str, gpus: str, **given: Any) -> None:
-    from accelerate.offload.estimate import layouts, skeleton
-    from accelerate.offload.estimate.bill import Training, facts_of
+    from accelerate.offload.estimate import parallel_layouts, skeleton
+    from accelerate.offload.estimate.memory_estimate import TrainingSetup, measure_model
 
-    _refuse_taken(given["write"])
-    on = layouts.devices(gpus)
+    _refuse_existing(given["write"])
+    cluster = parallel_layouts.parse_cluster(gpus)
     names = ("batch", "length", "accumulation", "mixed_precision", "optimizer")
-    how = Training(**{name: given[name] for name in names})
+    training = TrainingSetup(**{name: given[name] for name in names})
     options = {"library": given["library"], "trust_remote_code": given["trust"]}
-    facts = facts_of(skeleton.skeleton(model, **options), model)
-    found = layouts.ways(facts, how, on, _kept(model, options))
-    best = layouts.recommended(found, on)
-    why = layouts.reason(best, found, on)
-    chosen = _chosen(found, best, given["take"])
+    facts = measure_model(skeleton.build_skeleton(model, **options), model)
+    layouts = parallel_layouts.list_layouts(facts, training, cluster, _activation_tracer(model, options))
+    best = parallel_layouts.recommend_layout(layouts, cluster)
+    why = parallel_layouts.explain_choice(best, layouts, cluster)
+    chosen = _select_layout(layouts, best, given["take"])
     if given["plot"]:
         title = f"{facts.kind}, {show_count(facts.parameters)} parameters, {gpus}"
-        plot(Path(given["plot"]), {way.name: way.bill.parts for way in found}, title)
+        plot_bars(Path(given["plot"]), {way.name: way.estimate.parts for way in layouts}, title)
     if given["as_json"]:
-        click.echo(json.dumps(as_object(found, on, best, why), indent=1))
+        click.echo(json.dumps(plan_as_json(layouts, cluster, best, why), indent=1))
     else:
-        click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters, on {on}.")
-        show(found, on, best)
+        click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters, on {cluster}.")
+        print_layouts(layouts, cluster, best)
         click.echo(f"\n{why}")
     if given["write"]:
         if chosen is None:
             raise SettingError("nothing fits, so there is nothing to write", fix="--take NUMBER of a row")
         path = Path(given["write"])
-        write(path, chosen, on, given["mixed_precision"], given["accumulation"])
+        write_config(path, chosen, cluster, given["mixed_precision"], given["accumulation"])
         click.echo(f"written to {path}: accelerate launch --config_file {path} your_script.py", err=True)
 
 
-def _kept(model: str, options: Mapping[str, Any]) -> Callable[[Training], Any]:
-    """What a forward keeps, traced once for each kind of forward."""
-    from accelerate.cli.estimate_memory import traced
+def _activation_tracer(model: str, options: Mapping[str, Any]) -> Callable[[TrainingSetup], Any]:
+    """Return a function that traces activations, once for each kind of forward."""
+    from accelerate.cli.estimate_memory import trace_activations
 
     @cache
-    def once(batch: int, length: int | None, dtype: str, mixed: str, narrow: bool, attention: str) -> Any:
-        from accelerate.offload.estimate.bill import Training
+    def trace(batch: int, length: int | None, dtype: str, mixed: str, narrow: bool, attention: str) -> Any:
+        from accelerate.offload.estimate.memory_estimate import TrainingSetup
 
         strategy = "zero1" if narrow else "single"
-        how = Training(dtype, mixed, batch=batch, length=length, attention=attention, strategy=strategy)
-        return traced(model, options, how)
+        how = TrainingSetup(dtype, mixed, batch=batch, length=length, attention=attention, strategy=strategy)
+        return trace_activations(model, options, how)
 
-    def kept(how: Training) -> Any:
-        return once(how.batch, how.length, how.dtype, how.mixed_precision, how.narrow_weights, how.attention)
+    def trace_once(how: TrainingSetup) -> Any:
+        return trace(how.batch, how.length, how.dtype, how.mixed_precision, how.narrow_weights, how.attention)
 
-    return kept
+    return trace_once
 
 
-def _chosen(found: Sequence[Way], best: Way | None, take: int | None) -> Way | None:
+def _select_layout(
+    layouts: Sequence[ParallelLayout], best: ParallelLayout | None, take: int | None
+) -> ParallelLayout | None:
     if take is None:
         return best
-    if not 1 <= take <= len(found):
-        raise SettingError(f"there is no row {take}", fix=f"--take a number from 1 to {len(found)}")
-    return found[take - 1]
+    if not 1 <= take <= len(layouts):
+        raise SettingError(f"there is no row {take}", fix=f"--take a number from 1 to {len(layouts)}")
+    return layouts[take - 1]
 
 
 # ---------------------------------------------------------------- what is shown
 
 
-def show(found: Sequence[Way], on: Devices, best: Way | None) -> None:
+def print_layouts(
+    layouts: Sequence[ParallelLayout], cluster: ClusterSpec, best: ParallelLayout | None
+) -> None:
     """Prints the table and the bars."""
-    from accelerate.offload.estimate.bill import PARTS
+    from accelerate.offload.estimate.memory_estimate import PARTS
 
     headers = ["", "", "peak", "fits", *PARTS, "on the host"]
-    rows = [[str(n), way.name, *_cells(way, on, best)] for n, way in enumerate(found, 1)]
-    title = "What the device holds" if on.count == 1 else f"What each of {on.count} devices holds"
+    rows = [[str(n), way.name, *_layout_cells(way, cluster, best)] for n, way in enumerate(layouts, 1)]
+    title = "What the device holds" if cluster.count == 1 else f"What each of {cluster.count} devices holds"
     click.echo(create_ascii_table(headers, rows, title))
     click.echo("")
-    click.echo(bars({way.name: way.bill.parts for way in found}, colour=sys.stdout.isatty()))
-    for note in dict.fromkeys(note for way in found for note in way.bill.notes):
+    click.echo(draw_bars({way.name: way.estimate.parts for way in layouts}, colour=sys.stdout.isatty()))
+    for note in dict.fromkeys(note for way in layouts for note in way.estimate.notes):
         click.echo(f"note: {note}.")
-    waiting = max(way.bill.waiting for way in found)
+    waiting = max(way.estimate.unreduced for way in layouts)
     if waiting:
         click.echo(
             "note: ways that divide weights keep whole gradients until the last micro-batch: up to "
             f"{size_text(waiting)} more; GradientAccumulationPlugin(sync_each_batch=True) reduces each."
         )
-    free = f"a tenth of each device is kept free, so {size_text(on.usable)} count as fitting"
+    free = f"a tenth of each device is kept free, so {size_text(cluster.usable)} count as fitting"
     click.echo(f"note: {free}; in all that is printed, 1 GB is 1024^3 bytes.")
 
 
-def _cells(way: Way, on: Devices, best: Way | None) -> list[str]:
-    bill: Bill = way.bill
-    fits = "yes, take it" if way is best else "yes" if way.fits(on) else "no"
+def _layout_cells(layout: ParallelLayout, cluster: ClusterSpec, best: ParallelLayout | None) -> list[str]:
+    bill: MemoryEstimate = layout.estimate
+    fits = "yes, take it" if layout is best else "yes" if layout.fits(cluster) else "no"
     host = size_text(bill.host) if bill.host else "-"
     return [size_text(bill.total), fits, *map(size_text, bill.parts.values()), host]
 
 
-def as_object(found: Sequence[Way], on: Devices, best: Way | None, why: str) -> dict[str, Any]:
+def plan_as_json(
+    layouts: Sequence[ParallelLayout], cluster: ClusterSpec, best: ParallelLayout | None, why: str
+) -> dict[str, Any]:
     """The plan as JSON has it."""
     rows = [
         {
             "name": way.name,
-            "fits": way.fits(on),
+            "fits": way.fits(cluster),
             "why": way.why,
-            "settings": dict(way.job),
-            **way.bill.parts,
-            "peak": way.bill.total,
-            "host": way.bill.host,
-            "waiting": way.bill.waiting,
-            "notes": list(way.bill.notes),
+            "settings": dict(way.settings),
+            **way.estimate.parts,
+            "peak": way.estimate.total,
+            "host": way.estimate.host,
+            "waiting": way.estimate.unreduced,
+            "notes": list(way.estimate.notes),
         }
-        for way in found
+        for way in layouts
     ]
-    devices = {"nodes": on.nodes, "each": on.each, "memory": on.memory, "usable": on.usable}
+    devices = {
+        "nodes": cluster.nodes,
+        "each": cluster.each,
+        "memory": cluster.memory,
+        "usable": cluster.usable,
+    }
     return {"devices": devices, "ways": rows, "recommended": None if best is None else best.name, "why": why}
 
 
 # ---------------------------------------------------------------- the file
 
 
-def write(path: Path, way: Way, on: Devices, precision: str, accumulation: int = 1) -> None:
+def write_config(
+    path: Path, way: ParallelLayout, on: ClusterSpec, precision: str, accumulation: int = 1
+) -> None:
     """Writes a configuration of that way for ``accelerate launch``. A file that is there stays as it is.
 
     Raises:
         SettingError: there is a file already, or it cannot be written.
     """
-    from accelerate.cli.wizard import keys
+    from accelerate.cli.wizard import config_keys
 
-    _refuse_taken(path)
-    pairs = {**way.job, "mixed_precision": precision, "num_processes": on.count}
+    _refuse_existing(path)
+    pairs = {**way.settings, "mixed_precision": precision, "num_processes": on.count}
     pairs |= {"num_machines": on.nodes} if on.nodes > 1 else {}
     pairs |= {"gradient_accumulation_steps": accumulation} if accumulation > 1 else {}
-    keys.set_in(path, [f"{name}={value}" for name, value in pairs.items()])
+    config_keys.set_keys(path, [f"{name}={value}" for name, value in pairs.items()])
 
 
-def _refuse_taken(path: str | Path | None) -> None:
+def _refuse_existing(path: str | Path | None) -> None:
     if path and Path(path).exists():
         raise SettingError(f"{path} is there already", fix="name another file, or remove it first")
 

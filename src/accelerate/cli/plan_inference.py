@@ -24,16 +24,16 @@ accelerate plan-inference ./my-model --device 24GB --cpu 60GB
 accelerate plan-inference ./my-model --device 24GB --device 24GB --batch 8 --length 4096 --dtype bfloat16
 """
 # How people say it -> the name of the format.
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-class Bits(NamedTuple):
+class SizeFormat(NamedTuple):
     """A number format that matters only for sizes."""
 
     bits: int
 
 
-def _flag(name: str) -> tuple[str, ...]:
+def _flag_spellings(name: str) -> tuple[str, ...]:
     """Both spellings of a flag."""
     return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
 
@@ -53,29 +53,38 @@ def _flag(name: str) -> tuple[str, ...]:
 @click.option(
     "--dtype", metavar="NAME", help="weights as if converted to it; else what the configuration says"
 )
-@click.option(*_flag("no-split"), "no_split", multiple=True, metavar="CLASS", help="modules that stay whole")
 @click.option(
-    *_flag("offload-buffers"), "offload_buffers", is_flag=True, help="buffers move with their weights"
+    *_flag_spellings("no-split"), "no_split", multiple=True, metavar="CLASS", help="modules that stay whole"
+)
+@click.option(
+    *_flag_spellings("offload-buffers"),
+    "offload_buffers",
+    is_flag=True,
+    help="buffers move with their weights",
 )
 @click.option("--fill", is_flag=True, help="fill accelerators with what fits, also out of order")
 @click.option("--library", help="whose model it is, where its configuration does not tell")
-@click.option(*_flag("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration")
+@click.option(
+    *_flag_spellings("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration"
+)
 @click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
 def _plan_inference(model: str, **given: Any) -> None:
-    from accelerate.offload.estimate.skeleton import skeleton
+    from accelerate.offload.estimate.skeleton import build_skeleton
 
-    limits = budgets(given["devices"], given["cpu"], given["disk"])
-    empty = skeleton(model, library=given["library"], trust_remote_code=given["trust"])
-    plan, notes = planned(empty, limits, **{name: given[name] for name in _ASKED})
-    click.echo(json.dumps(as_object(plan, notes), indent=2) if given["as_json"] else plan)
+    limits = device_budgets(given["devices"], given["cpu"], given["disk"])
+    empty = build_skeleton(model, library=given["library"], trust_remote_code=given["trust"])
+    plan, notes = plan_placement(empty, limits, **{name: given[name] for name in _PLAN_OPTIONS})
+    click.echo(json.dumps(plan_as_json(plan, notes), indent=2) if given["as_json"] else plan)
     for note in () if given["as_json"] else notes:
         click.echo(f"note: {note}")
 
 
-_ASKED = ("batch", "length", "dtype", "no_split", "offload_buffers", "fill")
+_PLAN_OPTIONS = ("batch", "length", "dtype", "no_split", "offload_buffers", "fill")
 
 
-def budgets(devices: Sequence[str], cpu: str | None, disk: str | None) -> dict[Device, int | float | str]:
+def device_budgets(
+    devices: Sequence[str], cpu: str | None, disk: str | None
+) -> dict[Device, int | float | str]:
     """Device -> budget, as typed; what was not typed is what this machine has free.
 
     Args:
@@ -83,19 +92,19 @@ def budgets(devices: Sequence[str], cpu: str | None, disk: str | None) -> dict[D
         cpu: of main memory.
         disk: of the disk.
     """
-    from accelerate.offload.maps import get_max_memory
+    from accelerate.offload.device_maps import get_max_memory
     from accelerate.offload.placement import CPU, DISK
 
     here = get_max_memory() if cpu is None or not devices else {}
-    found: dict[Device, int | float | str] = dict(enumerate(devices))
+    limits: dict[Device, int | float | str] = dict(enumerate(devices))
     if not devices:
-        found |= {device: free for device, free in here.items() if device != CPU}
+        limits |= {device: free for device, free in here.items() if device != CPU}
     if cpu is not None or CPU in here:
-        found[CPU] = here[CPU] if cpu is None else cpu
-    return found if disk is None else found | {DISK: disk}
+        limits[CPU] = here[CPU] if cpu is None else cpu
+    return limits if disk is None else limits | {DISK: disk}
 
 
-def planned(
+def plan_placement(
     model: nn.Module,
     limits: Mapping[Device, int | float | str],
     *,
@@ -109,7 +118,7 @@ def planned(
     """(the plan, how its reserve was counted) of a model on the meta device.
 
     With a length, keys and values are counted with the blocks that keep them, and activations are reserved on
-    every device that computes. The formulas are those of ``offload/estimate/reserve.py``:
+    every device that computes. The formulas are those of ``offload/estimate/inference_reserve.py``:
 
     - keys and values of a block: ``2 x batch x length x kv_heads x head_size x bytes``;
     - activations: what one block makes of ``batch x length`` tokens, and for the words of the last of them
@@ -122,34 +131,34 @@ def planned(
         length: tokens of each; None plans for weights only.
         dtype: count floating point weights as if they were converted to it.
         no_split: classes that stay whole, besides those that the model names.
-        offload_buffers, fill: see ``Rules``.
+        offload_buffers, fill: see ``PlacementRules``.
     """
-    from accelerate.offload.estimate.bill import bits
-    from accelerate.offload.estimate.reserve import inference
-    from accelerate.offload.measure import tree
-    from accelerate.offload.place import Rules, place
+    from accelerate.offload.estimate.inference_reserve import reserve_for_inference
+    from accelerate.offload.estimate.memory_estimate import dtype_bits
+    from accelerate.offload.module_sizes import build_module_tree
     from accelerate.offload.placement import CPU, DISK
+    from accelerate.offload.placement_planner import PlacementRules, plan_placement
 
-    width = None if dtype is None else Bits(bits(_SHORT.get(dtype, dtype)))
-    rules = Rules(_whole(model) | set(no_split), offload_buffers, fill)
-    part = tree(model, width)
+    width = None if dtype is None else SizeFormat(dtype_bits(_DTYPE_ALIASES.get(dtype, dtype)))
+    rules = PlacementRules(_unsplittable_classes(model) | set(no_split), offload_buffers, fill)
+    part = build_module_tree(model, width)
     if length is None:
         notes = ["only weights are counted; with --length so are activations, keys and values"]
-        return place(part, limits, rules), notes
-    need = inference(model, batch, length, _width(model, width))
+        return plan_placement(part, limits, rules), notes
+    need = reserve_for_inference(model, batch, length, _compute_bytes(model, width))
     computers = [device for device in limits if device not in (CPU, DISK)] or [CPU]
     reserve = {device: need.working for device in computers if device in limits}
-    rules = Rules(rules.no_split, offload_buffers, fill, reserve, need.cache)
-    return place(part, limits, rules), [need.note]
+    rules = PlacementRules(rules.no_split, offload_buffers, fill, reserve, need.cache)
+    return plan_placement(part, limits, rules), [need.note]
 
 
-def _whole(model: nn.Module) -> frozenset[str]:
+def _unsplittable_classes(model: nn.Module) -> frozenset[str]:
     """The classes that a model, or a part of it, says must stay whole, as far as it has modules of them."""
     told = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     return frozenset(told & {type(part).__name__ for part in model.modules()})
 
 
-def _width(model: nn.Module, bits: Bits | None) -> int:
+def _compute_bytes(model: nn.Module, bits: SizeFormat | None) -> int:
     """Bytes of a number in the forward: formats below 16 bits are for storage, and computed in 16."""
     if bits is not None:
         return max(2, bits.bits // 8)
@@ -157,7 +166,7 @@ def _width(model: nn.Module, bits: Bits | None) -> int:
     return max(2, next(floats, 4))
 
 
-def as_object(plan: Placement, notes: Sequence[str]) -> dict[str, Any]:
+def plan_as_json(plan: Placement, notes: Sequence[str]) -> dict[str, Any]:
     """The plan as JSON has it; a disk without limit is null."""
     accounts = {
         str(device): {
@@ -166,9 +175,9 @@ def as_object(plan: Placement, notes: Sequence[str]) -> dict[str, Any]:
             "buffers_of_others": account.pinned,
             "keys_and_values": account.cache,
             "activations": account.reserve,
-            "largest_block": account.kept,
+            "largest_block": account.block_buffer,
         }
-        for device, account in plan.accounts.items()
+        for device, account in plan.budgets.items()
     }
     return {
         "device_map": plan.device_map,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.options import HANDED, TopicCommand, options
+from accelerate.cli.options import SCRIPT_SETTINGS, TopicCommand, options
 from accelerate.core.errors import SettingError
 from accelerate.launch.errors import RankError
-from accelerate.launch.job import read
+from accelerate.launch.launch_request import read_request
 
 if TYPE_CHECKING:
     import argparse
@@ -29,7 +29,7 @@ training and checkpoints. The exit code is 0 if nothing failed.
 """
 
 
-def _test(given: dict[str, Any]) -> None:
+def _launch_checks(given: dict[str, Any]) -> None:
     """Launches the checks.
 
     Raises:
@@ -41,13 +41,15 @@ def _test(given: dict[str, Any]) -> None:
     if wrong:
         raise SettingError(f"--{wrong} says what kind of script is launched, but the script is a fixed one")
     # The checks make many an Accelerator, and the table says what came of the options.
-    launch(read({**given, "effects": given.get("effects") or "none"}, (str(SCRIPT),), HANDED))
+    launch(
+        read_request({**given, "effects": given.get("effects") or "none"}, (str(SCRIPT),), SCRIPT_SETTINGS)
+    )
     click.echo(f"\n{SUCCESS}")
 
 
 def _run(**given: Any) -> None:
     try:
-        _test(given)
+        _launch_checks(given)
     except RankError as error:
         if error.traceback:
             raise
@@ -94,7 +96,7 @@ def test_command(args: argparse.Namespace) -> None:
     Raises:
         RankError: a check failed.
     """
-    _test({"config_file": args.config_file})
+    _launch_checks({"config_file": args.config_file})
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.launch import files, writing
+from accelerate.launch import config_files, config_writer
 
 if TYPE_CHECKING:
     import argparse
 
-COPIES, LOCAL = "fsdp_replicate_size", "LOCAL_STATE_DICT"
+REPLICATE_SIZE, LOCAL_STATE_DICT = "fsdp_replicate_size", "LOCAL_STATE_DICT"
 SECTION, PREFIX, VERSION = "fsdp_config", "fsdp_", "fsdp_version"
 
 
@@ -57,7 +57,7 @@ ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
 _NUMBERS = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
 
 
-class FileInTheWayError(SettingError, FileExistsError):
+class OutputExistsError(SettingError, FileExistsError):
     """The file to write exists."""
 
 
@@ -67,7 +67,9 @@ def load_config(config_file: str) -> dict[str, Any]:
     Raises:
         SettingError: it is missing or cannot be read.
     """
-    return {str(key): value for key, value in files.raw(Path(config_file).expanduser())[0].items()}
+    return {
+        str(key): value for key, value in config_files.read_raw(Path(config_file).expanduser())[0].items()
+    }
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
@@ -80,43 +82,43 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         UnknownNameError: a sharding strategy that does not exist.
         SettingError: ``fsdp_config`` is no table.
     """
-    table = _table(config)
+    table = _fsdp_options(config)
     if not table or table.get(VERSION) == 2:
         return dict(config)
     new: dict[str, Any] = {VERSION: 2}
     for key, value in table.items():
         target = ARGUMENT_KEY_MAPPING.get(key, key)
         if key != VERSION and not isinstance(target, ConversionStatus) and value is not None:
-            new[target] = _converted(key, value)
+            new[target] = _convert_value(key, value)
     machines = config.get("num_machines")
-    if _copies(table) and COPIES not in new and isinstance(machines, int) and machines > 1:
-        new[COPIES] = machines
-    if str(new.get("fsdp_state_dict_type")).upper() == LOCAL:
+    if _is_hybrid(table) and REPLICATE_SIZE not in new and isinstance(machines, int) and machines > 1:
+        new[REPLICATE_SIZE] = machines
+    if str(new.get("fsdp_state_dict_type")).upper() == LOCAL_STATE_DICT:
         new["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
     return {**config, SECTION: dict(sorted(new.items()))}
 
 
-def _copies(table: Mapping[str, Any]) -> bool:
-    """Whether every machine has a copy of the shards."""
+def _is_hybrid(table: Mapping[str, Any]) -> bool:
+    """Return whether the sharding is HSDP: shards are replicated across machines."""
     given = table.get("fsdp_sharding_strategy")
     return "HYBRID" in str(_NUMBERS.get(given, given) if isinstance(given, int) else given).upper()
 
 
-def _table(config: Mapping[str, Any]) -> dict[str, Any]:
+def _fsdp_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options of sharding, with their prefix."""
     table = config.get(SECTION) or {}
     if not isinstance(table, dict):
         raise SettingError(f"{SECTION} is {table!r}, but it is a table of keys")
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in table.items():
         name = str(key) if str(key).startswith(PREFIX) else f"{PREFIX}{key}"
-        if name in found:
+        if name in options:
             raise SettingError(f"{SECTION} gives {name} twice", fix="keep one of them")
-        found[name] = value
-    return found
+        options[name] = value
+    return options
 
 
-def _converted(key: str, value: Any) -> Any:
+def _convert_value(key: str, value: Any) -> Any:
     words = ARGUMENT_VALUE_MAPPING.get(key)
     if words is None or isinstance(value, bool):
         return value
@@ -128,22 +130,22 @@ def _converted(key: str, value: Any) -> Any:
     return words[word]
 
 
-def _dropped(config: Mapping[str, Any]) -> Iterator[str]:
+def _dropped_key_lines(config: Mapping[str, Any]) -> Iterator[str]:
     """A line for each key that is left out."""
-    for key in _table(config):
+    for key in _fsdp_options(config):
         if isinstance(ARGUMENT_KEY_MAPPING.get(key), ConversionStatus):
             why = "gathers ahead by itself" if key.endswith("_prefetch") else "has no such option"
             yield f"{key} is left out: version 2 {why}"
-    if _copies(_table(config)):
-        yield f"{COPIES} is how many copies of the shards there are: one for each machine, as it was"
-    if str(_table(config).get("fsdp_state_dict_type")).upper() == LOCAL:
-        yield f"{LOCAL} becomes SHARDED_STATE_DICT, which any number of processes reads"
+    if _is_hybrid(_fsdp_options(config)):
+        yield f"{REPLICATE_SIZE} is how many copies of the shards there are: one for each machine, as it was"
+    if str(_fsdp_options(config).get("fsdp_state_dict_type")).upper() == LOCAL_STATE_DICT:
+        yield f"{LOCAL_STATE_DICT} becomes SHARDED_STATE_DICT, which any number of processes reads"
 
 
-def _check(config: Mapping[str, Any], path: Path) -> None:
+def _refuse_other_files(config: Mapping[str, Any], path: Path) -> None:
     """Refuses a file that is none of version 1."""
     kind = config.get("distributed_type")
-    if not _table(config):
+    if not _fsdp_options(config):
         raise SettingError(
             f"{path} has no {SECTION}: there is nothing to convert",
             why=f"distributed_type is {kind}" if kind else "it says nothing about sharding",
@@ -153,15 +155,15 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
         raise SettingError(
             f"{path} has a {SECTION}, but its distributed_type is {kind}", fix="write distributed_type: FSDP"
         )
-    if _table(config).get(VERSION) == 2:
+    if _fsdp_options(config).get(VERSION) == 2:
         raise SettingError(
             f"{path} is of version 2 already",
             fix=f"if its keys are those of version 1, write {VERSION}: 1 there and run this again",
         )
 
 
-def _target(path: Path, output: str | None, overwrite: bool) -> Path:
-    """Where the new file goes."""
+def _target_file(path: Path, output: str | None, overwrite: bool) -> Path:
+    """Return the path of the new file."""
     if output is None and not overwrite:
         raise SettingError(
             "there is no place for the new file",
@@ -169,7 +171,7 @@ def _target(path: Path, output: str | None, overwrite: bool) -> Path:
         )
     target = path if output is None else Path(output).expanduser()
     if target.exists() and not overwrite:
-        raise FileInTheWayError(f"{target} exists already", fix="add --overwrite, or name another file")
+        raise OutputExistsError(f"{target} exists already", fix="add --overwrite, or name another file")
     return target
 
 
@@ -185,17 +187,17 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
         SettingError: the file is none of version 1, or there is no place for the new one.
     """
     path = Path(config_file).expanduser()
-    target = _target(path, output_file, overwrite)
+    target = _target_file(path, output_file, overwrite)
     config = load_config(config_file)
     try:
-        _check(config, path)
+        _refuse_other_files(config, path)
         new = convert_config_to_fsdp2(config)
     except SettingError as error:
         if str(path) in error.what:
             raise
         raise SettingError(f"{path}: {error.what}", why=error.why, fix=error.fix) from error
-    writing.write(target, writing.text_of(new, target))
-    return [*_dropped(config), f"written to {target}"]
+    config_writer.write_file(target, config_writer.format_config(new, target))
+    return [*_dropped_key_lines(config), f"written to {target}"]
 
 
 @click.command("to-fsdp2", short_help="Turn a configuration of version 1 into one of version 2.")

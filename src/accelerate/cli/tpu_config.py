@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.core.errors import SettingError
-from accelerate.launch import files, gcloud
+from accelerate.launch import config_files, gcloud
 
 if TYPE_CHECKING:
     import argparse
@@ -33,7 +33,7 @@ _HELP = {
 _SWITCHES = ("use_alpha", "install_accelerate", "debug")
 
 
-def program(given: dict[str, Any]) -> tuple[str, ...]:
+def build_program(given: dict[str, Any]) -> tuple[str, ...]:
     """The program that runs the commands on all machines.
 
     Args:
@@ -42,9 +42,9 @@ def program(given: dict[str, Any]) -> tuple[str, ...]:
     Raises:
         SettingError: there is nothing to run, or no TPU is named, or a file cannot be read.
     """
-    file = files.find(given["config_file"])
+    file = config_files.find_config(given["config_file"])
     said = dict(file.values) if file is not None else {}
-    commands = _commands(given, said)
+    commands = _read_commands(given, said)
     if given["install_accelerate"]:
         version = given["accelerate_version"]
         what = "-U accelerate" if version == "latest" else f"accelerate=={version}"
@@ -55,7 +55,7 @@ def program(given: dict[str, Any]) -> tuple[str, ...]:
             why="neither a flag nor the configuration file names a command",
             fix="add --command '...', or commands: [...] in the configuration file",
         )
-    return gcloud.on_workers(
+    return gcloud.worker_command(
         "; ".join([f"cd {_FOLDER}", *commands]),
         name=given["tpu_name"] or said.get("tpu_name"),
         zone=given["tpu_zone"] or said.get("tpu_zone"),
@@ -63,23 +63,27 @@ def program(given: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _commands(given: dict[str, Any], said: dict[str, Any]) -> list[str]:
-    """What was typed, else the file that was named, else what the configuration says, in this order."""
+def _read_commands(given: dict[str, Any], said: dict[str, Any]) -> list[str]:
+    """Read the commands: those typed, else those of a named file, else those of the configuration."""
     for source in (given, said):
-        found = source.get("command") or source.get("commands") or ()
-        if found:
-            return list(_flat(found))
+        commands = source.get("command") or source.get("commands") or ()
+        if commands:
+            return list(_flatten_commands(commands))
         if source.get("command_file"):
-            return _lines(source["command_file"])
+            return _read_lines(source["command_file"])
     return []
 
 
-def _flat(found: str | Sequence[Any]) -> list[str]:
+def _flatten_commands(commands: str | Sequence[Any]) -> list[str]:
     """A list of commands, of which some may be lists: argparse makes one for each flag."""
-    return [found] if isinstance(found, str) else [line for each in found for line in _flat(each)]
+    return (
+        [commands]
+        if isinstance(commands, str)
+        else [line for each in commands for line in _flatten_commands(each)]
+    )
 
 
-def _lines(name: str) -> list[str]:
+def _read_lines(name: str) -> list[str]:
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -88,7 +92,7 @@ def _lines(name: str) -> list[str]:
 
 
 def _run(**given: Any) -> int:
-    command = program(given)
+    command = build_program(given)
     if given["debug"]:
         click.echo(f"Running {shlex.join(command)}")
         return 0

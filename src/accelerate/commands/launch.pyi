@@ -4,15 +4,15 @@
 from accelerate.cli.arguments import CustomHelpFormatter as CustomHelpFormatter
 from accelerate.cli.arguments import clean_option as clean_option
 from accelerate.cli.arguments import options_to_group as options_to_group
-from accelerate.cli.functions import deepspeed_launcher as deepspeed_launcher
-from accelerate.cli.functions import multi_gpu_launcher as multi_gpu_launcher
-from accelerate.cli.functions import sagemaker_launcher as sagemaker_launcher
-from accelerate.cli.functions import simple_launcher as simple_launcher
-from accelerate.cli.functions import tpu_launcher as tpu_launcher
-from accelerate.cli.functions import tpu_pod_launcher as tpu_pod_launcher
 from accelerate.cli.launch import launch_command as launch_command
 from accelerate.cli.launch import launch_command_parser as launch_command_parser
 from accelerate.cli.launch import main as main
+from accelerate.cli.launcher_functions import deepspeed_launcher as deepspeed_launcher
+from accelerate.cli.launcher_functions import multi_gpu_launcher as multi_gpu_launcher
+from accelerate.cli.launcher_functions import sagemaker_launcher as sagemaker_launcher
+from accelerate.cli.launcher_functions import simple_launcher as simple_launcher
+from accelerate.cli.launcher_functions import tpu_launcher as tpu_launcher
+from accelerate.cli.launcher_functions import tpu_pod_launcher as tpu_pod_launcher
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

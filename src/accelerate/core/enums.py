@@ -1,4 +1,4 @@
-"""The base of the contract's enumerations: members equal their text."""
+"""The bases of the public enumerations: members equal their text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class EnumWithContains(EnumMeta):
-    """An enumeration class of which ``"text" in Class`` can be asked."""
+    """A metaclass of enumerations that supports ``"text" in Class``."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -25,7 +25,7 @@ class BaseEnum(str, Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[Any]:
-        """The values of all members, in order."""
+        """Return the values of all members, in order."""
         return [member.value for member in cls]
 
 

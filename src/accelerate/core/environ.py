@@ -1,7 +1,7 @@
 """The environment: read in this file and written in this file, nowhere else.
 
-Everything else asks here once and then passes plain values around. ``child`` makes the environment of a
-process to be started without touching this one's.
+All other modules read variables here once and pass plain values around. ``make_child_environment`` makes
+the environment of a process to be started without touching this one's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
 
 # Variables that are a protocol rather than a setting: they describe the run and have no flag or key.
-# name -> what it means. Settings declare their own variables next to their own field (core/setting.py),
+# name -> meaning. Settings declare their own variables next to their own field (core/setting.py),
 # schedulers theirs in world/clusters.py, devices and strategies theirs in their own file.
-PROTOCOL: dict[str, str] = {
+PROTOCOL_VARIABLES: dict[str, str] = {
     "ACCELERATE_TORCH_DEVICE": "fixes the torch device of this process, for example 'cpu'",
     "ACCELERATE_LOG_LEVEL": "level of the loggers made by accelerate.logging.get_logger",
     "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model spread over devices under data parallelism",
     "ACCELERATE_INIT_INCLUDE_BUFFERS": "true: init_empty_weights leaves buffers without memory too",
-    "ACCELERATE_ASKED": "what the launcher was asked for, and by which flag or line of a file, as JSON",
+    "ACCELERATE_ASKED": "the options requested of the launcher, each with its flag or file line, as JSON",
     "ACCELERATE_STOP_FOLDER": "where a process tells its launcher that it stops in good order when asked",
     "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",
     "RANK": "rank of this process in the world",
@@ -38,17 +38,17 @@ PROTOCOL: dict[str, str] = {
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the whole environment."""
+    """Return a copy of the whole environment."""
     return dict(os.environ)
 
 
 def get(name: str, default: str | None = None) -> str | None:
-    """The value of one variable; an empty value counts as unset."""
+    """Return the value of one variable; an empty value counts as unset."""
     return os.environ.get(name) or default
 
 
-def first(names: Iterable[str]) -> tuple[str, str] | None:
-    """The first of ``names`` that is set, with its value."""
+def get_first(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first of ``names`` that is set, with its value; None when none is."""
     for name in names:
         value = get(name)
         if value is not None:
@@ -56,18 +56,18 @@ def first(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def flag(name: str, default: bool = False) -> bool:
-    """A variable read as yes or no (``1 true t yes y on`` / ``0 false f no n off``).
+def get_flag(name: str, default: bool = False) -> bool:
+    """Return a variable as a boolean (``1 true t yes y on`` / ``0 false f no n off``).
 
     Raises:
         SettingError: the value is none of these words.
     """
     value = get(name)
-    return default if value is None else truth(value, where=f"the environment variable {name}")
+    return default if value is None else parse_bool(value, where=f"the environment variable {name}")
 
 
-def truth(text: str, *, where: str) -> bool:
-    """``text`` as yes or no; ``where`` names its source in the error."""
+def parse_bool(text: str, *, where: str) -> bool:
+    """Return ``text`` as a boolean; ``where`` names its origin in the error."""
     word = text.strip().lower()
     if word in TRUE:
         return True
@@ -80,13 +80,13 @@ def truth(text: str, *, where: str) -> bool:
     )
 
 
-def unset(values: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``values`` whose variables are not set; one that is set to nothing is set."""
+def filter_unset(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of ``values`` whose variables are not set; an empty variable counts as set."""
     return {name: value for name, value in values.items() if name not in os.environ}
 
 
-def write(values: Mapping[str, object | None]) -> None:
-    """Sets variables of this process; None removes one."""
+def set_variables(values: Mapping[str, object | None]) -> None:
+    """Set variables of this process; None removes one."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -95,36 +95,36 @@ def write(values: Mapping[str, object | None]) -> None:
 
 
 @contextmanager
-def patched(values: Mapping[str, object | None], *, clear: bool = False) -> Generator[None]:
-    """Sets variables for the length of a ``with`` block and then puts back what they were before.
+def patch_environment(values: Mapping[str, object | None], *, clear: bool = False) -> Generator[None]:
+    """Set variables for the length of a ``with`` block and restore them at its end.
 
     Args:
         values: the variables; None removes one.
         clear: remove all others too. Otherwise they are never touched, since other threads read them.
     """
     before = snapshot()
-    gone = dict.fromkeys(before) if clear else {}
+    removed = dict.fromkeys(before) if clear else {}
     try:
-        write({**gone, **values})
+        set_variables({**removed, **values})
         yield
     finally:
-        inside = os.environ if clear else values
-        write({name: before.get(name) for name in (*inside, *(gone if clear else ()))})
+        changed = os.environ if clear else values
+        set_variables({name: before.get(name) for name in (*changed, *removed)})
 
 
-def child(
+def make_child_environment(
     values: Mapping[str, object | None], environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The environment of a process to be started: this one's, with ``values`` set or (None) removed.
+    """Return the environment of a process to be started: this one's, with ``values`` set or (None) removed.
 
     Args:
-        values: what is set or removed.
-        environment: the one to begin with instead of this process's own.
+        values: variables to set or remove.
+        environment: the environment to begin with instead of this process's own.
     """
-    made = snapshot() if environment is None else dict(environment)
+    result = snapshot() if environment is None else dict(environment)
     for name, value in values.items():
         if value is None:
-            made.pop(name, None)
+            result.pop(name, None)
         else:
-            made[name] = str(value)
-    return made
+            result[name] = str(value)
+    return result

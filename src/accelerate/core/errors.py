@@ -1,11 +1,11 @@
-"""The error tree.
+"""The errors of this package.
 
     AccelerateError                what went wrong, why, and what to type
     |-- SettingError               a value, key, flag or variable is wrong           (ValueError)
-    |   `-- UnknownNameError       a name nobody knows; the nearest one is suggested
+    |   `-- UnknownNameError       an unknown name; the nearest one is suggested
     |-- PrepareError               an object cannot be prepared or used this way     (ValueError, TypeError)
-    |-- DeviceError                a device is absent or cannot do what was asked    (RuntimeError)
-    |-- WorldError                 the group of processes is not what was asked for  (RuntimeError)
+    |-- DeviceError                a device is absent or cannot do what is requested (RuntimeError)
+    |-- WorldError                 the process group is not as requested             (RuntimeError)
     |-- CollectiveError            ranks do not agree about a collective             (RuntimeError)
     |   `-- PeerError              another rank failed; its traceback comes last
     |-- CheckpointError            a checkpoint is missing, incomplete or damaged    (RuntimeError)
@@ -25,7 +25,7 @@ class AccelerateError(Exception):
     """Base of every error this package raises on purpose.
 
     Args:
-        what: one sentence saying what is wrong, in the user's words.
+        what: one sentence that names the problem, in the user's words.
         why: the reason or the rule behind it; may be empty.
         fix: what to type or change; may be empty.
     """
@@ -61,10 +61,10 @@ class UnknownNameError(SettingError):
     """A flag, key, device, strategy ... that does not exist.
 
     Args:
-        kind: what sort of name it is: ``"flag"``, ``"key in config.yaml"``, ``"device"``.
-        name: what the user wrote.
+        kind: the kind of name: ``"flag"``, ``"key in config.yaml"``, ``"device"``.
+        name: the name as the user wrote it.
         known: the names that exist; the nearest is suggested.
-        where: the place it was found in, ``"in config.yaml, line 3"``.
+        where: the place of the name, ``"in config.yaml, line 3"``.
         why: replaces the list of known names.
     """
 
@@ -85,11 +85,11 @@ class PrepareError(AccelerateError, ValueError, TypeError):
 
 
 class DeviceError(AccelerateError, RuntimeError):
-    """A device is absent, unknown, or cannot do what was asked."""
+    """A device is absent, unknown, or cannot do what is requested."""
 
 
 class WorldError(AccelerateError, RuntimeError):
-    """The group of processes is not what was asked for."""
+    """The process group is not as requested."""
 
 
 class CollectiveError(AccelerateError, RuntimeError):
@@ -100,7 +100,7 @@ class PeerError(CollectiveError):
     """Another rank failed while this one worked with it.
 
     Attributes:
-        traceback: the other rank's, as Python prints it; the last thing that this error shows.
+        traceback: the traceback of the other rank, as Python prints it; the last part of this error's text.
     """
 
     traceback: str = ""
@@ -125,7 +125,7 @@ class MissingExtraError(AccelerateError, ImportError):
 
     Args:
         package: the name to install with pip.
-        need: what needs it.
+        need: the feature that needs it.
     """
 
     def __init__(self, package: str, need: str) -> None:
@@ -133,11 +133,11 @@ class MissingExtraError(AccelerateError, ImportError):
 
 
 class NotBuiltError(AccelerateError, NotImplementedError):
-    """A promised name that is not built yet; the plan says what will come."""
+    """A promised name or feature that is not built yet; the reason says what is planned."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to ``name``, or None when none is near."""
+    """Return the known name closest to ``name``, or None when none is near."""
     import difflib  # only for mistakes
 
     table = {choice.lower(): choice for choice in known}

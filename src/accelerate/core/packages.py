@@ -1,6 +1,6 @@
-"""Which optional packages are installed. Asking never imports one.
+"""Checks for optional packages. No check imports one.
 
-The launcher asks too, so what takes long to import is imported where a version is asked for.
+The launcher uses them too, so slow imports (packaging, importlib.metadata) stand where a version is needed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def installed(module: str) -> bool:
-    """Whether ``module`` (``"wandb"``, ``"megatron.core"``) can be imported.
+def is_installed(module: str) -> bool:
+    """Return True when ``module`` (``"wandb"``, ``"megatron.core"``) can be imported.
 
     A bare folder of that name does not count, although Python would import it as a namespace package:
     several tools leave a folder of their own name in the working directory.
@@ -31,11 +31,11 @@ def installed(module: str) -> bool:
     loaded = sys.modules.get(module)
     if loaded is not None:
         return loaded.__spec__ is None or _is_real(loaded.__spec__)
-    return _found(module)
+    return _has_spec(module)
 
 
 @functools.cache
-def _found(module: str) -> bool:
+def _has_spec(module: str) -> bool:
     try:
         spec = importlib.util.find_spec(module)
     except (ModuleNotFoundError, ValueError):  # no parent package; a parent without a spec
@@ -44,13 +44,13 @@ def _found(module: str) -> bool:
 
 
 def _is_real(spec: ModuleSpec) -> bool:
-    """Whether there is a file (or a built-in) behind a spec, not just a folder."""
+    """Return True when a spec stands for a file or a built-in, not just a folder."""
     return spec.origin is not None
 
 
 @functools.cache
-def version(module: str) -> Version | None:
-    """The version of the distribution that brings ``module``; None when that cannot be told."""
+def get_version(module: str) -> Version | None:
+    """Return the version of the distribution that contains ``module``; None when it is unknown."""
     import importlib.metadata
 
     from packaging.version import parse
@@ -64,22 +64,24 @@ def version(module: str) -> Version | None:
     return parse(importlib.metadata.version(others[0])) if others else None
 
 
-def satisfied(requirement: str) -> bool:
-    """Whether the module of a requirement (``"torchao>=0.6.1"``) is installed in a fitting version.
+def is_satisfied(requirement: str) -> bool:
+    """Return True when the module of a requirement (``"torchao>=0.6.1"``) is installed in a fitting version.
 
-    A module whose version cannot be told passes only when no version is asked for.
+    A module of unknown version passes only when the requirement has no version.
     """
     from packaging.requirements import Requirement
 
-    wanted = Requirement(requirement)
-    if not installed(wanted.name):
+    parsed = Requirement(requirement)
+    if not is_installed(parsed.name):
         return False
-    found = version(wanted.name) if wanted.specifier else None
-    return not wanted.specifier or (found is not None and wanted.specifier.contains(found, prereleases=True))
+    if not parsed.specifier:
+        return True
+    version = get_version(parsed.name)
+    return version is not None and parsed.specifier.contains(version, prereleases=True)
 
 
-def checker(*requirements: str, flag: str = "") -> Callable[[], bool]:
-    """A function telling whether any of ``requirements`` is satisfied.
+def make_checker(*requirements: str, flag: str = "") -> Callable[[], bool]:
+    """Return a function that tells whether any of ``requirements`` is satisfied.
 
     Args:
         requirements: modules with an optional version, as for pip.
@@ -87,35 +89,35 @@ def checker(*requirements: str, flag: str = "") -> Callable[[], bool]:
     """
 
     def available() -> bool:
-        return (not flag or environ.flag(flag)) and any(satisfied(each) for each in requirements)
+        return (not flag or environ.get_flag(flag)) and any(is_satisfied(each) for each in requirements)
 
-    available.__doc__ = f"Whether {' or '.join(requirements)} is installed" + (
+    available.__doc__ = f"Return True when {' or '.join(requirements)} is installed" + (
         f", and {flag} is set." if flag else "."
     )
     return available
 
 
-def version_checker(module: str, default: str | None = None) -> Callable[..., bool]:
-    """A function telling whether ``module`` is installed, in version ``min_version`` or newer."""
+def make_version_checker(module: str, default: str | None = None) -> Callable[..., bool]:
+    """Return a function that tells whether ``module`` is installed, in ``min_version`` or newer."""
 
     def available(min_version: str | None = default) -> bool:
-        return satisfied(f"{module}>={min_version}" if min_version else module)
+        return is_satisfied(f"{module}>={min_version}" if min_version else module)
 
-    available.__doc__ = f"Whether {module} is installed, in at least ``min_version``."
+    available.__doc__ = f"Return True when {module} is installed, in at least ``min_version``."
     return available
 
 
 def requires(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator whose functions raise MissingExtraError, when called, where ``module`` is missing."""
+    """Return a decorator whose functions raise MissingExtraError, when called, if ``module`` is missing."""
 
-    def required(func: Callable[P, R]) -> Callable[P, R]:
+    def decorate(func: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(func)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not installed(module):
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not is_installed(module):
                 raise MissingExtraError(module, f"{func.__name__}()")
             return func(*args, **kwargs)
 
-        return checked
+        return wrapper
 
-    required.__doc__ = f"The decorated function needs {module} when it is called."
-    return required
+    decorate.__doc__ = f"The decorated function needs {module} when it is called."
+    return decorate

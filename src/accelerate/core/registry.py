@@ -1,9 +1,9 @@
-"""Plug-ins are files: to add one is to add one file to a folder.
+"""Registries of plug-ins: to add a plug-in is to add one file to a folder.
 
-A registry stands for a folder of a package. Every module in it that defines ``PLUGIN`` is one plug-in,
+A registry lists a folder of a package. Every module in it that defines ``PLUGIN`` is one plug-in,
 known by its file's name. One that takes several files is a folder: its ``PLUGIN`` is in the file called
 after the kind (``strategy/fsdp1/strategy.py``). Other packages add theirs through an entry point group, tests
-through ``add``. Nothing is imported before it is asked for.
+through ``add``. A plug-in is imported only when it is requested.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ T = TypeVar("T")
 
 
 @cache
-def _groups_of_others() -> frozenset[str]:
-    """The entry point groups of this package that any installed distribution registers in.
+def _external_groups() -> frozenset[str]:
+    """Return the entry point groups of this package that installed distributions use.
 
-    Nearly always none. ``importlib.metadata`` takes longer to import than a help text may take to appear,
-    so it is imported only when the files that it would read mention a group.
+    There is nearly always none. ``importlib.metadata`` takes longer to import than a help text may take to
+    appear, so it is imported only when the files that it would read mention a group.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for folder in filter(os.path.isdir, (entry or "." for entry in sys.path)):
         for info in (name for name in os.listdir(folder) if name.endswith("-info")):
             file = f"{folder}/{info}/entry_points.txt"
             if os.path.exists(file):
                 with open(file, "rb") as text:
                     groups = re.findall(rb"^\[(accelerate\.[^]]+)\]", text.read(), re.MULTILINE)
-                found.update(group.decode() for group in groups)
-    return frozenset(found)
+                names.update(group.decode() for group in groups)
+    return frozenset(names)
 
 
 class Registry(Generic[T]):
     """The plug-ins of one folder.
 
     Args:
-        kind: what a plug-in is, for errors: ``"device"``.
+        kind: the kind of plug-in, for errors: ``"device"``.
         package: the folder as a package name: ``"accelerate.device"``.
         group: the entry point group other packages register in: ``"accelerate.devices"``.
-        exclude: files of the folder that are no plug-ins.
+        exclude: files of the folder that are not plug-ins.
     """
 
     def __init__(self, kind: str, package: str, group: str, exclude: tuple[str, ...] = ("base",)) -> None:
         self.kind, self.package, self.group, self.exclude = kind, package, group, exclude
-        self._added: dict[str, T] = {}
+        self._extra: dict[str, T] = {}
         self._loaded: dict[str, T] = {}
 
     @cached_property
     def files(self) -> tuple[str, ...]:
-        """Names of the plug-ins that are files or folders of the folder, sorted."""
+        """The names of the plug-ins that are files or folders of the package, sorted."""
         return tuple(sorted(self._modules))
 
     @cached_property
     def _modules(self) -> dict[str, str]:
-        """Plug-in name -> the module below the package that defines it."""
+        """A map from plug-in name to the module below the package that defines it."""
         modules: dict[str, str] = {}
         for folder in importlib.import_module(self.package).__path__:
             for module in pkgutil.iter_modules([folder]):
@@ -75,63 +75,63 @@ class Registry(Generic[T]):
         return {n: m for n, m in modules.items() if n not in self.exclude and not n.startswith("_")}
 
     @cached_property
-    def foreign(self) -> dict[str, object]:
-        """Entry points of other packages, by name; not loaded yet."""
-        if self.group not in _groups_of_others():
+    def external(self) -> dict[str, object]:
+        """The entry points of other packages, by name; not loaded yet."""
+        if self.group not in _external_groups():
             return {}
         from importlib.metadata import entry_points
 
         return {point.name: point for point in entry_points(group=self.group)}
 
     def names(self) -> tuple[str, ...]:
-        """Every known name: files first, then those of other packages, then added ones."""
-        return tuple(dict.fromkeys((*self.files, *self.foreign, *self._added)))
+        """Return every known name: files first, then those of other packages, then added ones."""
+        return tuple(dict.fromkeys((*self.files, *self.external, *self._extra)))
 
     def __iter__(self) -> Iterator[T]:
         return (self.get(name) for name in self.names())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._added or name in self.files or name in self.foreign
+        return name in self._extra or name in self.files or name in self.external
 
     def get(self, name: str) -> T:
-        """The plug-in of that name.
+        """Return the plug-in of that name.
 
         Raises:
             UnknownNameError: there is none; the nearest name is suggested.
         """
-        if name in self._added:
-            return self._added[name]
+        if name in self._extra:
+            return self._extra[name]
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
     def summary(self, name: str) -> str:
-        """The text after the colon in the first line of the plug-in's file, read without importing it.
+        """Return the text after the colon in the first line of the plug-in's file, without importing it.
 
-        Empty for plug-ins that are no files: those have to be asked themselves.
+        Empty for plug-ins that are not files: those must be asked themselves.
         """
-        if name in self._added or name not in self.files:
+        if name in self._extra or name not in self.files:
             return ""
         for folder in importlib.import_module(self.package).__path__:
             source = os.path.join(folder, *self._modules[name].split(".")) + ".py"
             if os.path.exists(source):
                 with open(source, encoding="utf-8") as text:
-                    said = text.readline().strip().strip('"').partition(": ")[2]
-                return said[:1].upper() + said[1:]
+                    summary = text.readline().strip().strip('"').partition(": ")[2]
+                return summary[:1].upper() + summary[1:]
         return ""
 
     def _load(self, name: str) -> T:
         if name in self.files:
             return cast(T, importlib.import_module(f"{self.package}.{self._modules[name]}").PLUGIN)
-        if name in self.foreign:
-            return cast(T, self.foreign[name].load())  # type: ignore[attr-defined]
+        if name in self.external:
+            return cast(T, self.external[name].load())  # type: ignore[attr-defined]
         raise UnknownNameError(self.kind, name, self.names())
 
     @contextmanager
     def add(self, name: str, plugin: T) -> Generator[T]:
-        """Knows one more plug-in for the length of a ``with`` block."""
-        self._added[name] = plugin
+        """Add a plug-in for the length of a ``with`` block."""
+        self._extra[name] = plugin
         try:
             yield plugin
         finally:
-            del self._added[name]
+            del self._extra[name]

@@ -1,11 +1,11 @@
-"""One declaration of a setting; flag, variable, YAML key, question, help and errors are derived from it.
+"""The declaration of settings: flag, variable, YAML key, question, help and errors are derived from it.
 
-    @frozen
-    class Job:
+    @frozen_dataclass
+    class JobSettings:
         num_processes: int | None = setting(None, help="how many processes to start on this machine")
 
 declares ``--num_processes`` (and ``--num-processes``), ``ACCELERATE_NUM_PROCESSES`` and the key
-``num_processes``. ``load`` fills the class from all sources and keeps, for each value, where it came from.
+``num_processes``. ``load`` fills the class from all sources and records the origin of each value.
 Precedence: code > flag > environment > scheduler > file > default. A wrong value is an error whether it
 wins or not.
 """
@@ -24,15 +24,15 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 
 T = TypeVar("T")
 SOURCES = ("code", "flag", "environment", "scheduler", "file", "default")
 
 
-@frozen
+@frozen_dataclass
 class Setting:
-    """Everything derived from one declaration.
+    """One declared setting and everything that is derived from it.
 
     Attributes:
         name: the field's name, also the YAML key.
@@ -42,11 +42,11 @@ class Setting:
         variable: the environment variable, or None when there is none.
         in_file: whether it may stand in a configuration file.
         section: the nested table of the YAML file it lives in, "" for the top level.
-        prefix: what a key inside the section may or may not carry (``fsdp_``).
+        prefix: the prefix that a key inside the section may omit (``fsdp_``).
         choices: allowed values, empty for any.
-        aliases: what else stands for one of them: the text, in small letters, and the choice.
+        aliases: other spellings of choices: lower-case text -> choice.
         topic: heading of the help.
-        question: what the wizard asks; empty when it does not.
+        question: the wizard's question; empty for none.
         when: the wizard asks only if these settings have one of these values, by name.
     """
 
@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Every spelling of the flag: ``--a_b`` is also ``--a-b``."""
+        """All spellings of the flag: ``--a_b`` is also ``--a-b``."""
         both = ((flag, flag.replace("_", "-")) for flag in self.flags)
         return tuple(dict.fromkeys(spelling for pair in both for spelling in pair))
 
@@ -94,20 +94,20 @@ def setting(
     when: Mapping[str, Container[Any]] | None = None,
     factory: Any = dataclasses.MISSING,
 ) -> Any:
-    """Declares a setting as a dataclass field.
+    """Declare a setting as a dataclass field.
 
     Args:
         default: the value when no source gives one.
-        help: one line; the flag's variable and key are added to it by themselves.
+        help: one line; its variable and key are added automatically.
         flag: its spelling on the command line; True derives ``--<name>``, None means there is none.
         flags: more spellings (torchrun's own, short ones).
         switch: a yes/no setting's flag stands alone; False makes it take true or false.
         variable: environment variable; True derives ``ACCELERATE_<NAME>``, None means there is none.
         in_file: whether it may stand in a configuration file.
         choices: allowed values.
-        aliases: what else stands for one of them: the text, in small letters, and the choice.
+        aliases: other spellings of choices: lower-case text -> choice.
         topic: heading of the help; empty takes the class's ``__topic__``.
-        question: what the wizard asks; empty means it does not ask.
+        question: the wizard's question; empty for none.
         when: the wizard asks only if these settings have one of these values, by name.
         factory: makes the default, for mutable values.
     """
@@ -131,15 +131,15 @@ def setting(
 
 
 @cache
-def declared(cls: type) -> tuple[Setting, ...]:
-    """The settings of a dataclass, in order of declaration.
+def declared_settings(cls: type) -> tuple[Setting, ...]:
+    """Return the settings of a dataclass, in order of declaration.
 
     A class may set ``__section__`` (its nested YAML table), ``__prefix__`` (of its keys, flags and
     variables) and ``__topic__`` (the heading of its flags in help).
     """
     section: str = getattr(cls, "__section__", "")
     prefix: str = getattr(cls, "__prefix__", "")
-    homes = {n: base.__module__ for base in reversed(cls.__mro__) for n in inspect.get_annotations(base)}
+    modules = {n: base.__module__ for base in reversed(cls.__mro__) for n in inspect.get_annotations(base)}
     rows: list[Setting] = []
     for item in dataclasses.fields(cls):
         if not item.metadata.get("setting"):
@@ -147,7 +147,7 @@ def declared(cls: type) -> tuple[Setting, ...]:
         meta = item.metadata
         variable = f"ACCELERATE_{item.name.upper()}" if meta["variable"] is True else meta["variable"]
         default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-        kind = _evaluated(item.type, homes[item.name])
+        kind = _evaluate_annotation(item.type, modules[item.name])
         flag = f"--{item.name}" if meta["flag"] is True else meta["flag"]
         rows.append(
             Setting(
@@ -156,7 +156,7 @@ def declared(cls: type) -> tuple[Setting, ...]:
                 default=default,
                 help=meta["help"],
                 flags=(*((flag,) if flag else ()), *meta["flags"]),
-                switch=meta["switch"] and set(_members(kind)) <= {bool, type(None)},
+                switch=meta["switch"] and set(_union_members(kind)) <= {bool, type(None)},
                 variable=variable,
                 in_file=meta["in_file"],
                 section=section,
@@ -172,8 +172,8 @@ def declared(cls: type) -> tuple[Setting, ...]:
 
 
 @cache
-def _evaluated(annotation: Any, module: str) -> Any:
-    """An annotation of a module as the type that it stands for; most fields say one of a few.
+def _evaluate_annotation(annotation: Any, module: str) -> Any:
+    """Evaluate an annotation in its module; the cache helps because few different ones occur.
 
     ``typing.get_type_hints`` compiles each of them, which would take longer than all else about settings.
     """
@@ -181,23 +181,23 @@ def _evaluated(annotation: Any, module: str) -> Any:
 
 
 def _literal_choices(kind: Any) -> tuple[Any, ...]:
-    """The words of a type that is nothing but words; ``int | Literal["auto"]`` is not limited to its word."""
-    parts = [part for part in _members(kind) if part is not type(None)]
+    """Return the choices of a type that has only ``Literal`` members; none for ``int | Literal["auto"]``."""
+    parts = [part for part in _union_members(kind) if part is not type(None)]
     if not all(get_origin(part) is Literal for part in parts):
         return ()
     return tuple(choice for part in parts for choice in get_args(part))
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    """The parts of a union, or the type alone."""
+def _union_members(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type alone."""
     if get_origin(kind) in (typing.Union, types.UnionType):
         return get_args(kind)
     return (kind,)
 
 
-@frozen
+@frozen_dataclass
 class Origin:
-    """Where one value came from.
+    """The origin of one value.
 
     Attributes:
         source: one of ``SOURCES``.
@@ -213,54 +213,54 @@ class Origin:
         return f"{self.value!r} from {self.where}" if self.where else f"{self.value!r} ({self.source})"
 
 
-@frozen
-class Told:
-    """A value that whoever started this process tells, in words of its own.
+@frozen_dataclass
+class SchedulerValue:
+    """A value that a scheduler (Slurm, LSF ...) sets in a variable of its own.
 
     Attributes:
         value: the value.
-        where: what said so, for example a scheduler's variable.
+        where: its origin in the user's words, for example the scheduler's variable.
     """
 
     value: Any
     where: str
 
 
-@frozen
-class Loaded(Generic[T]):
-    """A filled settings class and, per field, every source that gave a value, the winner first."""
+@frozen_dataclass
+class LoadedSettings(Generic[T]):
+    """An instance of a settings class and, per field, every origin of a value, the winner first."""
 
     value: T
     origins: dict[str, tuple[Origin, ...]]
 
     def origin(self, name: str) -> Origin:
-        """Where the value in use came from."""
+        """Return the origin of the value in use."""
         return self.origins[name][0]
 
-    def given(self, name: str) -> bool:
-        """Whether any source gave a value, so that it is not the default."""
+    def is_given(self, name: str) -> bool:
+        """Return True when a source gave the value, so that it is not the default."""
         return self.origin(name).source != "default"
 
 
-def load(
+def load_settings(
     cls: type[T],
     *,
     code: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
-    told: Mapping[str, Told] | None = None,
+    scheduler: Mapping[str, SchedulerValue] | None = None,
     file: Mapping[str, Any] | None = None,
     file_name: str = "the configuration file",
     lines: Mapping[str, int] | None = None,
-) -> Loaded[T]:
-    """Fills ``cls`` from all sources; None in ``code`` or ``flags`` means "not given".
+) -> LoadedSettings[T]:
+    """Load the settings ``cls`` from all sources; None in ``code`` or ``flags`` means "not given".
 
     Args:
         cls: a dataclass of settings.
         code: values given in Python, by field name.
         flags: values typed on the command line, by field name (text or typed).
         env: the environment to read; the process's own when None.
-        told: what a scheduler says, by field name.
+        scheduler: values of a scheduler, by field name.
         file: the part of the configuration file that belongs to ``cls`` (its section).
         file_name: how to call that file in errors.
         lines: the line of that file each of these keys stands on, where known.
@@ -270,43 +270,46 @@ def load(
         UnknownNameError: a key of ``file`` is not declared.
     """
     environment = environ.snapshot() if env is None else env
-    rows = declared(cls)
-    book = _Book(rows, file or {}, file_name, lines or {})
+    rows = declared_settings(cls)
+    section = _ConfigSection(rows, file or {}, file_name, lines or {})
     sources: dict[str, Mapping[str, Any]] = {
         "code": code or {},
         "flag": flags or {},
         "environment": {row.name: environment.get(row.variable) or None for row in rows if row.variable},
-        "scheduler": {name: each.value for name, each in (told or {}).items()},
-        "file": book.values(),
+        "scheduler": {name: each.value for name, each in (scheduler or {}).items()},
+        "file": section.values(),
     }
     values: dict[str, Any] = {}
     origins: dict[str, tuple[Origin, ...]] = {}
     for row in rows:
-        found: list[Origin] = []
-        for source, given in sources.items():
-            value = given.get(row.name)
+        candidates: list[Origin] = []
+        for source, table in sources.items():
+            value = table.get(row.name)
             if value is not None:
-                where = book.where(row) if source == "file" else _where(row, source, told or {})
+                from_file = source == "file"
+                where = (
+                    section.describe_origin(row) if from_file else _describe_source(row, source, scheduler)
+                )
                 text = source in ("flag", "environment", "scheduler")
-                found.append(Origin(source, where, checked(row, value, where, text=text)))
+                candidates.append(Origin(source, where, convert_value(row, value, where, text=text)))
         if row.default is not dataclasses.MISSING:
-            found.append(Origin("default", "", row.default))
-        if not found:
-            raise SettingError(f"{row.name} is needed and not given", fix=_ways(row))
-        values[row.name] = found[0].value
-        origins[row.name] = tuple(found)
-    return Loaded(cls(**values), origins)
+            candidates.append(Origin("default", "", row.default))
+        if not candidates:
+            raise SettingError(f"{row.name} is needed and not given", fix=_suggest_source(row))
+        values[row.name] = candidates[0].value
+        origins[row.name] = tuple(candidates)
+    return LoadedSettings(cls(**values), origins)
 
 
-def _where(row: Setting, source: str, told: Mapping[str, Told]) -> str:
+def _describe_source(row: Setting, source: str, scheduler: Mapping[str, SchedulerValue] | None) -> str:
     if source == "code":
         return f"the argument {row.name}"
-    if source == "scheduler":
-        return told[row.name].where
+    if scheduler and source == "scheduler":
+        return scheduler[row.name].where
     return row.flags[0] if source == "flag" else f"the environment variable {row.variable}"
 
 
-def _ways(row: Setting) -> str:
+def _suggest_source(row: Setting) -> str:
     if row.flags:
         return f"add {row.flags[0]} ..."
     return (
@@ -314,8 +317,8 @@ def _ways(row: Setting) -> str:
     )
 
 
-class _Book:
-    """One section of a configuration file, read by setting; keys may omit the section's prefix."""
+class _ConfigSection:
+    """One section of a configuration file; keys may omit the section's prefix."""
 
     def __init__(
         self, rows: Sequence[Setting], table: Mapping[str, Any], file_name: str, lines: Mapping[str, int]
@@ -325,13 +328,13 @@ class _Book:
         self.section, self.prefix = (rows[0].section, rows[0].prefix) if rows else ("", "")
         self.keys: dict[str, str] = {}
         for key in table:
-            self._place(key)
+            self._add_key(key)
 
-    def _place(self, key: str) -> None:
+    def _add_key(self, key: str) -> None:
         name = key if key in self.rows else f"{self.prefix}{key}"
         if name not in self.rows:
             kind = f"key of {self.section}" if self.section else "key"
-            raise UnknownNameError(kind, str(key), self.rows, where=f"in {self._at(key)}")
+            raise UnknownNameError(kind, str(key), self.rows, where=f"in {self._describe_line(key)}")
         if name in self.keys:
             raise SettingError(
                 f"{self.file_name} gives {name} twice",
@@ -343,41 +346,41 @@ class _Book:
     def values(self) -> dict[str, Any]:
         return {name: self.table[key] for name, key in self.keys.items()}
 
-    def where(self, row: Setting) -> str:
-        return f"{self._at(self.keys[row.name])}: {row.path}"
+    def describe_origin(self, row: Setting) -> str:
+        return f"{self._describe_line(self.keys[row.name])}: {row.path}"
 
-    def _at(self, key: str) -> str:
+    def _describe_line(self, key: str) -> str:
         line = self.lines.get(str(key))
         return f"{self.file_name}, line {line}" if line else self.file_name
 
 
-def checked(row: Setting, value: Any, where: str, *, text: bool) -> Any:
-    """``value`` as the declared type.
+def convert_value(row: Setting, value: Any, where: str, *, text: bool) -> Any:
+    """Convert ``value`` to the declared type.
 
     Args:
         row: the setting.
-        value: what the source gave.
+        value: the value of the source.
         where: the source in the user's words.
         text: the source only knows text (flag, variable), so ``"8"`` is a fine whole number.
 
     Raises:
         SettingError: it does not fit; the error says what would.
     """
-    for kind in _members(row.type):
-        fits, result = _convert(kind, value, where, text)
+    for kind in _union_members(row.type):
+        fits, result = _convert_to_type(kind, value, where, text)
         if fits:
             if row.choices:
-                return _chosen(row, result, where)
+                return _match_choice(row, result, where)
             return result
     if row.choices:
-        return _chosen(row, value, where)
+        return _match_choice(row, value, where)
     raise SettingError(
-        f"{where} is {_describe(value)}, but {row.name} is {_type_name(row.type)}",
-        fix=_suggestion(row, value),
+        f"{where} is {_describe_value(value)}, but {row.name} is {_type_name(row.type)}",
+        fix=_suggest_fix(row, value),
     )
 
 
-def _chosen(row: Setting, value: Any, where: str) -> Any:
+def _match_choice(row: Setting, value: Any, where: str) -> Any:
     if value is None or value in row.choices:
         return value
     folded = {str(choice).lower(): choice for choice in row.choices} | dict(row.aliases)
@@ -388,8 +391,8 @@ def _chosen(row: Setting, value: Any, where: str) -> Any:
     raise UnknownNameError("value", str(value), choices, where=f"of {row.name} ({where})")
 
 
-def _convert(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
-    """(whether it fits, the value) for one plain type."""
+def _convert_to_type(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
+    """Return (whether ``value`` fits one plain type, the converted value)."""
     if kind is type(None):
         absent = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
         return absent, None
@@ -398,12 +401,12 @@ def _convert(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
     if kind is bool:
         # Files in the wild hold 'no' and 'true' as words; a yes/no word is never ambiguous.
         if isinstance(value, str) and value.lower() in environ.TRUE | environ.FALSE:
-            return True, environ.truth(value, where=where)
+            return True, environ.parse_bool(value, where=where)
         return isinstance(value, bool), value
     if kind in (int, float):
-        return _number(kind, value, text)
+        return _convert_number(kind, value, text)
     if get_origin(kind) in (tuple, list):
-        return _sequence(kind, value, where, text)
+        return _convert_sequence(kind, value, where, text)
     if get_origin(kind) is dict or kind is dict:
         return isinstance(value, dict), value
     if kind is str:
@@ -413,18 +416,18 @@ def _convert(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
     return kind is Any or (isinstance(kind, type) and isinstance(value, kind)), value
 
 
-def _sequence(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
-    """A list or tuple of one item type; text is split at commas."""
+def _convert_sequence(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
+    """Convert to a list or tuple of one item type; text is split at commas."""
     if text and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         return False, value
     items = typing.cast("list[Any]", value)
-    results = [_convert(get_args(kind)[0], item, where, text) for item in items]
+    results = [_convert_to_type(get_args(kind)[0], item, where, text) for item in items]
     return all(fits for fits, _ in results), get_origin(kind)(item for _, item in results)
 
 
-def _number(kind: type, value: Any, text: bool) -> tuple[bool, Any]:
+def _convert_number(kind: type, value: Any, text: bool) -> tuple[bool, Any]:
     if isinstance(value, bool):
         return False, value
     if text and isinstance(value, str):
@@ -437,11 +440,11 @@ def _number(kind: type, value: Any, text: bool) -> tuple[bool, Any]:
     return isinstance(value, kind), value
 
 
-def _describe(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return f"the text {value!r}" if isinstance(value, str) else repr(value)
 
 
-_NAMES: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -451,19 +454,19 @@ _NAMES: dict[Any, str] = {
 
 
 def _type_name(kind: Any) -> str:
-    return " or ".join(_part_name(part) for part in _members(kind) if part is not type(None))
+    return " or ".join(_type_part_name(part) for part in _union_members(kind) if part is not type(None))
 
 
-def _part_name(kind: Any) -> str:
+def _type_part_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
     if get_origin(kind) in (tuple, list):
-        return f"a list ({_part_name(get_args(kind)[0])} each)"
-    return _NAMES.get(kind) or getattr(kind, "__name__", str(kind))
+        return f"a list ({_type_part_name(get_args(kind)[0])} each)"
+    return _TYPE_NAMES.get(kind) or getattr(kind, "__name__", str(kind))
 
 
-def _suggestion(row: Setting, value: Any) -> str:
-    for kind in _members(row.type):
+def _suggest_fix(row: Setting, value: Any) -> str:
+    for kind in _union_members(row.type):
         if kind in (int, float) and isinstance(value, str):
             try:
                 return f"write {row.name}: {kind(value)} without quotes"

@@ -1,7 +1,7 @@
-"""The ``.pyi`` files that show lazily loaded names to type checkers, written from the table of names.
+"""Writes the ``.pyi`` files that show lazily loaded names to type checkers, from the table of names.
 
-A name of this package is imported from its home, so it has the type it has there. A name that a public
-module only has because its ancestor imported it is ``Any``: writing all of those out would say nothing.
+A name of this package is imported from its source, so it has the type it has there. A name that a public
+module only has because the module of Accelerate 1.x imported it is ``Any``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
-from accelerate.core.lazy import Names, Plan
+from accelerate.core.lazy_names import NotBuilt, PublicNames
 
 COMMAND = "python -m accelerate.core.stubs accelerate.names"
 HEADER = f"# Written by `{COMMAND}` from the table of names. Do not edit.\n# ruff: noqa\n"
@@ -22,38 +22,38 @@ WIDTH = 110
 PLAIN = {"bool", "int", "str", "float", "None"}
 
 
-def texts(names: Names) -> dict[Path, str]:
-    """Path -> text of every stub, one beside each public module."""
-    return {_path(module): _text(names, module) for module in names.homes}
+def stub_texts(names: PublicNames) -> dict[Path, str]:
+    """Return path -> text of every stub, one beside each public module."""
+    return {_stub_path(module): _stub_text(names, module) for module in names.sources}
 
 
-def write(names: Names) -> None:
-    """Writes every stub."""
-    for path, text in texts(names).items():
+def write_stubs(names: PublicNames) -> None:
+    """Write every stub."""
+    for path, text in stub_texts(names).items():
         path.write_text(text, encoding="utf-8")
 
 
-def _path(module: str) -> Path:
+def _stub_path(module: str) -> Path:
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
     assert spec.origin is not None, module
     return Path(spec.origin).with_suffix(".pyi")
 
 
-def _text(names: Names, module: str) -> str:
-    whole = module in names.whole
-    shown = names.names(module) if whole else sorted(names.homes[module])
+def _stub_text(names: PublicNames, module: str) -> str:
+    is_complete = module in names.complete_modules
+    shown = names.list_names(module) if is_complete else sorted(names.sources[module])
     lines = [_declaration(names, module, name) for name in shown]
     if hasattr(importlib.import_module(module), "__version__"):
         lines.append("__version__: str")
-    submodules = [name for name in names.submodules(module) if name not in shown]
+    submodules = [name for name in names.list_submodules(module) if name not in shown]
     lines += [f"from {module} import {name} as {name}" for name in submodules]
-    if names.also.get(module) and not whole:
+    if names.reexports.get(module) and not is_complete:
         lines.append("def __getattr__(name: str) -> Any: ...")
     if any("Any" in line for line in lines):
         lines.append("from typing import Any")
     groups = [
-        "\n".join(_wrapped(line) for line in sorted(lines) if line.startswith("from ")),
+        "\n".join(_wrap_import(line) for line in sorted(lines) if line.startswith("from ")),
         "\n".join(line for line in lines if not line.startswith(("from ", "class ", "def "))),
         "\n\n".join(line for line in lines if line.startswith("class ")),
         "\n".join(line for line in lines if line.startswith("def ")),
@@ -61,20 +61,24 @@ def _text(names: Names, module: str) -> str:
     return "\n".join([HEADER.rstrip(), *(f"\n{group}" for group in groups if group)]) + "\n"
 
 
-def _declaration(names: Names, module: str, name: str) -> str:
-    """One name: an import from its home, or what stands for it."""
-    source = names.source(module, name)
-    assert source is not None, name
-    home = names.homes[source][name]
-    if isinstance(home, str):
-        file, _, attribute = home.partition(":")
+def _declaration(names: PublicNames, module: str, name: str) -> str:
+    """Return the line of one name: an import from its source, or a declaration."""
+    owner = names.find_owner(module, name)
+    assert owner is not None, name
+    source = names.sources[owner][name]
+    if isinstance(source, str):
+        file, _, attribute = source.partition(":")
         return f"from {names.package}.{file} import {attribute} as {name}"
-    if source != module:
-        return f"from {source} import {name} as {name}"
-    return _planned(name) if isinstance(home, Plan) else _value(name, names.resolve(module, name))
+    if owner != module:
+        return f"from {owner} import {name} as {name}"
+    return (
+        _placeholder_declaration(name)
+        if isinstance(source, NotBuilt)
+        else _value_declaration(name, names.resolve(module, name))
+    )
 
 
-def _planned(name: str) -> str:
+def _placeholder_declaration(name: str) -> str:
     if name.isupper():
         return f"{name}: Any"
     if name[0].isupper():
@@ -86,28 +90,28 @@ def _planned(name: str) -> str:
     return f"def {name}(*args: Any, **kwargs: Any) -> Any: ..."
 
 
-def _value(name: str, value: Any) -> str:
+def _value_declaration(name: str, value: Any) -> str:
     if isinstance(value, FunctionType):
-        return f"def {name}{_signature(value)}: ..."
+        return f"def {name}{_format_signature(value)}: ..."
     kind = type(value).__name__
     if isinstance(value, list) and all(isinstance(each, str) for each in cast("list[Any]", value)):
         kind = "list[str]"
     return f"{name}: {kind if kind in PLAIN or kind == 'list[str]' else 'Any'}"
 
 
-def _signature(function: FunctionType) -> str:
-    """The parameters and the result; an annotation that needs an import is ``Any``."""
+def _format_signature(function: FunctionType) -> str:
+    """Return parameters and result as text; an annotation that needs an import is ``Any``."""
     signature = inspect.signature(function)
     parameters = [
-        each.replace(annotation=_Bare(_annotation(each.annotation, each.default)))
+        each.replace(annotation=_UnquotedAnnotation(_format_annotation(each.annotation, each.default)))
         for each in signature.parameters.values()
     ]
-    result = _Bare(_annotation(signature.return_annotation, False))
+    result = _UnquotedAnnotation(_format_annotation(signature.return_annotation, False))
     return str(signature.replace(parameters=parameters, return_annotation=result)).replace("'", '"')
 
 
-def _annotation(annotation: Any, default: Any) -> str:
-    """An annotation as text; an absent one is the type of the default, a result yes or no."""
+def _format_annotation(annotation: Any, default: Any) -> str:
+    """Return an annotation as text; an absent one is the type of the default, of a result ``bool``."""
     if annotation is inspect.Parameter.empty:
         kind = type(default).__name__
         return kind if kind in PLAIN else "Any"
@@ -115,7 +119,7 @@ def _annotation(annotation: Any, default: Any) -> str:
     return text if all(part in PLAIN for part in text.replace("|", " ").split()) else "Any"
 
 
-class _Bare:
+class _UnquotedAnnotation:
     """An annotation that prints as its text, without quotes."""
 
     def __init__(self, text: str) -> None:
@@ -125,8 +129,8 @@ class _Bare:
         return self.text
 
 
-def _wrapped(line: str) -> str:
-    """An import as the formatter writes it."""
+def _wrap_import(line: str) -> str:
+    """Return an import line as the formatter writes it."""
     if len(line) <= WIDTH:
         return line
     head, _, name = line.partition(" import ")
@@ -134,4 +138,4 @@ def _wrapped(line: str) -> str:
 
 
 if __name__ == "__main__":
-    write(importlib.import_module(sys.argv[1]).NAMES)
+    write_stubs(importlib.import_module(sys.argv[1]).NAMES)

@@ -1,6 +1,6 @@
-"""Nested data: dict, list, tuple, named tuple, dataclass, and mappings of any class, kept as they are.
+"""Nested data: dict, list, tuple, named tuple, dataclass, and mappings of any class.
 
-A leaf is whatever is not one of these containers. Nothing here knows tensors.
+A leaf is a value that is not one of these containers. This module does not know tensors.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ Leaf = Callable[[Any], Any]
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
-    """Whether ``value`` is a mapping of any class."""
+    """Return True for a mapping of any class."""
     return isinstance(value, Mapping)
 
 
 def is_sequence(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Whether ``value`` is a list or a tuple, named or not."""
+    """Return True for a list or a tuple, named or not."""
     return isinstance(value, list | tuple)
 
 
 def is_namedtuple(value: object) -> bool:
-    """Whether ``value`` is a named tuple (of ``collections`` or ``typing``)."""
+    """Return True for a named tuple (of ``collections`` or ``typing``)."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_asdict")  # pyright: ignore[reportUnknownArgumentType]
 
 
-def same_type(original: Any, items: Iterator[Any] | list[Any]) -> Any:
-    """A list or tuple of ``original``'s own type holding ``items``."""
+def make_same_type(original: Any, items: Iterator[Any] | list[Any]) -> Any:
+    """Return a list or tuple of ``original``'s own type that holds ``items``."""
     if is_namedtuple(original):
         return type(original)(*items)
     return type(original)(items)
 
 
 def is_container(value: object) -> bool:
-    """Whether ``map_tree`` looks inside ``value``."""
+    """Return True when ``map_tree`` descends into ``value``."""
     return is_sequence(value) or is_mapping(value) or _is_dataclass_value(value)
 
 
@@ -45,57 +45,57 @@ def _is_dataclass_value(value: object) -> bool:
 
 
 def map_tree(function: Leaf, tree: Any) -> Any:
-    """``tree`` with every leaf replaced by ``function(leaf)``; containers keep their type and order."""
+    """Replace every leaf of ``tree`` by ``function(leaf)``; containers keep their type and order."""
     if is_sequence(tree):
-        return same_type(tree, [map_tree(function, value) for value in tree])
+        return make_same_type(tree, [map_tree(function, value) for value in tree])
     if is_mapping(tree):
-        return like_mapping(tree, {key: map_tree(function, value) for key, value in tree.items()})
+        return make_mapping_like(tree, {key: map_tree(function, value) for key, value in tree.items()})
     if _is_dataclass_value(tree):
-        twin = copy(tree)
+        duplicate = copy(tree)
         for item in dataclasses.fields(tree):
-            # object.__setattr__ also fills frozen dataclasses; the twin is ours alone.
-            object.__setattr__(twin, item.name, map_tree(function, getattr(tree, item.name)))
-        return twin
+            # object.__setattr__ also fills frozen dataclasses; the copy is ours alone.
+            object.__setattr__(duplicate, item.name, map_tree(function, getattr(tree, item.name)))
+        return duplicate
     return function(tree)
 
 
-def like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the original's class holding ``items``, by a copy or else by its constructor."""
+def make_mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the original's class that holds ``items``, by a copy or else by its constructor."""
     if type(original) is dict:
         return items
     try:
-        twin: Any = copy(original)
+        duplicate: Any = copy(original)
         for key, value in items.items():
-            twin[key] = value
+            duplicate[key] = value
     except TypeError:  # not assignable
         return type(original)(items)  # type: ignore[call-arg]
-    return twin
+    return duplicate
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of every leaf, in order; a path reads like Python: ``['a'][0].x``."""
+def iterate_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) of every leaf, in order; a path reads like Python: ``['a'][0].x``."""
     if is_mapping(tree):
         for key, value in tree.items():
-            yield from leaves(value, f"{path}[{key!r}]")
+            yield from iterate_leaves(value, f"{path}[{key!r}]")
     elif is_sequence(tree):
         names = getattr(tree, "_fields", None)
         for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}.{names[index]}" if names else f"{path}[{index}]")
+            yield from iterate_leaves(value, f"{path}.{names[index]}" if names else f"{path}[{index}]")
     elif _is_dataclass_value(tree):
         for item in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, item.name), f"{path}.{item.name}")
+            yield from iterate_leaves(getattr(tree, item.name), f"{path}.{item.name}")
     else:
         yield path, tree
 
 
-def find(predicate: Callable[[Any], bool], tree: Any) -> Any | None:
-    """The first leaf for which ``predicate`` holds, or None."""
-    for _, leaf in leaves(tree):
+def find_leaf(predicate: Callable[[Any], bool], tree: Any) -> Any | None:
+    """Return the first leaf for which ``predicate`` holds, or None."""
+    for _, leaf in iterate_leaves(tree):
         if predicate(leaf):
             return leaf
     return None
 
 
-def rebuild(tree: Any, new_leaves: Iterator[Any]) -> Any:
-    """``tree`` with its leaves replaced, in order, by those of ``new_leaves``."""
+def replace_leaves(tree: Any, new_leaves: Iterator[Any]) -> Any:
+    """Return ``tree`` with its leaves replaced, in order, by the values of ``new_leaves``."""
     return map_tree(lambda _: next(new_leaves), tree)

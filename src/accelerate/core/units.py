@@ -1,4 +1,4 @@
-"""Bytes, durations and counts, to and from the way people write them."""
+"""Parsing and formatting of byte sizes, durations and counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 8640
 
 
 def parse_bytes(text: str | int) -> int:
-    """A size in bytes: ``"5GB"`` is 5 x 10^9, ``"5GiB"`` 5 x 2^30, ``"4Gb"`` gigabits; a number is bytes.
+    """Parse a size in bytes: ``"5GB"`` is 5 x 10^9, ``"5GiB"`` 5 x 2^30, ``"4Gb"`` gigabits; an int is bytes.
 
     Raises:
         SettingError: the text is not a size.
@@ -30,7 +30,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def show_bytes(size: float) -> str:
-    """``1610612736`` -> ``"1.50 GB"`` (powers of 1024, as memory tools print them)."""
+    """Format bytes: ``1610612736`` -> ``"1.50 GB"`` (powers of 1024, as memory tools print them)."""
     amount = float(size)
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if abs(amount) < 1024 or unit == "TB":
@@ -40,7 +40,7 @@ def show_bytes(size: float) -> str:
 
 
 def parse_seconds(text: str | float) -> float:
-    """A duration in seconds: ``"90"``, ``"30m"``, ``"1.5h"``, ``"250ms"``.
+    """Parse a duration in seconds: ``"90"``, ``"30m"``, ``"1.5h"``, ``"250ms"``.
 
     Raises:
         SettingError: the text is not a duration.
@@ -54,7 +54,7 @@ def parse_seconds(text: str | float) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """``0.00042`` -> ``"420 us"``, ``75`` -> ``"1 min 15 s"``."""
+    """Format seconds: ``0.00042`` -> ``"420 us"``, ``75`` -> ``"1 min 15 s"``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -67,7 +67,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_count(count: float) -> str:
-    """``8030261248`` -> ``"8.03B"``."""
+    """Format a count: ``8030261248`` -> ``"8.03B"``."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(count) >= size:
             return f"{count / size:.2f}".rstrip("0").rstrip(".") + letter

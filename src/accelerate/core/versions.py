@@ -22,7 +22,7 @@ OPERATIONS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether ``library_or_version operation requirement_version`` holds.
+    """Return True when ``library_or_version operation requirement_version`` holds.
 
     A build's local label counts only where the requirement names one (PEP 440, "Version matching"):
     ``2.6.0+cpu`` is ``== 2.6.0``.
@@ -40,15 +40,15 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         raise SettingError(
             f"{operation!r} is not a comparison of versions", fix=f"use one of: {', '.join(OPERATIONS)}"
         )
-    found = library_or_version
-    if isinstance(found, str):
-        found = parse(version(found))
-    wanted = parse(requirement_version)
-    if wanted.local is None and found.local is not None:
-        found = Version(str(found).partition("+")[0])
-    return OPERATIONS[operation](found, wanted)
+    actual = library_or_version
+    if isinstance(actual, str):
+        actual = parse(version(actual))
+    required = parse(requirement_version)
+    if required.local is None and actual.local is not None:
+        actual = Version(str(actual).partition("+")[0])
+    return OPERATIONS[operation](actual, required)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed torch compares like that to ``version``; torch is not imported."""
+    """Compare the installed version of torch with ``version``; torch is not imported."""
     return compare_versions("torch", operation, version)

@@ -1,4 +1,4 @@
-"""How prepared loaders share and move data."""
+"""The public options of prepared loaders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class DataLoaderConfiguration:
-    """Options of every loader that is prepared after it is set.
+    """Options of every loader that is prepared after they are set.
 
     Attributes:
         split_batches: the loader's batch size is that of all processes together, and each takes a part of

@@ -1,12 +1,13 @@
-"""Loaders that rank 0 reads for all: it sends each rank its batch of every step.
+"""Dispatched loaders: rank 0 reads the data of all ranks, and sends each rank its batch of every step.
 
-The batches are those that sharding would give each rank, made on rank 0: of map-style data its order of
-indices is cut into the ranks' parts before anything is read, of a stream its samples before they are
-collated. So a batch may be anything that can be pickled, and nothing is joined or cut after collating. Where
-a loader makes its batches itself, each rank gets whole ones in turn.
+The batches are those that sharding would give each rank, made on rank 0: of map-style data the order of
+indices is sliced per rank before anything is read, of a stream the samples before they are collated. So a
+batch may be anything that can be pickled, and nothing is concatenated or sliced after collating. If a loader
+makes its batches itself, the ranks get whole ones in turn.
 
 Rank 0 reads in the thread of its training loop, as any loader without workers does: an augmentation that
-draws from the global random numbers draws the same in every run. Use workers to read beside the training.
+draws from the global random generators draws the same in every run. Use workers to read in parallel to the
+training.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.cut import rows_of, take
-from accelerate.data.loader import DataLoaderShard, with_parts
-from accelerate.data.position import Epoch, Given, Skip
-from accelerate.data.reading import by_index, pick, read, shard_of
+from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
+from accelerate.data.batch_rows import count_rows, take_rows
+from accelerate.data.batch_source import fetch_batches, fetches_by_index, find_shard, stream_batches
+from accelerate.data.loader import DataLoaderShard, copy_loader
+from accelerate.data.position import Epoch, EpochSkip, FetchedBatch
+from accelerate.data.rank_batches import AllRankSteps, SingleIndexSampler
 from accelerate.data.shard import BatchSamplerShard
-from accelerate.data.steps import AllRanks, OneByOne
-from accelerate.data.stream import StepCollate, counts
-from accelerate.data.wire import DATA, Receiver, Sender, pack, unpack
+from accelerate.data.stream import StepCollate, supports_marks
 from accelerate.world import collective
 from accelerate.world.tensors import concatenate, ignorant_find_batch_size, slice_tensors
 
 Slice = Callable[..., Any]
-Step = list[Given | None]
-# Steps that rank 0 reads ahead: one to know the last one, one to be on its way while the other is trained on.
-_AHEAD = 2
+RankBatches = list[FetchedBatch | None]
+# Steps that rank 0 prefetches: one to know the last one, one to be in flight while the other is trained on.
+_READ_AHEAD = 2
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """A loader that rank 0 reads for all.
+    """A prepared loader whose batches rank 0 reads and sends to all ranks.
 
     Args:
         dataset, kwargs: those of ``torch.utils.data.DataLoader``.
-        split_batches: the loader's batch size is that of all processes together.
-        skip_batches: leave out so many batches of the first epoch.
-        slice_fn: cuts a collated batch: ``slice_fn(batch, slice, process_index=..., num_processes=...)``.
-            The batches of a step are joined for it first, unless ``split_batches``.
+        split_batches: the loader's batch size is that of all processes.
+        skip_batches: number of batches of the first epoch to skip.
+        slice_fn: slices a collated batch: ``slice_fn(batch, slice, process_index=..., num_processes=...)``.
+            The batches of a step are concatenated for it first, unless ``split_batches``.
         iteration: number of the next epoch.
     """
 
@@ -74,11 +75,13 @@ class DataLoaderDispatcher(DataLoaderShard):
             iteration=iteration,
             **kwargs,
         )
-        world = collective.size(), collective.rank()
-        self._wrap(steps_of(self.base_dataloader, *world, split_batches, True, slice_fn))
-        self._dispatch(*world, split_batches, True, slice_fn)
+        world = collective.world_size(), collective.rank()
+        self._wrap(with_rank_batches(self.base_dataloader, *world, split_batches, True, slice_fn))
+        self._initialize_dispatch(*world, split_batches, True, slice_fn)
 
-    def _dispatch(self, count: int, index: int, split: bool, even: bool, slice_fn: Slice | None) -> None:
+    def _initialize_dispatch(
+        self, count: int, index: int, split: bool, even: bool, slice_fn: Slice | None
+    ) -> None:
         self._num_processes, self._index = count, index
         self.split_batches, self.even_batches, self.slice_fn = split, even, slice_fn
         base = self.base_dataloader
@@ -86,7 +89,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         self._name = f"{type(base).__name__}({kind}, batch_size={base.batch_size})"
 
     @classmethod
-    def over(
+    def wrap_for_dispatch(
         cls,
         base: DataLoader[Any],
         *,
@@ -98,16 +101,16 @@ class DataLoaderDispatcher(DataLoaderShard):
         slice_fn: Slice | None = None,
         non_blocking: bool = False,
     ) -> DataLoaderDispatcher:
-        """A prepared view of the user's ``base``, which rank 0 will read for all."""
-        base = steps_of(base, num_processes, process_index, split_batches, even_batches, slice_fn)
-        loader: Any = cls.around(base, device=device, non_blocking=non_blocking, num_processes=num_processes)
-        loader._dispatch(num_processes, process_index, split_batches, even_batches, slice_fn)
+        """Wrap the user's ``base``, which rank 0 will read for all ranks."""
+        base = with_rank_batches(base, num_processes, process_index, split_batches, even_batches, slice_fn)
+        loader: Any = cls.wrap(base, device=device, non_blocking=non_blocking, num_processes=num_processes)
+        loader._initialize_dispatch(num_processes, process_index, split_batches, even_batches, slice_fn)
         return loader
 
     def __len__(self) -> int:
         base = self.base_dataloader
         sampler = base.sampler if base.batch_sampler is None else base.batch_sampler
-        if shard_of(base) is not None:
+        if find_shard(base) is not None:
             return len(sampler)  # type: ignore[arg-type]
         batches = len(base)
         if self.split_batches:
@@ -119,46 +122,46 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of one step, all processes together."""
+        """The samples of one step, of all processes."""
         base = self.base_dataloader
         if isinstance(base.collate_fn, StepCollate):
             return base.collate_fn.share * self._num_processes
         size = getattr(base.batch_sampler, "batch_size", None) or base.batch_size or 1
         return size if self.split_batches else size * self._num_processes
 
-    def _source(self, skip: Skip) -> Iterator[Given]:
+    def _fetch(self, skip: EpochSkip) -> Iterator[FetchedBatch]:
         if self._num_processes == 1:
-            return super()._source(skip)
-        return self._lead() if self._index == 0 else self._follow()
+            return super()._fetch(skip)
+        return self._send_batches() if self._index == 0 else self._receive_batches()
 
     @property
-    def _code(self) -> int:
+    def _loader_id(self) -> int:
         return zlib.crc32(self._name.encode())
 
-    def _follow(self) -> Iterator[Given]:
-        """What rank 0 sends, one ahead."""
+    def _receive_batches(self) -> Iterator[FetchedBatch]:
+        """Yield the batches that rank 0 sends, with one prefetched."""
         pin = bool(self.base_dataloader.pin_memory) and self.device is not None and self.device.type != "cpu"
-        messages = Receiver(self._code, self._name, pin)
+        messages = BatchReceiver(self._loader_id, self._name, pin)
         try:
             upcoming = next(messages, None)
             while upcoming is not None:
-                given, upcoming = upcoming, next(messages, None)
-                yield given._replace(last=upcoming is None)
+                fetched, upcoming = upcoming, next(messages, None)
+                yield fetched._replace(last=upcoming is None)
         finally:
             messages.close()
 
-    def _lead(self) -> Iterator[Given]:
-        """Rank 0's batches; each step is sent when it is read, some steps before the loop takes it."""
-        sender, mine = Sender(self._code), deque[Given]()
+    def _send_batches(self) -> Iterator[FetchedBatch]:
+        """Yield rank 0's batches; send each step when it is read, some steps before the loop takes it."""
+        sender, mine = BatchSender(self._loader_id), deque[FetchedBatch]()
         try:
             try:
                 for step in self._steps():
                     _send(sender, step)
-                    mine.extend(given for given in step[:1] if given is not None)
-                    if len(mine) > _AHEAD:
+                    mine.extend(fetched for fetched in step[:1] if fetched is not None)
+                    if len(mine) > _READ_AHEAD:
                         yield mine.popleft()
             except Exception as error:
-                # All ranks first take what was read before, and fail in the same step.
+                # All ranks first get the batches read before, and fail in the same step.
                 sender.fail(error)
                 yield from mine
                 sender.drain()
@@ -166,104 +169,111 @@ class DataLoaderDispatcher(DataLoaderShard):
             for rank in range(1, self._num_processes):
                 sender.end(rank)
             while mine:
-                given = mine.popleft()
-                yield given._replace(last=not mine)
+                fetched = mine.popleft()
+                yield fetched._replace(last=not mine)
             sender.drain()
         finally:
             sender.close()
 
-    def _steps(self) -> Iterator[Step]:
-        """Every rank's batch of each step. A rank that gets none has ended."""
-        base, epoch = self._whole, self.position.current
+    def _steps(self) -> Iterator[RankBatches]:
+        """Yield the batches of all ranks for each step. A rank that gets none has ended."""
+        base, epoch = self._full_base, self.position.current
         assert epoch is not None
-        shard, collate = shard_of(base), base.collate_fn
+        shard, collate = find_shard(base), base.collate_fn
         if shard is not None:
-            return self._by_index(base, shard, epoch)
+            return self._index_steps(base, shard, epoch)
         group = 1
         if isinstance(collate, StepCollate):
             collate.first = []
         elif not self.split_batches:
             group = self._num_processes
-        # A step is of one item, or of several.
+        # A step consists of one item, or of several.
         inner = replace(epoch, skip=replace(epoch.skip, batches=epoch.skip.batches * group))
-        found = read(base, inner, self.total_batch_size // group, self._feeding(base))
-        batches = (batch for batch, _ in found)
+        marked_batches = stream_batches(
+            base, inner, self.total_batch_size // group, self._indexed_loader(base)
+        )
+        batches = (batch for batch, _ in marked_batches)
         if isinstance(collate, StepCollate):
-            steps = map(self._collated, batches)
+            steps = map(self._unpack_collated, batches)
         elif self.slice_fn is not None:
-            steps = self._sliced(batches, self.slice_fn)
+            steps = self._slice_batches(batches, self.slice_fn)
         else:
-            steps = self._cut(batches) if self.split_batches else self._in_turn(batches)
-        return _noting(steps, inner, epoch)
+            steps = self._split_rows(batches) if self.split_batches else self._group_batches(batches)
+        return _propagate_order(steps, inner, epoch)
 
-    def _by_index(self, base: DataLoader[Any], shard: BatchSamplerShard, epoch: Epoch) -> Iterator[Step]:
-        """The ranks' batches of map-style data, as its order was cut."""
-        opened = AllRanks(shard, single=base.batch_sampler is None)
-        step: Step = []
-        for given in pick(base, *self._feeding(base), epoch, opened):
-            rank = opened.ranks.popleft()
+    def _index_steps(
+        self, base: DataLoader[Any], shard: BatchSamplerShard, epoch: Epoch
+    ) -> Iterator[RankBatches]:
+        """Yield the ranks' batches of map-style data, sliced by index."""
+        opener = AllRankSteps(shard, single=base.batch_sampler is None)
+        step: RankBatches = []
+        for fetched in fetch_batches(base, *self._indexed_loader(base), epoch, opener):
+            rank = opener.ranks.popleft()
             if rank == 0 and step:
-                yield self._padded(step)
+                yield self._pad_step(step)
                 step = []
-            step.append(given._replace(last=False))
+            step.append(fetched._replace(last=False))
         if step:
-            yield self._padded(step)
+            yield self._pad_step(step)
 
-    def _padded(self, step: Step) -> Step:
+    def _pad_step(self, step: RankBatches) -> RankBatches:
         return step + [None] * (self._num_processes - len(step))
 
-    def _collated(self, step: Any) -> Step:
-        """The ranks' batches of a stream, as they were collated."""
+    def _unpack_collated(self, step: Any) -> RankBatches:
+        """Return the ranks' batches of a step of a stream."""
         whole = step[0].total == self.total_batch_size
         filled = not whole and self.even_batches
         return [
-            part and Given(part.batch, False, part.total, part.total * filled, part.real if filled else None)
+            part
+            and FetchedBatch(
+                part.batch, False, part.total, part.total * filled, part.real if filled else None
+            )
             for part in step
         ]
 
-    def _in_turn(self, batches: Iterable[Any]) -> Iterator[Step]:
-        """Whole batches; the last step is filled by repeating the first one."""
-        step: Step = []
+    def _group_batches(self, batches: Iterable[Any]) -> Iterator[RankBatches]:
+        """Group whole batches into steps; fill the last step by repeating the first batch."""
+        step: RankBatches = []
         first: torch.Tensor | None = None
         for batch in batches:
             if len(step) == self._num_processes:
                 yield step
                 step = []
-            step.append(Given(batch))
-            # Packed, since the loop may change what it is given.
+            step.append(FetchedBatch(batch))
+            # Serialized, since the loop may change the batch in place.
             first = pack(DATA, batch) if first is None else first
         missing = self._num_processes - len(step)
         if not step or not missing:
             yield from [step] if step else []
         elif not self._drop_last:
-            yield self._repeated(step, first, missing) if self.even_batches else self._padded(step)
+            yield self._fill_step(step, first, missing) if self.even_batches else self._pad_step(step)
 
-    def _repeated(self, step: Step, first: torch.Tensor | None, missing: int) -> Step:
-        rows = [_rows(given.batch) for given in step if given is not None]
+    def _fill_step(self, step: RankBatches, first: torch.Tensor | None, missing: int) -> RankBatches:
+        rows = [_count_batch_rows(fetched.batch) for fetched in step if fetched is not None]
         one_by_one = self.base_dataloader.batch_size is None
         total = len(rows) if one_by_one else sum(rows)
-        filled = step + [Given(unpack(first), real=0) for _ in range(missing)]  # type: ignore[arg-type]
+        filled = step + [FetchedBatch(unpack(first), real=0) for _ in range(missing)]  # type: ignore[arg-type]
         remainder = -1 if one_by_one else total
         return [item and item._replace(samples=total, remainder=remainder) for item in filled]
 
-    def _cut(self, batches: Iterable[Any]) -> Iterator[Step]:
-        """Each collated batch cut into equal parts; what is missing are its first rows again."""
+    def _split_rows(self, batches: Iterable[Any]) -> Iterator[RankBatches]:
+        """Split the rows of each collated batch equally; fill up with its first rows again."""
         count = self._num_processes
         for batch in batches:
-            rows = rows_of(batch)
+            rows = count_rows(batch)
             share = -(-rows // count)
-            step: Step = []
+            step: RankBatches = []
             for start in range(0, share * count, share):
                 wanted = range(start, start + share) if self.even_batches else range(start, rows)[:share]
                 real = len(range(start, rows)[:share])
-                part = take(batch, rows, [row % rows for row in wanted]) if wanted else None
+                part = take_rows(batch, rows, [row % rows for row in wanted]) if wanted else None
                 filled = self.even_batches and rows % count
-                given = Given(part, False, rows, rows if filled else 0, real if filled else None)
-                step.append(given if wanted else None)
+                fetched = FetchedBatch(part, False, rows, rows if filled else 0, real if filled else None)
+                step.append(fetched if wanted else None)
             yield step
 
-    def _sliced(self, batches: Iterable[Any], slice_fn: Slice) -> Iterator[Step]:
-        """Each batch, or the joined batches of a step, cut by the user's function."""
+    def _slice_batches(self, batches: Iterable[Any], slice_fn: Slice) -> Iterator[RankBatches]:
+        """Slice each batch, or the concatenated batches of a step, by the user's function."""
         count, group = self._num_processes, 1 if self.split_batches else self._num_processes
         iterator, first = iter(batches), None
         while joined := list(islice(iterator, group)):
@@ -278,19 +288,19 @@ class DataLoaderDispatcher(DataLoaderShard):
                 more = slice_tensors(unpack(first), slice(0, missing))
                 whole = concatenate([whole, more])
                 missing -= ignorant_find_batch_size(more) or missing
-            step: Step = []
+            step: RankBatches = []
             for rank in range(count):
                 cut = slice(rank * share, (rank + 1) * share)
                 part = slice_fn(whole, cut, process_index=rank, num_processes=count)
                 filled = self.even_batches and rows % count
                 real = min(share, max(0, rows - cut.start)) if filled else None
-                step.append(Given(part, False, rows, rows if filled else 0, real))
+                step.append(FetchedBatch(part, False, rows, rows if filled else 0, real))
             yield step
 
 
-def _send(sender: Sender, step: Step) -> None:
-    # Packed for all before any is sent: what cannot be packed fails on all ranks in the same step.
-    blocks = [None if given is None else sender.pack(given) for given in step[1:]]
+def _send(sender: BatchSender, step: RankBatches) -> None:
+    # Serialize all before any is sent: a batch that cannot be pickled fails on all ranks in the same step.
+    blocks = [None if fetched is None else sender.pack(fetched) for fetched in step[1:]]
     for rank, block in enumerate(blocks, 1):
         if block is None:
             sender.end(rank)
@@ -298,22 +308,22 @@ def _send(sender: Sender, step: Step) -> None:
             sender.send(rank, block)
 
 
-def _rows(batch: Any) -> int:
+def _count_batch_rows(batch: Any) -> int:
     rows = ignorant_find_batch_size(batch)
     return len(batch) if rows is None and hasattr(batch, "__len__") else rows or 0
 
 
-def _noting(steps: Iterable[Step], inner: Epoch, epoch: Epoch) -> Iterator[Step]:
-    """The same steps; what the inner epoch found out is told to the outer one."""
+def _propagate_order(steps: Iterable[RankBatches], inner: Epoch, epoch: Epoch) -> Iterator[RankBatches]:
+    """Yield the same steps; copy the order state of the inner epoch to the outer one."""
     for step in steps:
-        epoch.start = inner.start
+        epoch.order_state = inner.order_state
         yield step
 
 
-def steps_of(
+def with_rank_batches(
     base: DataLoader[Any], count: int, index: int, split: bool, even: bool, slice_fn: Slice | None
 ) -> DataLoader[Any]:
-    """The user's loader with the parts that make it give every rank's batches, where it has such parts.
+    """Return the user's loader with a sampler or collate function for the batches of all ranks, if possible.
 
     Raises:
         PrepareError: ``split`` and the batch size does not divide by the number of ranks.
@@ -327,16 +337,18 @@ def steps_of(
         )
     if count == 1 or slice_fn is not None:
         return base
-    if by_index(base) and base.batch_sampler is not None:
+    if fetches_by_index(base) and base.batch_sampler is not None:
         whole: Any = base.batch_sampler
-        return with_parts(base, batch_sampler=BatchSamplerShard(whole, count, index, split, even))
-    if by_index(base) and not split:
+        return copy_loader(base, batch_sampler=BatchSamplerShard(whole, count, index, split, even))
+    if fetches_by_index(base) and not split:
         ones = BatchSampler(base.sampler, 1, drop_last=False)
-        return with_parts(base, sampler=OneByOne(BatchSamplerShard(ones, count, index, False, even)))
-    if isinstance(base.dataset, IterableDataset) and size is not None and counts(base):
+        return copy_loader(
+            base, sampler=SingleIndexSampler(BatchSamplerShard(ones, count, index, False, even))
+        )
+    if isinstance(base.dataset, IterableDataset) and size is not None and supports_marks(base):
         step = size if split else size * count
         batches: Any = copy.copy(base.batch_sampler)
         batches.batch_size = step
         collate = StepCollate(base.collate_fn, count, step // count, even)
-        return with_parts(base, batch_sampler=batches, collate_fn=collate)
+        return copy_loader(base, batch_sampler=batches, collate_fn=collate)
     return base

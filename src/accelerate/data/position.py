@@ -1,4 +1,4 @@
-"""Where a loader is: the epoch, the samples given in it, and what its order was made of.
+"""The position of a loader: the epoch, the samples given in it, and the state of its order.
 
 The samples of all processes together are counted, so a position means the same on any number of processes.
 One position is shared by a prepared loader and by the twins that ``skip_first_batches`` makes of it.
@@ -10,18 +10,18 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from accelerate.data.epoch import Readers, Start
-from accelerate.data.states import put_back, states_of
+from accelerate.data.epoch_order import DataShard, OrderState
+from accelerate.data.rng_states import capture_generators, restore_generators
 from accelerate.world import collective
 
 
 @dataclass(frozen=True)
-class Skip:
-    """What an epoch leaves out at its beginning.
+class EpochSkip:
+    """The batches or samples that an epoch skips at its beginning.
 
     Attributes:
-        batches: so many batches of this process, as this world counts them.
-        samples: exactly so many samples of the order, of all processes together; None: what ``batches`` are.
+        batches: batches of this process, as the current world counts them.
+        samples: samples of the order, of all processes; None: those of ``batches``.
     """
 
     batches: int = 0
@@ -30,23 +30,23 @@ class Skip:
     def __bool__(self) -> bool:
         return bool(self.batches or self.samples)
 
-    def plus(self, batches: int, step: int) -> Skip:
-        """So many batches more, of ``step`` samples each."""
+    def add(self, batches: int, step: int) -> EpochSkip:
+        """Return a skip of ``batches`` more batches of ``step`` samples each."""
         samples = None if self.samples is None else self.samples + batches * step
-        return Skip(self.batches + batches, samples)
+        return EpochSkip(self.batches + batches, samples)
 
 
-class Given(NamedTuple):
-    """One batch of this process, as its source gives it to the prepared loader.
+class FetchedBatch(NamedTuple):
+    """One batch of this process, as it is fetched for the prepared loader.
 
     Attributes:
-        batch: on the host.
-        last: no batch follows in this epoch, on this process.
-        samples: how many samples of the order all processes together have taken with this step, fillers not
-            counted; None: the loader's ``total_batch_size``.
-        remainder: how many samples of this step are real when it was filled, all processes together; 0 when
-            none is a filler, -1 when unknown. Only that of the last batch is looked at.
-        real: rows of this process's batch that are no fillers; None: unknown, or all.
+        batch: the batch on the host.
+        last: True for the last batch of this process in this epoch.
+        samples: samples of the order that all processes take in this step, without fillers; None: the
+            loader's ``total_batch_size``.
+        remainder: real samples of a filled step, of all processes; 0 if it has no fillers, -1 if unknown.
+            Only that of the last batch is used.
+        real: rows of this process's batch that are not fillers; None: unknown, or all.
     """
 
     batch: Any
@@ -61,47 +61,47 @@ class Epoch:
     """One iteration of a loader, and how far it has come.
 
     Attributes:
-        number: of the epoch.
-        skip: what it leaves out.
-        samples, batches: given so far with those that were left out: of all processes, and of this one.
+        number: number of the epoch.
+        skip: the batches or samples that it skips.
+        samples, batches: given so far, with the skipped ones: of all processes, and of this one.
         complete: the last batch was given.
-        active: the iteration has neither ended nor was it broken off.
-        start: what the order was made of; the source fills it in, unless it is to begin
-        again: as an earlier process began it. The program's generators then stay as they are, or
-        natural: move on as if the epoch were new.
+        active: the iteration has neither ended nor been broken off.
+        order_state: the state of its order, set when the first batch is fetched, unless
+        is_resumed: the order is that of a checkpoint. The global generators then stay as they are, unless
+        advances_generators: they advance as if the epoch were new.
         exhausted: the sampler has come to its end.
-        warm: an epoch before it, here or before a checkpoint, has started workers that persist.
-        now: states that the generators of the loader and its samplers keep, if the order is made again.
-        cut_by: world size and samples of a step when it was saved, if it begins again, and
-        given: the batches that each process had then.
-        length: samples of the whole order, where that is known.
-        readers: which part this process reads, where several read the same.
+        workers_started: an earlier epoch, here or before a checkpoint, has started persistent workers.
+        later_states: generator states of the loader and its samplers to restore, if the order is reproduced.
+        saved_world: number of data shards and samples of a step when it was saved, if it is resumed, and
+        saved_batches: the batches that each process had then.
+        length: samples of the whole order, where known.
+        data_shard: the data shard that this process reads, where several read the same.
     """
 
     number: int
-    skip: Skip = Skip()
+    skip: EpochSkip = EpochSkip()
     samples: int = 0
     batches: int = 0
     complete: bool = False
     active: bool = True
-    start: Start | None = None
-    again: bool = False
-    natural: bool = False
+    order_state: OrderState | None = None
+    is_resumed: bool = False
+    advances_generators: bool = False
     exhausted: bool = False
-    warm: bool = False
-    now: list[Any] | None = None
-    cut_by: tuple[int, int] | None = None
-    given: int = 0
+    workers_started: bool = False
+    later_states: list[Any] | None = None
+    saved_world: tuple[int, int] | None = None
+    saved_batches: int = 0
     length: int | None = None
-    readers: Readers | None = None
+    data_shard: DataShard | None = None
 
     @property
-    def parts(self) -> int:
-        """Into how many parts the data are shared out."""
-        return collective.size() if self.readers is None else self.readers.parts
+    def num_shards(self) -> int:
+        """The number of data shards."""
+        return collective.world_size() if self.data_shard is None else self.data_shard.num_shards
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the progress of the epoch as JSON types."""
         return {
             "samples": self.samples,
             "batches": self.batches,
@@ -109,85 +109,91 @@ class Epoch:
             "active": self.active,
             "exhausted": self.exhausted,
             "length": self.length,
-            "start": None if self.start is None else self.start.state_dict(),
+            "start": None if self.order_state is None else self.order_state.state_dict(),
         }
 
 
-class Position:
+class LoaderPosition:
     """The progress of one prepared loader.
 
     Attributes:
         iteration: number of the next epoch, or of the one in progress.
         current: the newest iteration, or None.
-        record: where a loaded checkpoint was, as long as the loader has not come further.
-        readers: see ``Epoch``.
+        record: the epoch of a loaded checkpoint, as long as the loader has not come further.
+        data_shard: see ``Epoch``.
     """
 
     def __init__(self, iteration: int = 0) -> None:
         self.iteration = iteration
         self.current: Epoch | None = None
         self.record: Epoch | None = None
-        self.readers: Readers | None = None
-        self._warm = False
-        self._saved: dict[str, Any] = {}
+        self.data_shard: DataShard | None = None
+        self._workers_started = False
+        self._loaded_state: dict[str, Any] = {}
 
-    def begin(self, skip: Skip, *, isolated: bool) -> Epoch:
-        """A new iteration begins: the recorded epoch again, if it is that one's turn.
+    def begin(self, skip: EpochSkip, *, isolated: bool) -> Epoch:
+        """Begin an iteration; it resumes the recorded epoch if that has the same number.
 
         Args:
-            skip: what it leaves out.
-            isolated: it goes on inside the recorded epoch, so it draws nothing that was drawn before.
+            skip: the batches or samples that it skips.
+            isolated: it continues inside the recorded epoch, so it does not advance the global generators.
         """
-        record, epoch = self.record, self._new(skip)
+        record, epoch = self.record, self._new_epoch(skip)
         if record is not None and (record.complete or record.number != self.iteration):
             self.record = None
-        elif record is not None and record.start is not None:
-            natural = not isolated and not record.active
+        elif record is not None and record.order_state is not None:
+            advances_generators = not isolated and not record.active
             epoch = replace(
                 epoch,
-                start=record.start,
-                again=True,
-                natural=natural,
+                order_state=record.order_state,
+                is_resumed=True,
+                advances_generators=advances_generators,
                 exhausted=record.exhausted,
-                cut_by=record.cut_by,
-                given=record.batches,
+                saved_world=record.saved_world,
+                saved_batches=record.batches,
                 length=record.length,
             )
-        self.current, self._warm = epoch, True
+        self.current, self._workers_started = epoch, True
         return epoch
 
-    def _new(self, skip: Skip) -> Epoch:
-        return Epoch(self.iteration, skip, batches=skip.batches, warm=self._warm, readers=self.readers)
+    def _new_epoch(self, skip: EpochSkip) -> Epoch:
+        return Epoch(
+            self.iteration,
+            skip,
+            batches=skip.batches,
+            workers_started=self._workers_started,
+            data_shard=self.data_shard,
+        )
 
     @property
-    def _parts(self) -> int:
-        return Epoch(0, readers=self.readers).parts
+    def _num_shards(self) -> int:
+        return Epoch(0, data_shard=self.data_shard).num_shards
 
     def end(self, epoch: Epoch) -> None:
-        """An iteration ended or was broken off."""
+        """End an iteration, complete or broken off."""
         epoch.active = False
         record = self.record
         if record is not None and (epoch.complete or epoch.samples > record.samples):
             self.record = None
 
-    def close(self) -> None:
-        """The recorded epoch was complete, and nothing is left of it."""
+    def finish_record(self) -> None:
+        """Drop the record of a complete epoch and move to the next one."""
         record = self.record
         assert record is not None
         self.record, self.current = None, replace(record, active=False)
         self.iteration = record.number + 1
 
     def state_dict(self, generators: list[Any], step: int) -> dict[str, Any]:
-        """Plain values; ``generators`` are those that the loader and its samplers hold."""
+        """Return the position as JSON types; ``generators`` are those of the loader and its samplers."""
         current = self.current
         if self.record is not None and (current is None or not current.active):
-            return dict(self._saved)
+            return dict(self._loaded_state)
         state = {
             "epoch": self.iteration,
-            "world_size": self._parts,
+            "world_size": self._num_shards,
             "step": step,
-            "warm": self._warm,
-            "now": states_of(generators),
+            "warm": self._workers_started,
+            "now": capture_generators(generators),
             "in_progress": None,
         }
         if current is not None:
@@ -196,7 +202,7 @@ class Position:
         return state
 
     def load_state_dict(self, state: dict[str, Any], generators: list[Any]) -> None:
-        """Takes over what ``state_dict`` gave, here or in another process.
+        """Restore the position of a ``state_dict`` of this or another process.
 
         Raises:
             ValueError: the loader and its samplers hold other generators.
@@ -204,59 +210,59 @@ class Position:
         self.iteration, self.current, self.record = state["epoch"], None, None
         if "in_progress" not in state:
             return
-        self._warm = state["warm"]
-        put_back(generators, state["now"])
-        told = state["in_progress"]
-        if told is None or told["start"] is None:
+        self._workers_started = state["warm"]
+        restore_generators(generators, state["now"])
+        saved = state["in_progress"]
+        if saved is None or saved["start"] is None:
             return
-        if not told["complete"]:
-            self.iteration = told["epoch"]
-        self._saved = state
+        if not saved["complete"]:
+            self.iteration = saved["epoch"]
+        self._loaded_state = state
         self.record = Epoch(
-            told["epoch"],
-            samples=told["samples"],
-            batches=told["batches"],
-            complete=told["complete"],
-            active=told["active"],
-            start=Start.of(told["start"]),
-            exhausted=told["exhausted"],
-            cut_by=(state["world_size"], state["step"]),
-            length=told["length"],
+            saved["epoch"],
+            samples=saved["samples"],
+            batches=saved["batches"],
+            complete=saved["complete"],
+            active=saved["active"],
+            order_state=OrderState.from_state_dict(saved["start"]),
+            exhausted=saved["exhausted"],
+            saved_world=(state["world_size"], state["step"]),
+            length=saved["length"],
         )
 
-    def skip(self, batches: int | None, step: int, count: int | None) -> Skip:
-        """What it means to leave out ``batches``: the recorded position, if it is that many.
+    def resolve_skip(self, batches: int | None, step: int, count: int | None) -> EpochSkip:
+        """Resolve a number of batches to skip: the recorded position, if it matches that number.
 
         Args:
-            batches: as the world counts them that saved the checkpoint, or this one; None: those that are
-                recorded, which are none if the loop over the epoch had ended.
+            batches: as counted by the world that saved the checkpoint, or by this one; None: the recorded
+                number, which is none if the loop over the epoch had ended.
             step: samples of a step now.
             count: batches of a whole epoch now, if known.
         """
         record = self.record
         if record is None or (batches is None and record.complete and not record.active):
-            return Skip(batches or 0)  # between two epochs nothing is left of one: the next is whole
+            return EpochSkip(batches or 0)  # saved between two epochs: the next one is whole
         here = record.complete and batches == count
         if batches is None:
-            batches = record.samples // step if self._other_world(step) else record.batches
+            batches = record.samples // step if self._has_world_changed(step) else record.batches
             here = True
         if not (here or batches == record.batches or batches * step == record.samples):
             warnings.warn(
                 f"{batches} batches are left out, but the checkpoint was saved after {record.batches} "
                 f"({record.samples} samples): samples are repeated or lost; "
-                "skip_first_batches(loader, None) goes on where it was",
+                "skip_first_batches(loader, None) continues at the saved position",
                 stacklevel=4,
             )
-            return Skip(batches)
-        if self._other_world(step) and collective.rank() == 0:
-            size, saved = record.cut_by or (1, step)
+            return EpochSkip(batches)
+        if self._has_world_changed(step) and collective.rank() == 0:
+            size, saved = record.saved_world or (1, step)
             warnings.warn(
                 f"the checkpoint was saved by {size} process(es) with steps of {saved} samples and is "
-                f"continued by {self._parts} with steps of {step}: the remaining samples are the same, "
+                f"continued by {self._num_shards} with steps of {step}: the remaining samples are the same, "
                 "but other processes get them",
                 stacklevel=4,
             )
-        return Skip(batches, record.samples)
+        return EpochSkip(batches, record.samples)
 
-    def _other_world(self, step: int) -> bool:
-        return self.record is not None and self.record.cut_by != (self._parts, step)
+    def _has_world_changed(self, step: int) -> bool:
+        return self.record is not None and self.record.saved_world != (self._num_shards, step)

@@ -1,4 +1,4 @@
-"""From the user's loader to this process's part of it: what each option does, and what is sharded already."""
+"""``prepare_data_loader``: shards or dispatches a loader by the options, unless it is sharded already."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accelerate.core.errors import PrepareError, SettingError
-from accelerate.data import sharded
+from accelerate.data import sharding_detection
+from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
-from accelerate.data.loader import DataLoaderShard, get_sampler, with_parts
-from accelerate.data.reading import shard_of
+from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler
+from accelerate.data.rank_batches import SingleIndexSampler
 from accelerate.data.shard import BatchSamplerShard, SeedableRandomSampler
-from accelerate.data.steps import OneByOne
-from accelerate.data.stream import CountingCollate, IterableDatasetShard, counts
+from accelerate.data.stream import CountingCollate, IterableDatasetShard, supports_marks
 from accelerate.world import collective
-from accelerate.world.layout import parts_of
+from accelerate.world.layout import mesh_data_shard
 
 
 def prepare_data_loader(
@@ -40,42 +40,42 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     shard: bool | str = "auto",
 ) -> DataLoaderShard:
-    """One process's part of ``dataloader``; see ``DataLoaderConfiguration`` for the options.
+    """Prepare ``dataloader`` for this process; see ``DataLoaderConfiguration`` for the options.
 
     Args:
         dataloader: the user's loader over the whole data, the same on every process.
-        device: where batches go if ``put_on_device``.
-        num_processes, process_index: the shard; the world's when None.
-        rng_types: random streams that are taken over from rank 0 at the start of every epoch.
-        slice_fn_for_dispatch: cuts a collated batch under dispatch; see ``DataLoaderDispatcher``.
-        torch_device_mesh: the processes, by dimensions: along ``dp_replicate`` and ``dp_shard`` they read
-            different parts, along the others the same.
-        shard: share the data out; "auto" keeps what each process has when it is sharded already.
+        device: the device to move batches to if ``put_on_device``.
+        num_processes, process_index: number and index of the data shard; the world's when None.
+        rng_types: random generators that are broadcast from rank 0 at the start of every epoch.
+        slice_fn_for_dispatch: slices a collated batch under dispatch; see ``DataLoaderDispatcher``.
+        torch_device_mesh: the device mesh: ranks along ``dp_replicate`` and ``dp_shard`` read different
+            shards, along other dimensions the same.
+        shard: shard the data; "auto" keeps each process's data if it is sharded already.
 
     Raises:
-        PrepareError: the batch size cannot be split, the object is no loader, or it cannot be told whether
-            it is sharded already.
+        PrepareError: the batch size cannot be split, the object is no loader, or detection of existing
+            sharding failed.
         SettingError: ``shard=False`` and ``dispatch_batches=True``.
     """
     if not isinstance(dataloader, DataLoader):
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
-    world = collective.size(), collective.rank()
-    parts = world if torch_device_mesh is None else parts_of(torch_device_mesh)
-    count = parts[0] if num_processes is None else num_processes
-    index = parts[1] if process_index is None else process_index
+    world = collective.world_size(), collective.rank()
+    data_shard = world if torch_device_mesh is None else mesh_data_shard(torch_device_mesh)
+    count = data_shard[0] if num_processes is None else num_processes
+    index = data_shard[1] if process_index is None else process_index
     where = device if put_on_device else None
-    base = _seedable(dataloader, data_seed) if use_seedable_sampler else dataloader
+    base = _with_seedable_sampler(dataloader, data_seed) if use_seedable_sampler else dataloader
     dispatch = dispatch_batches
     if dispatch is None:
-        whole = count == collective.size()
+        whole = count == collective.world_size()
         dispatch = whole and put_on_device and isinstance(dataloader.dataset, IterableDataset)
-    if shard == "auto" and count < collective.size():
-        sharded.check_parts(dataloader, count, index)
-    kept = count > 1 and _is_kept(dataloader, shard, count, index, dispatch_batches)
+    if shard == "auto" and count < collective.world_size():
+        sharding_detection.check_data_shard(dataloader, count, index)
+    keeps_own = count > 1 and _keeps_own_data(dataloader, shard, count, index, dispatch_batches)
     prepared: DataLoaderShard
-    if dispatch and not kept:
+    if dispatch and not keeps_own:
         _check_world(count, index)
-        prepared = DataLoaderDispatcher.over(
+        prepared = DataLoaderDispatcher.wrap_for_dispatch(
             base,
             device=where,
             num_processes=count,
@@ -86,29 +86,29 @@ def prepare_data_loader(
             non_blocking=non_blocking,
         )
     else:
-        shared = 1 if kept else count
+        shared = 1 if keeps_own else count
         base = _shard(base, shared, index, split_batches, even_batches) if shared > 1 else base
-        prepared = DataLoaderShard.around(base, device=where, non_blocking=non_blocking, num_processes=shared)
-    how = "kept" if kept else "dispatched" if dispatch else "shared out"
+        prepared = DataLoaderShard.wrap(base, device=where, non_blocking=non_blocking, num_processes=shared)
+    how = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
     if shard == "auto":
-        prepared.comparison = partial(sharded.compare_ranks, dataloader, how)
-    if count > 1 and count == collective.size() and shard == "auto":
+        prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, how)
+    if count > 1 and count == collective.world_size() and shard == "auto":
         prepared.before_first_use = prepared.comparison
-        cut = shard_of(base)
-        if cut is not None and how == "shared out":
-            cut.unproved = sharded.name_of(dataloader)
+        sampler_shard = find_shard(base)
+        if sampler_shard is not None and how == "sharded":
+            sampler_shard.name_to_verify = sharding_detection.describe_loader(dataloader)
     prepared.rng_types = rng_types
     prepared.use_stateful_dataloader = use_stateful_dataloader
-    if torch_device_mesh is not None and parts != world:
-        prepared.among(*parts)
+    if torch_device_mesh is not None and data_shard != world:
+        prepared.set_data_shard(*data_shard)
     prepared.synchronized_generator = getattr(get_sampler(base), "generator", None)
     return prepared
 
 
-def _is_kept(
+def _keeps_own_data(
     loader: DataLoader[Any], shard: bool | str, count: int, index: int, dispatch: bool | None
 ) -> bool:
-    """Whether each process keeps what the loader gives it."""
+    """Return True if each process keeps its own data, because it is sharded already."""
     if shard not in ("auto", True, False):
         raise SettingError(f"shard is {shard!r}", fix="use 'auto', True or False")
     if shard is False and dispatch:
@@ -119,23 +119,24 @@ def _is_kept(
         )
     if shard != "auto":
         return not shard
-    why = sharded.recognise(loader, count, index) or sharded.by_code(loader)
+    why = sharding_detection.find_sharding(loader, count, index) or sharding_detection.detect_in_code(loader)
     if why is not None:
-        sharded.say_kept(loader, why)
+        sharding_detection.log_not_sharded(loader, why)
     return why is not None
 
 
 def _check_world(count: int, index: int) -> None:
-    if (count, index) != (collective.size(), collective.rank()):
+    if (count, index) != (collective.world_size(), collective.rank()):
         raise PrepareError(
-            f"dispatch_batches=True needs all {collective.size()} processes, a part of {count} was asked for",
+            f"dispatch_batches=True needs all {collective.world_size()} processes, but {count} are to share "
+            "the loader",
             why="rank 0 of the world reads and sends",
             fix="use dispatch_batches=False",
         )
 
 
-def _seedable(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
-    """The loader with its random sampler replaced by one that is a function of seed and epoch."""
+def _with_seedable_sampler(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
+    """Return the loader with a ``SeedableRandomSampler`` in place of its random sampler."""
     sampler, batches = get_sampler(loader), loader.batch_sampler
     if type(sampler) is not RandomSampler:
         return loader
@@ -147,10 +148,10 @@ def _seedable(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
         data_seed=seed,
     )
     if not isinstance(batches, BatchSampler):
-        return with_parts(loader, sampler=seeded)
+        return copy_loader(loader, sampler=seeded)
     twin = copy.copy(batches)
     twin.sampler = seeded
-    return with_parts(loader, sampler=seeded, batch_sampler=twin)
+    return copy_loader(loader, sampler=seeded, batch_sampler=twin)
 
 
 def _shard(loader: DataLoader[Any], count: int, index: int, split: bool, even: bool) -> DataLoader[Any]:
@@ -159,16 +160,16 @@ def _shard(loader: DataLoader[Any], count: int, index: int, split: bool, even: b
     if loader.batch_sampler is None:
         ones = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
         shard = BatchSamplerShard(ones, count, index, split_batches=False, even_batches=even)
-        return with_parts(loader, sampler=OneByOne(shard))
+        return copy_loader(loader, sampler=SingleIndexSampler(shard))
     shard = BatchSamplerShard(loader.batch_sampler, count, index, split, even)  # type: ignore[arg-type]
-    return with_parts(loader, batch_sampler=shard)
+    return copy_loader(loader, batch_sampler=shard)
 
 
 def _shard_stream(
     loader: DataLoader[Any], count: int, index: int, split: bool, even: bool
 ) -> DataLoader[Any]:
     size = loader.batch_size
-    split = split and size is not None  # what is not collated cannot be cut
+    split = split and size is not None  # single samples cannot be split
     stream = IterableDatasetShard(
         loader.dataset,  # type: ignore[arg-type]
         batch_size=size or 1,
@@ -178,11 +179,11 @@ def _shard_stream(
         split_batches=split,
     )
     parts: dict[str, Any] = {"dataset": stream}
-    stream.even_batches, stream.marks = even, counts(loader)
+    stream.even_batches, stream.marks = even, supports_marks(loader)
     if stream.marks:
         parts["collate_fn"] = CountingCollate(loader.collate_fn)
     if split:
         batches: Any = copy.copy(loader.batch_sampler)
         parts["batch_size"] = batches.batch_size = (size or 1) // count
         parts["batch_sampler"] = batches
-    return with_parts(loader, **parts)
+    return copy_loader(loader, **parts)

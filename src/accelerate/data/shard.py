@@ -1,8 +1,8 @@
-"""Which samples each process sees: views of batch samplers and of streams. Nothing is drawn here.
+"""Sharding of batch samplers over the processes. No random numbers are drawn here.
 
-Order of the samples of one global step: rank 0's batch, then rank 1's, ... which is the order of the
-unsharded sampler. The last step is filled by going round to the first samples, so the fillers are the tail
-of that step, and dropping them needs only a count.
+A global step holds rank 0's batch, then rank 1's and so on, in the order of the unsharded sampler. The last
+step is filled with the first samples again, so the fillers are the tail of that step, and dropping them needs
+only a count.
 """
 
 from __future__ import annotations
@@ -14,22 +14,35 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.epoch import ending, open_order, open_walk
-from accelerate.data.order import Cut, SeedableRandomSampler, Step, chain_of, inner_sampler, is_known
-from accelerate.data.states import owned
+from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
+from accelerate.data.rng_states import find_generators
+from accelerate.data.sample_order import (
+    SeedableRandomSampler,
+    StepIndices,
+    StepSlicer,
+    inner_sampler,
+    is_known,
+    sampler_chain,
+)
 from accelerate.data.stream import IterableDatasetShard
 from accelerate.world import collective
 
-__all__ = ["BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler", "cut_of"]
+__all__ = [
+    "BatchSamplerShard",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "slicer_for",
+]
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's batches of a batch sampler that every process iterates alike.
+    """One process's shard of a batch sampler that every process iterates in the same order.
 
     Args:
-        batch_sampler: the unsharded one; kept under this name and read afresh in each epoch.
-        num_processes: how many processes share it.
-        process_index: this process's rank.
+        batch_sampler: the unsharded one; kept under this name and iterated anew in each epoch.
+        num_processes: number of shards.
+        process_index: the index of this process's shard.
         split_batches: each process takes a part of every batch, instead of whole batches in turn.
         even_batches: fill the last step from the beginning, so that all processes have as many full batches.
 
@@ -48,9 +61,9 @@ class BatchSamplerShard(BatchSampler):
         self.batch_sampler = batch_sampler
         self.num_processes, self.process_index = num_processes, process_index
         self.split_batches, self.even_batches = split_batches, even_batches
-        # The loader in words, as long as nobody has seen that all ranks begin with one order.
-        self.unproved: str | None = None
-        # How many samples of the last step are real, once it was given out; 0 when all are.
+        # The loader's name, until the ranks have verified that all begin with the same order.
+        self.name_to_verify: str | None = None
+        # Real samples of the last step, once it was yielded; 0 when all are real.
         self.remainder = -1
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
@@ -69,7 +82,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches of the unsharded sampler."""
+        """The number of batches of the unsharded sampler."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -85,79 +98,91 @@ class BatchSamplerShard(BatchSampler):
         self.remainder = 0
         if self.num_processes == 1:
             return iter(self.batch_sampler)
-        return self._noted()
+        return self._record_remainder()
 
-    def _noted(self) -> Iterator[list[Any]]:
-        cut, sampler = cut_of(self), inner_sampler(self)
-        generators = owned(*chain_of(self))
-        if cut is not None:
-            order, _ = open_order(sampler, generators, agree=collective.agree)
-            steps = ending(cut.steps(order, 0), sampler, False)
+    def _record_remainder(self) -> Iterator[list[Any]]:
+        slicer, sampler = slicer_for(self), inner_sampler(self)
+        generators = find_generators(*sampler_chain(self))
+        if slicer is not None:
+            order, _ = open_order(sampler, generators, broadcast=collective.broadcast_object)
+            steps = finish_at_end(slicer.steps(order, 0), sampler, False)
         else:
-            steps = self.steps(open_walk(self.batch_sampler, generators, agree=collective.agree)[0], 0, [])
+            steps = self.steps(
+                open_walk(self.batch_sampler, generators, broadcast=collective.broadcast_object)[0], 0, []
+            )
         for step in steps:
             self.remainder = step.remainder
             yield step.indices
 
-    def steps(self, batches: Iterator[list[Any]], taken: int, head: list[Any]) -> Iterator[Step]:
-        """This process's part of every step, from the batches of all.
+    def steps(
+        self, batches: Iterator[list[Any]], skipped: int, first_batches: list[Any]
+    ) -> Iterator[StepIndices]:
+        """Return this process's part of every step, from the unsharded batches.
 
         Args:
-            batches: of the unsharded batch sampler.
-            taken: samples before them that were left out, and
-            head: the first batches of those, at most ``num_processes``, to fill the last step from.
+            batches: those of the unsharded batch sampler.
+            skipped: number of samples skipped before them, and
+            first_batches: at most ``num_processes`` of the skipped batches, to fill the last step from.
         """
         return (
-            self._split(batches, taken, head) if self.split_batches else self._in_turn(batches, taken, head)
+            self._split_each(batches, skipped, first_batches)
+            if self.split_batches
+            else self._take_whole(batches, skipped, first_batches)
         )
 
-    def _in_turn(self, batches: Iterator[list[Any]], taken: int, head: list[Any]) -> Iterator[Step]:
-        first = list(head)
+    def _take_whole(
+        self, batches: Iterator[list[Any]], skipped: int, first_batches: list[Any]
+    ) -> Iterator[StepIndices]:
+        first = list(first_batches)
         group: list[list[Any]] = []
         for batch in batches:
-            # A complete group is handed out only when more follows: the last one may need filling.
+            # Yield a complete group only when another batch follows: the last one may need filling.
             if len(group) == self.num_processes:
-                yield self._whole(group, taken)
-                taken += sum(map(len, group))
+                yield self._take_batch(group, skipped)
+                skipped += sum(map(len, group))
                 group = []
             if len(first) < self.num_processes:
                 first.append(batch)
             group.append(batch)
         if len(group) == self.num_processes and all(map(self._is_full, group)):
-            yield self._whole(group, taken)
+            yield self._take_batch(group, skipped)
         elif group and (len(group) == self.num_processes or not self.drop_last):
-            yield from self._last(group, first, taken)
+            yield from self._fill_last_step(group, first, skipped)
 
     def _is_full(self, batch: list[Any]) -> bool:
         return self.batch_size is None or len(batch) >= self.batch_size
 
-    def _whole(self, group: list[list[Any]], taken: int, remainder: int = 0) -> Step:
+    def _take_batch(self, group: list[list[Any]], skipped: int, remainder: int = 0) -> StepIndices:
         mine = group[self.process_index]
         before = sum(map(len, group[: self.process_index]))
-        return Step(mine, False, sum(map(len, group)), remainder, len(mine), taken + before)
+        return StepIndices(mine, False, sum(map(len, group)), remainder, len(mine), skipped + before)
 
-    def _last(self, group: list[list[Any]], first: list[list[Any]], taken: int) -> Iterator[Step]:
-        """The incomplete last step."""
+    def _fill_last_step(
+        self, group: list[list[Any]], first: list[list[Any]], skipped: int
+    ) -> Iterator[StepIndices]:
+        """Yield the incomplete last step."""
         real = sum(map(len, group))
         if not self.even_batches:
             if self.process_index < len(group):
-                yield self._whole(group, taken, real)
+                yield self._take_batch(group, skipped, real)
             return
         if self.batch_size is None:
-            # Batches of varying size cannot be cut anew: whole ones are repeated.
+            # Batches of varying size cannot be divided anew: repeat whole ones.
             if self.process_index < len(group):
-                yield self._whole(group, taken, real)
+                yield self._take_batch(group, skipped, real)
             else:
                 filler = list(islice(chain(group, cycle(first)), self.num_processes))[self.process_index]
-                yield Step(filler, False, real, real, 0, taken + real)
+                yield StepIndices(filler, False, real, real, 0, skipped + real)
             return
         samples = chain(chain.from_iterable(group), cycle(list(chain.from_iterable(first))))
         start = self.process_index * self.batch_size
         mine = list(islice(samples, start, start + self.batch_size))
-        yield Step(mine, False, real, real, _between(real - start, self.batch_size), taken + start)
+        yield StepIndices(mine, False, real, real, _clamp(real - start, self.batch_size), skipped + start)
 
-    def _split(self, batches: Iterator[list[Any]], taken: int, head: list[Any]) -> Iterator[Step]:
-        first: list[Any] = head[0] if head else []
+    def _split_each(
+        self, batches: Iterator[list[Any]], skipped: int, first_batches: list[Any]
+    ) -> Iterator[StepIndices]:
+        first: list[Any] = first_batches[0] if first_batches else []
         for batch in batches:
             first = first or batch
             real = len(batch)
@@ -171,42 +196,44 @@ class BatchSamplerShard(BatchSampler):
             start = self.process_index * share
             part = batch[start : start + share]
             if part:
-                yield Step(part, False, real, real % size, _between(real - start, share), taken + start)
-            taken += real
+                yield StepIndices(
+                    part, False, real, real % size, _clamp(real - start, share), skipped + start
+                )
+            skipped += real
 
 
-def _between(value: int, most: int) -> int:
+def _clamp(value: int, most: int) -> int:
     return min(max(value, 0), most)
 
 
-def cut_of(sampler: Any) -> Cut | None:
-    """How the order below a sampler is cut, if it is one of torch's in one of torch's batch samplers.
+def slicer_for(sampler: Any) -> StepSlicer | None:
+    """Return the slicer of a sampler, if it is one of torch's in one of torch's batch samplers, else None.
 
     Args:
         sampler: a batch sampler, a ``BatchSamplerShard`` over one, or a sampler of single indices.
     """
     if is_known(sampler):
-        return Cut(1, single=True)
+        return StepSlicer(1, single=True)
     shard = sampler if type(sampler) is BatchSamplerShard else None
     batches = sampler if shard is None else shard.batch_sampler
     if type(batches) is not BatchSampler or not is_known(batches.sampler):
         return None
     if shard is None or shard.num_processes == 1:
-        return Cut(batches.batch_size, drop=batches.drop_last)
+        return StepSlicer(batches.batch_size, drop_last=batches.drop_last)
     share = shard.batch_size or 1
     if shard.split_batches:
         share //= shard.num_processes
-    return Cut(
+    return StepSlicer(
         share,
         shard.num_processes,
         shard.process_index,
-        drop=shard.drop_last,
-        fill=shard.even_batches,
+        drop_last=shard.drop_last,
+        fill_last=shard.even_batches,
     )
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first ``skip_batches`` batches; no sample of those is loaded."""
+    """A batch sampler without its first ``skip_batches`` batches; none of their samples is loaded."""
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
@@ -217,23 +244,27 @@ class SkipBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
-        cut = cut_of(self.batch_sampler)
-        if cut is None:
+        slicer = slicer_for(self.batch_sampler)
+        if slicer is None:
             return islice(iter(self.batch_sampler), self.skip_batches, None)
-        return self._rest(cut)
+        return self._iterate_rest(slicer)
 
-    def _rest(self, cut: Cut) -> Iterator[list[Any]]:
-        """From where the order is cut; nothing is made of what is left out."""
+    def _iterate_rest(self, slicer: StepSlicer) -> Iterator[list[Any]]:
+        """Yield the batches after the skip; the skipped ones are not built."""
         sampler = inner_sampler(self)
         order, _ = open_order(
-            sampler, owned(*chain_of(self)), agree=collective.agree if cut.size > 1 else None
+            sampler,
+            find_generators(*sampler_chain(self)),
+            broadcast=collective.broadcast_object if slicer.size > 1 else None,
         )
-        for step in ending(cut.steps(order, self.skip_batches * cut.step), sampler, False):
+        for step in finish_at_end(
+            slicer.steps(order, self.skip_batches * slicer.step_samples), sampler, False
+        ):
             yield step.indices
 
     @property
     def total_length(self) -> int:
-        """Number of batches with the skipped ones."""
+        """The number of batches including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:

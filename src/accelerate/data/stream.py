@@ -1,8 +1,8 @@
-"""Streams: which samples of an iterable dataset each process sees, and which of them only fill.
+"""Sharding of iterable datasets (streams), and the marking of fillers.
 
-A stream tells only at its end how long it was, and with workers it ends inside them. So a sample of an
-incomplete step is marked where it is read, the mark goes through collating, and what comes out says how many
-samples are real.
+The length of a stream is known only at its end, and with workers it ends inside them. So each sample of an
+incomplete step is marked where it is read; the mark passes through collating, and the collated batch holds
+the number of real samples.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate.core.errors import PrepareError
 
 
-class Tail(NamedTuple):
+class PartialStepSample(NamedTuple):
     """A sample of an incomplete step.
 
     Attributes:
-        sample: as the stream gave it.
+        sample: the sample of the stream.
         real: False for a repeated one.
-        total: how many samples of the step are real, all processes together.
+        total: real samples of the step, of all processes.
     """
 
     sample: Any
@@ -30,13 +30,13 @@ class Tail(NamedTuple):
     total: int
 
 
-class Counted(NamedTuple):
+class PartialStepBatch(NamedTuple):
     """A batch of an incomplete step.
 
     Attributes:
-        batch: as the loader's collate function made it.
-        real: rows that are no fillers; None when the batch is one sample that was not collated, and is real.
-        total: how many samples of the step are real, all processes together.
+        batch: the result of the loader's collate function.
+        real: rows that are not fillers; None for one real sample that was not collated.
+        total: real samples of the step, of all processes.
     """
 
     batch: Any
@@ -45,35 +45,35 @@ class Counted(NamedTuple):
 
 
 class CountingCollate:
-    """A loader's collate function that takes the marks off and counts them.
+    """A collate function that removes the marks of samples and counts the real ones.
 
     Args:
-        collate: the loader's own.
+        collate: the loader's own collate function.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """What the loader's own function makes of the samples; ``Counted`` if they were marked."""
-        if type(samples) is Tail:
-            return Counted(self.collate(samples.sample), None if samples.real else 0, samples.total)
-        if not (type(samples) is list and samples and type(samples[0]) is Tail):
+        """Collate the samples; return a ``PartialStepBatch`` if they were marked."""
+        if type(samples) is PartialStepSample:
+            return PartialStepBatch(self.collate(samples.sample), None if samples.real else 0, samples.total)
+        if not (type(samples) is list and samples and type(samples[0]) is PartialStepSample):
             return self.collate(samples)
         real = sum(tail.real for tail in samples)
-        return Counted(self.collate([tail.sample for tail in samples]), real, samples[0].total)
+        return PartialStepBatch(self.collate([tail.sample for tail in samples]), real, samples[0].total)
 
 
 class IterableDatasetShard(IterableDataset[Any]):
     """One process's samples of a stream that every process reads alike.
 
-    What it does not know is the stream's, so that a worker's set-up finds what it is used to.
+    Unknown attributes are those of the stream, so that a worker's init function works unchanged.
 
     Args:
         dataset: the stream.
-        batch_size: samples of a batch, of one process or (``split_batches``) of all together.
-        drop_last: leave out an incomplete last step instead of filling it from the first samples.
-        num_processes, process_index: how many processes share it, and this one's rank.
+        batch_size: samples of a batch, of one process or (``split_batches``) of all processes.
+        drop_last: drop an incomplete last step instead of filling it from the first samples.
+        num_processes, process_index: number of shards, and the index of this one.
         split_batches: whether ``batch_size`` is that of all processes together.
 
     Raises:
@@ -117,43 +117,43 @@ class IterableDatasetShard(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A worker's set-up may cut the stream by assigning to it.
+        # A worker's init function may shard the stream by assigning to it.
         target = (
             self if name in self._own or not hasattr(self.__dict__.get("dataset"), name) else self.dataset
         )
         object.__setattr__(target, name, value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to a stream that shuffles by epoch."""
+        """Set the epoch, also of a stream that shuffles by epoch."""
         self.epoch = epoch
-        tell: Any = getattr(self.dataset, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
+        set_epoch: Any = getattr(self.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
 
     @property
     def total_length(self) -> int:
-        """Samples of the whole stream, if it has a length."""
+        """The samples of the whole stream, if it has a length."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     @property
     def step_size(self) -> int:
-        """Samples that all processes consume together in one step."""
+        """The samples that all processes take in one step."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     @property
-    def _mine(self) -> slice:
-        """This process's part of a step."""
+    def _rank_slice(self) -> slice:
+        """The slice of a step that this process takes."""
         share = self.step_size // self.num_processes
         return slice(self.process_index * share, (self.process_index + 1) * share)
 
     def __len__(self) -> int:
         whole, rest = divmod(self.total_length, self.step_size)
         last = 0 if self.drop_last else self.step_size if self.even_batches else rest
-        part = range(self.step_size)[self._mine]
-        return whole * len(part) + (len(range(last)[self._mine]) if rest else 0)
+        part = range(self.step_size)[self._rank_slice]
+        return whole * len(part) + (len(range(last)[self._rank_slice]) if rest else 0)
 
     def __iter__(self) -> Iterator[Any]:
-        mine, size = self._mine, self.step_size
+        mine, size = self._rank_slice, self.step_size
         first: list[Any] = []
         group: list[Any] = []
         self.remainder = -1
@@ -167,27 +167,27 @@ class IterableDatasetShard(IterableDataset[Any]):
         if group and not self.drop_last:
             if self.even_batches:
                 self.remainder = len(group)
-                yield from self._fill(group, first or group)[mine]
+                yield from self._fill_step(group, first or group)[mine]
             else:
                 yield from group[mine]
 
-    def _fill(self, group: list[Any], first: list[Any]) -> list[Any]:
-        """The last step, complete."""
+    def _fill_step(self, group: list[Any], first: list[Any]) -> list[Any]:
+        """Fill the last step."""
         real = len(group)
         filled = islice(chain(group, cycle(first)), self.step_size)
         if not self.marks:
             return list(filled)
-        return [Tail(sample, place < real, real) for place, sample in enumerate(filled)]
+        return [PartialStepSample(sample, place < real, real) for place, sample in enumerate(filled)]
 
 
 class StepCollate:
-    """A loader's collate function for a whole step of a stream: it makes every rank's batch.
+    """A collate function for a whole step of a stream: it makes the batches of all ranks.
 
-    An incomplete step is shared equally; what is missing are the first samples again.
+    An incomplete step is divided equally and filled with the first samples again.
 
     Args:
-        collate: the loader's own.
-        count: how many ranks there are.
+        collate: the loader's own collate function.
+        count: number of ranks.
         share: samples of one rank in a complete step.
         even_batches: fill an incomplete step; otherwise the last ranks get less, or nothing.
     """
@@ -197,8 +197,8 @@ class StepCollate:
         self.even_batches = even_batches
         self.first: list[Any] = []
 
-    def __call__(self, samples: list[Any]) -> list[Counted | None]:
-        """Every rank's batch; None for a rank that gets nothing."""
+    def __call__(self, samples: list[Any]) -> list[PartialStepBatch | None]:
+        """Collate the batches of all ranks; None for a rank that gets nothing."""
         real, share = len(samples), self.share
         # Fewer fillers than ranks are ever needed.
         self.first = self.first or samples[: self.count - 1]
@@ -206,21 +206,23 @@ class StepCollate:
             if self.even_batches:
                 share = -(-real // self.count)
                 samples = list(islice(chain(samples, cycle(self.first)), share * self.count))
-            self.first = []  # a stream ends with its incomplete step, and begins anew
-        return [self._part(samples, start, share, real) for start in range(0, share * self.count, share)]
+            self.first = []  # an incomplete step is the last of a stream; the next one begins anew
+        return [
+            self._collate_part(samples, start, share, real) for start in range(0, share * self.count, share)
+        ]
 
-    def _part(self, samples: list[Any], start: int, share: int, real: int) -> Counted | None:
+    def _collate_part(self, samples: list[Any], start: int, share: int, real: int) -> PartialStepBatch | None:
         part = samples[start : start + share]
         mine = min(len(part), max(0, real - start))
-        return Counted(self.collate(part), mine, real) if part else None
+        return PartialStepBatch(self.collate(part), mine, real) if part else None
 
 
-def counts(loader: DataLoader[Any]) -> bool:
-    """Whether marks go through the loader: it makes its batches as torch's own does."""
+def supports_marks(loader: DataLoader[Any]) -> bool:
+    """Return True if marks pass through the loader: it collates as torch's own does."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("torchdata.")
 
 
 def unmark(batch: Any) -> tuple[Any, int | None, int | None]:
-    """A batch of a loader with its real rows and the real samples of its step; None: all."""
-    return batch if type(batch) is Counted else (batch, None, None)
+    """Return a batch, its real rows and the real samples of its step; None means all."""
+    return batch if type(batch) is PartialStepBatch else (batch, None, None)

@@ -1,9 +1,9 @@
-"""Floor 1: devices. One file per type; the default works for every type torch knows.
+"""Devices: one file per device type; the default class works for every type that torch knows.
 
-DEVICES       the registry of the files
-get(type)     the device of a type
-detect()      the best device of this machine
-probe()       the same and how many, found without importing torch
+DEVICES           the registry of the files
+get(type)         the device of a type
+detect()          the best device of this machine
+probe_devices()   the best device and how many there are, without importing torch
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from accelerate.core.registry import Registry
 from accelerate.device.base import Device
 from accelerate.device.machine import Machine
 
-__all__ = ["DEVICES", "Device", "Machine", "accelerators", "detect", "get", "probe"]
+__all__ = ["DEVICES", "Device", "Machine", "accelerators", "detect", "get", "probe_devices"]
 
 DEVICES: Registry[Device] = Registry(
     "device", "accelerate.device", "accelerate.devices", exclude=("base", "machine")
@@ -21,7 +21,7 @@ DEVICES: Registry[Device] = Registry(
 
 
 def get(type: str) -> Device:
-    """The device of a type: its file, else the default ``Device`` if torch knows the type.
+    """Return the device of a type: its file, else the default ``Device`` if torch knows the type.
 
     Raises:
         DeviceError: nobody knows the type; the nearest name is suggested.
@@ -31,10 +31,10 @@ def get(type: str) -> Device:
     for device in DEVICES:
         if device.type == type:
             return device
-    return _default(type)
+    return _make_default_device(type)
 
 
-def _default(type: str) -> Device:
+def _make_default_device(type: str) -> Device:
     import torch
 
     try:
@@ -53,15 +53,15 @@ def _default(type: str) -> Device:
 
 
 def accelerators() -> list[Device]:
-    """The devices of the registry that detection considers, the preferred one first."""
-    found = [device for device in DEVICES if device.priority > 0]
-    return sorted(found, key=lambda device: -device.priority)
+    """Return the devices that detection considers, the preferred one first."""
+    candidates = [device for device in DEVICES if device.priority > 0]
+    return sorted(candidates, key=lambda device: -device.priority)
 
 
 def detect() -> Device:
-    """The best accelerator that works here: by priority, then any other that torch found, then the CPU."""
+    """Return the best accelerator that works here: by priority, then any that torch has, then the CPU."""
     for device in accelerators():
-        if device.available():
+        if device.is_available():
             return device
     import torch
 
@@ -71,15 +71,15 @@ def detect() -> Device:
     return get("cpu")
 
 
-def probe(machine: Machine | None = None) -> tuple[Device, int]:
-    """(device, how many) a new process would find, without importing torch; (CPU, 0) for no accelerator.
+def probe_devices(machine: Machine | None = None) -> tuple[Device, int]:
+    """Return (device, count) that a new process would see, without importing torch; (CPU, 0) if none.
 
-    It is a good guess from device nodes and variables. What the driver says counts: the process group
-    checks it when it opens.
+    It is a good guess from device nodes and variables. The driver has the last word: the process group
+    asks it when it opens.
     """
     machine = machine or Machine()
     for device in accelerators():
-        count = device.probe(machine)
+        count = device.probe_count(machine)
         if count:
             return device, count
     return get("cpu"), 0

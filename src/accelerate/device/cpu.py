@@ -1,4 +1,4 @@
-"""The CPU: what remains where there is no accelerator, and rank 0's home of everything."""
+"""The CPU: the device where there is no accelerator, and the host of all others."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ class Cpu(Device):
     backend = "gloo"
     distributed_type = "MULTI_CPU"
     rng_key = "torch_manual_seed"
-    # A step takes its large tensors from the system and gives them back. First writes to small pages then
-    # cost more than the arithmetic of many a layer; torch's allocator asks for pages of 2 MiB if told so.
+    # A step allocates its large tensors from the system and frees them. First writes to small pages then
+    # cost more than the arithmetic of many layers; with this variable torch allocates pages of 2 MiB.
     environment = MappingProxyType({"THP_MEM_ALLOC_ENABLE": "1"})
-    out_of_memory = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+    out_of_memory_messages = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "DefaultCPUAllocator: not enough memory",
+    )
 
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         return True
 
     def count(self) -> int:
         return 1
 
-    def probe(self, machine: Machine | None = None) -> int:
-        """0: the CPU is no accelerator."""
+    def probe_count(self, machine: Machine | None = None) -> int:
+        """Return 0: the CPU is not an accelerator."""
         return 0
 
     def name(self, index: int | None = None) -> str:
@@ -49,44 +52,44 @@ class Cpu(Device):
         return isinstance(error, MemoryError) or super().is_out_of_memory(error)
 
     def torch_device(self, index: int | None = None) -> torch.device:
-        """``torch.device("cpu")`` for every index: there is one CPU per machine."""
+        """Return ``torch.device("cpu")`` for every index: there is one CPU per machine."""
         return super().torch_device(None)
 
     def bind(self, index: int) -> torch.device:
-        """Nothing to bind: every process of a machine shares its CPU."""
+        """Do nothing: all processes of a machine share its CPU."""
         return self.torch_device()
 
     def current(self) -> int:
         return 0
 
     def synchronize(self, index: int | None = None) -> None:
-        """Nothing to wait for: CPU kernels are done when they return."""
+        """Do nothing: CPU kernels are done when they return."""
 
     def stream(self, index: int | None = None) -> Any:
         return None
 
-    def rng(self, index: int | None = None) -> Any:
+    def get_rng_state(self, index: int | None = None) -> Any:
         import torch
 
         return torch.get_rng_state()
 
-    def set_rng(self, state: Any, index: int | None = None) -> None:
+    def set_rng_state(self, state: Any, index: int | None = None) -> None:
         import torch
 
         torch.set_rng_state(state)
 
-    def rng_all(self) -> Any:
-        return self.rng()
+    def get_rng_state_all(self) -> Any:
+        return self.get_rng_state()
 
-    def set_rng_all(self, states: Any) -> None:
-        self.set_rng(states)
+    def set_rng_state_all(self, states: Any) -> None:
+        self.set_rng_state(states)
 
     def seed(self, seed: int) -> None:
         import torch
 
         torch.default_generator.manual_seed(seed)
 
-    def memory(self, index: int | None = None) -> tuple[int, int]:
+    def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
         import psutil
 
         memory = psutil.virtual_memory()
@@ -95,13 +98,13 @@ class Cpu(Device):
             return int(memory.available), int(memory.total)
         return min(int(memory.available), limit[0]), limit[1]
 
-    def allocated(self, index: int | None = None) -> int | None:
-        """Resident bytes of this process."""
+    def memory_allocated(self, index: int | None = None) -> int | None:
+        """Return the resident bytes of this process."""
         import psutil
 
         return int(psutil.Process().memory_info().rss)
 
-    def peak(self, index: int | None = None) -> int | None:
+    def max_memory_allocated(self, index: int | None = None) -> int | None:
         status = Machine().read("proc/self/status")
         for line in status.splitlines():
             if line.startswith("VmHWM:"):
@@ -114,7 +117,7 @@ class Cpu(Device):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def reset_peak(self, index: int | None = None) -> bool:
+    def reset_peak_memory(self, index: int | None = None) -> bool:
         try:
             # "5" resets the peak resident size (proc(5), /proc/pid/clear_refs).
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -123,9 +126,9 @@ class Cpu(Device):
         return True
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """Fresh pages, large ones where the system has them, which cost a fraction when first written to.
+        """Return fresh pages, huge ones where the system has them: their first write costs a fraction.
 
-        Processes that are forked do not get them: each side's next write would copy them.
+        Forked processes do not get them: each side's next write would copy them.
         """
         import torch
 
@@ -138,7 +141,7 @@ class Cpu(Device):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def empty_cache(self) -> None:
-        """Nothing to empty: the allocator returns memory by itself."""
+        """Do nothing: the allocator returns memory by itself."""
 
 
 PLUGIN: Device = Cpu()

@@ -22,33 +22,33 @@ class Cuda(Device):
     distributed_type = "MULTI_GPU"
     priority = 40
     fallbacks = ("gloo",)
-    pins = True
+    pins_memory = True
     dtypes = frozenset({"bf16", "fp16", "fp8"})
-    files = ("dev/nvidia[0-9]*",)
+    node_patterns = ("dev/nvidia[0-9]*",)
     # cuDNN has no plan for a batch that is too large, and says only that it is not supported.
-    out_of_memory = (
+    out_of_memory_messages = (
         "CUDA out of memory",
         "HIP out of memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
         "CUDNN_STATUS_NOT_SUPPORTED",
     )
 
-    def ready(self) -> bool:
+    def is_usable(self) -> bool:
         # NVML answers without initialising CUDA, after which this process could not fork workers any more.
-        with environ.patched({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
-            return super().ready()
+        with environ.patch_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+            return super().is_usable()
 
-    def probe(self, machine: Machine | None = None) -> int:
+    def probe_count(self, machine: Machine | None = None) -> int:
         machine = machine or Machine()
         if machine.build.get("hip"):
-            # HIP numbers the devices that ROCR left; CUDA's name works where HIP's is unset.
-            left = count_visible(_amd(machine), machine.env.get("ROCR_VISIBLE_DEVICES"))
+            # HIP counts the devices that ROCR leaves visible; CUDA's variable works where HIP's is unset.
+            visible_to_hip = count_visible(_count_amd(machine), machine.env.get("ROCR_VISIBLE_DEVICES"))
             name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in machine.env else "CUDA_VISIBLE_DEVICES"
-            return count_visible(left, machine.env.get(name))
-        return super().probe(machine) if machine.build.get("cuda") else 0
+            return count_visible(visible_to_hip, machine.env.get(name))
+        return super().probe_count(machine) if machine.build.get("cuda") else 0
 
-    def present(self, machine: Machine) -> int:
-        nodes = super().present(machine)
+    def count_physical(self, machine: Machine) -> int:
+        nodes = super().count_physical(machine)
         if nodes:
             return nodes
         # The nodes are made at first use; until then the driver lists its cards here.
@@ -66,25 +66,25 @@ class Cuda(Device):
 
         if torch.version.hip:
             # The CDNA3 and CDNA4 families and RDNA4 have fp8 matrix units.
-            arch = str(self.module.get_device_properties(self._index(None)).gcnArchName)
+            arch = str(self.module.get_device_properties(self._index_or_current(None)).gcnArchName)
             return arch.startswith(("gfx94", "gfx95", "gfx12"))
-        return self.module.get_device_capability(self._index(None)) >= (8, 9)
+        return self.module.get_device_capability(self._index_or_current(None)) >= (8, 9)
 
-    def deterministic(self) -> None:
+    def make_deterministic(self) -> None:
         import torch
 
         # cuBLAS reads it when it starts; without it, matrix products raise in deterministic mode.
         if environ.get("CUBLAS_WORKSPACE_CONFIG") is None:
-            environ.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+            environ.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
         torch.backends.cudnn.benchmark = False
 
 
-def _amd(machine: Machine) -> int:
-    """GPUs of the KFD topology (a node with gpu_id 0 is a CPU) whose render node this container has."""
+def _count_amd(machine: Machine) -> int:
+    """Count the GPUs of the KFD topology (gpu_id 0 is a CPU) whose render node this container has."""
     if not machine.exists("dev/kfd"):
         return 0
     count = 0
-    for node in machine.nodes("sys/class/kfd/kfd/topology/nodes/*"):
+    for node in machine.find_device_nodes("sys/class/kfd/kfd/topology/nodes/*"):
         if machine.read(node / "gpu_id") in ("", "0"):
             continue
         minor = re.search(r"^drm_render_minor (\d+)$", machine.read(node / "properties"), re.MULTILINE)

@@ -28,24 +28,24 @@ class Hpu(Device):
     extension = "habana_frameworks.torch"
     group_extension = "habana_frameworks.torch.distributed.hccl"
     # accel nodes are shared with other vendors' accelerators; the control nodes are Gaudi's alone.
-    files = ("dev/accel/accel_controlD[0-9]*", "dev/hl[0-9]*")
-    out_of_memory = ("PT_DEVMEM Allocation failed",)
+    node_patterns = ("dev/accel/accel_controlD[0-9]*", "dev/hl[0-9]*")
+    out_of_memory_messages = ("PT_DEVMEM Allocation failed",)
 
     @property
     def module(self) -> Any:
-        self.load("habana_frameworks.torch.hpu")
+        self.load_extension("habana_frameworks.torch.hpu")
         return importlib.import_module("habana_frameworks.torch.hpu")
 
     def supports(self, dtype: str) -> bool:
         if dtype in ("fp16", "fp8"):
             # The first Gaudi has neither; all later ones have both.
-            self.load("habana_frameworks.torch.utils.experimental")
+            self.load_extension("habana_frameworks.torch.utils.experimental")
             experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
             return bool(experimental._is_fp16_supported())
         return super().supports(dtype)
 
     def torch_device(self, index: int | None = None) -> torch.device:
-        """``torch.device("hpu")`` for every index: a process has one."""
+        """Return ``torch.device("hpu")`` for every index: a process has one."""
         return super().torch_device(None)
 
     def synchronize(self, index: int | None = None) -> None:
@@ -54,18 +54,18 @@ class Hpu(Device):
     def stream(self, index: int | None = None) -> Any:
         return self.module.Stream()
 
-    def rng(self, index: int | None = None) -> Any:
+    def get_rng_state(self, index: int | None = None) -> Any:
         return self.module.random.get_rng_state()
 
-    def set_rng(self, state: Any, index: int | None = None) -> None:
+    def set_rng_state(self, state: Any, index: int | None = None) -> None:
         self.module.random.set_rng_state(state)
 
-    def rng_all(self) -> Any:
-        """A list of one: the other devices of the machine belong to other processes."""
-        return [self.rng()]
+    def get_rng_state_all(self) -> Any:
+        """Return a list of one: the other devices of the machine belong to other processes."""
+        return [self.get_rng_state()]
 
-    def set_rng_all(self, states: Any) -> None:
-        self.set_rng(states[0])
+    def set_rng_state_all(self, states: Any) -> None:
+        self.set_rng_state(states[0])
 
     def seed(self, seed: int) -> None:
         self.module.random.manual_seed_all(seed)

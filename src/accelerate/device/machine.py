@@ -1,8 +1,8 @@
-"""What can be learnt about this machine's accelerators without importing torch.
+"""Facts about this machine's accelerators that are found without importing torch.
 
 The launcher decides how many processes to start before any of them has loaded torch. It looks at device
-nodes, at driver files, at the variables that hide devices, and at what torch was built for; nothing here
-initialises a driver, so a process that asked may still fork.
+nodes, at driver files, at the variables that hide devices, and at the build of torch; nothing here
+initializes a driver, so the process may still fork.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate.core import environ
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 
 
-def installed(package: str) -> bool:
-    """Whether a top-level package could be imported; it is not imported."""
+def is_package_installed(package: str) -> bool:
+    """Return True when a top-level package could be imported; it is not imported."""
     return package in sys.modules or find_spec(package) is not None
 
 
 def torch_build() -> dict[str, str | None]:
-    """What torch was built for, read from its ``version.py`` as text: ``{"cuda": "12.8", "hip": None, ...}``.
+    """Return the constants of torch's ``version.py``, read as text: ``{"cuda": "12.8", "hip": None, ...}``.
 
     Empty when torch is not installed.
     """
@@ -46,33 +46,33 @@ def _constants(source: str) -> Iterator[tuple[str, str | None]]:
             yield target.id, None if value.value is None else str(value.value)
 
 
-@frozen
+@frozen_dataclass
 class Machine:
-    """The machine as ``Device.probe`` sees it; tests give a folder that looks like one.
+    """The machine as ``Device.probe_count`` sees it; tests pass a folder that looks like one.
 
     Attributes:
         root: the folder that holds ``dev``, ``proc`` and ``sys``.
         env: the environment variables; an empty value counts as set.
-        build: what torch was built for (see ``torch_build``).
-        has: whether a top-level package is installed.
+        build: the build of torch (see ``torch_build``).
+        has_package: whether a top-level package is installed.
     """
 
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=environ.snapshot)
     build: Mapping[str, str | None] = field(default_factory=torch_build)
-    has: Callable[[str], bool] = installed
+    has_package: Callable[[str], bool] = is_package_installed
 
-    def nodes(self, *patterns: str) -> list[Path]:
-        """Paths below the root that match one of the glob patterns and end in a number, sorted."""
-        found = {path for pattern in patterns for path in self.root.glob(pattern)}
-        return sorted(path for path in found if path.name[-1].isdigit())
+    def find_device_nodes(self, *patterns: str) -> list[Path]:
+        """Return paths below the root that match a glob pattern and end in a number, sorted."""
+        paths = {path for pattern in patterns for path in self.root.glob(pattern)}
+        return sorted(path for path in paths if path.name[-1].isdigit())
 
     def exists(self, path: str) -> bool:
-        """Whether a path below the root exists."""
+        """Return True when a path below the root exists."""
         return (self.root / path).exists()
 
     def read(self, path: str | Path) -> str:
-        """The text of a file below the root, "" when it is absent or closed to us."""
+        """Return the text of a file below the root, "" when it is absent or not readable."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -80,7 +80,7 @@ class Machine:
 
 
 def count_visible(present: int, variable: str | None) -> int:
-    """How many of ``present`` devices a visible-devices variable leaves.
+    """Return how many of ``present`` devices a visible-devices variable leaves.
 
     The rules are CUDA's, which every vendor follows: unset shows all; the list ends at the first entry
     that names no device ("", -1, "NoDevFiles", an index too large); an entry that stands twice hides
@@ -116,7 +116,7 @@ CGROUPS = (
 
 
 def container_limit(machine: Machine | None = None) -> tuple[int, int] | None:
-    """(free, total) bytes of this process's control group, or None when it sets no limit.
+    """Return (free, total) bytes of this process's control group, or None when it has no limit.
 
     File cache that the kernel would drop counts as free. Source: Linux Documentation/admin-guide,
     cgroup-v2.rst (memory.max, memory.current, memory.stat) and cgroup-v1/memory.rst.

@@ -19,13 +19,13 @@ class Mlu(Device):
     distributed_type = "MULTI_MLU"
     priority = 90
     extension = "torch_mlu"
-    files = ("dev/cambricon_dev[0-9]*",)
-    out_of_memory = ("MLU out of memory",)
+    node_patterns = ("dev/cambricon_dev[0-9]*",)
+    out_of_memory_messages = ("MLU out of memory",)
 
-    def ready(self) -> bool:
+    def is_usable(self) -> bool:
         # CNDEV answers without initialising the driver, after which this process could not fork any more.
-        with environ.patched({"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"}):
-            return super().ready()
+        with environ.patch_environment({"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"}):
+            return super().is_usable()
 
 
 PLUGIN: Device = Mlu()

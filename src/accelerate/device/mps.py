@@ -21,14 +21,14 @@ class Mps(Device):
     type = "mps"
     distributed_type = "NO"
     priority = 10
-    out_of_memory = ("MPS backend out of memory",)
+    out_of_memory_messages = ("MPS backend out of memory",)
 
-    def ready(self) -> bool:
+    def is_usable(self) -> bool:
         import torch
 
         return bool(torch.backends.mps.is_available())
 
-    def present(self, machine: Machine) -> int:
+    def count_physical(self, machine: Machine) -> int:
         # The wheel for Apple silicon always has Metal; Intel Macs have no torch since 2.3.
         return int(machine.exists("System/Library/Frameworks/Metal.framework"))
 
@@ -46,11 +46,11 @@ class Mps(Device):
         return super().supports(dtype)
 
     def torch_device(self, index: int | None = None) -> torch.device:
-        """``torch.device("mps")`` for every index: there is one."""
+        """Return ``torch.device("mps")`` for every index: there is one."""
         return super().torch_device(None)
 
     def bind(self, index: int) -> torch.device:
-        """Nothing to bind: there is one device, and it is always current."""
+        """Do nothing: there is one device, and it is always current."""
         return self.torch_device()
 
     def current(self) -> int:
@@ -62,13 +62,13 @@ class Mps(Device):
     def stream(self, index: int | None = None) -> Any:
         return None
 
-    def rng(self, index: int | None = None) -> Any:
+    def get_rng_state(self, index: int | None = None) -> Any:
         return self.module.get_rng_state()
 
-    def set_rng(self, state: Any, index: int | None = None) -> None:
+    def set_rng_state(self, state: Any, index: int | None = None) -> None:
         self.module.set_rng_state(state)
 
-    def memory(self, index: int | None = None) -> tuple[int, int]:
+    def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
         import psutil
 
         total = int(self.module.recommended_max_memory())
@@ -76,14 +76,14 @@ class Mps(Device):
         free = min(total - int(self.module.driver_allocated_memory()), int(psutil.virtual_memory().available))
         return max(0, free), total
 
-    def allocated(self, index: int | None = None) -> int | None:
+    def memory_allocated(self, index: int | None = None) -> int | None:
         return int(self.module.current_allocated_memory())
 
-    def peak(self, index: int | None = None) -> int | None:
-        """None: Metal keeps no record."""
+    def max_memory_allocated(self, index: int | None = None) -> int | None:
+        """Return None: Metal keeps no record."""
         return None
 
-    def reset_peak(self, index: int | None = None) -> bool:
+    def reset_peak_memory(self, index: int | None = None) -> bool:
         return False
 
 

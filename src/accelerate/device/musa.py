@@ -17,8 +17,8 @@ class Musa(Device):
     distributed_type = "MULTI_MUSA"
     priority = 70
     extension = "torch_musa"
-    files = ("dev/mtgpu.[0-9]*", "dev/mtgpu[0-9]*")
-    out_of_memory = ("MUSA out of memory",)
+    node_patterns = ("dev/mtgpu.[0-9]*", "dev/mtgpu[0-9]*")
+    out_of_memory_messages = ("MUSA out of memory",)
 
 
 PLUGIN: Device = Musa()

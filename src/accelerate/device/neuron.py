@@ -23,29 +23,30 @@ class Neuron(Device):
     priority = 20
     dtypes = frozenset({"bf16"})
     extension = "torch_neuronx"
-    files = ("dev/neuron[0-9]*",)
-    out_of_memory = ("out of memory", "NRT_RESOURCE")
+    node_patterns = ("dev/neuron[0-9]*",)
+    out_of_memory_messages = ("out of memory", "NRT_RESOURCE")
 
-    def ready(self) -> bool:
+    def is_usable(self) -> bool:
         return int(self.module.device_count()) > 0
 
-    def present(self, machine: Machine) -> int:
+    def count_physical(self, machine: Machine) -> int:
         cores = 0
-        for node in machine.nodes(*self.files):
+        for node in machine.find_device_nodes(*self.node_patterns):
             # The first Trainium has two cores per device, and older drivers do not say so.
             cores += int(machine.read(f"sys/devices/virtual/neuron_device/{node.name}/core_count") or 2)
-        # Later generations join cores by two unless told otherwise.
-        several = cores > 2 * len(machine.nodes(*self.files))
-        joined = machine.env.get("NEURON_LOGICAL_NC_CONFIG", "")
-        return cores // (int(joined) if joined.isdigit() and int(joined) else 2 if several else 1)
+        # Later generations join two cores to a logical one unless configured otherwise.
+        has_many_cores = cores > 2 * len(machine.find_device_nodes(*self.node_patterns))
+        config = machine.env.get("NEURON_LOGICAL_NC_CONFIG", "")
+        default = 2 if has_many_cores else 1
+        return cores // (int(config) if config.isdigit() and int(config) else default)
 
-    def visible(self, machine: Machine) -> str | None:
-        """The cores as a list; the variable holds numbers and ranges, ``"0-3,8"``."""
-        text = super().visible(machine)
-        return None if text is None else re.sub(r"(\d+)-(\d+)", _written_out, text)
+    def visible_devices(self, machine: Machine) -> str | None:
+        """Return the cores as a list; the variable holds numbers and ranges, ``"0-3,8"``."""
+        text = super().visible_devices(machine)
+        return None if text is None else re.sub(r"(\d+)-(\d+)", _expand_range, text)
 
 
-def _written_out(match: re.Match[str]) -> str:
+def _expand_range(match: re.Match[str]) -> str:
     return ",".join(str(number) for number in range(int(match[1]), int(match[2]) + 1))
 
 

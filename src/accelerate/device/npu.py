@@ -18,8 +18,8 @@ class Npu(Device):
     distributed_type = "MULTI_NPU"
     priority = 60
     extension = "torch_npu"
-    files = ("dev/davinci[0-9]*",)
-    out_of_memory = ("NPU out of memory",)
+    node_patterns = ("dev/davinci[0-9]*",)
+    out_of_memory_messages = ("NPU out of memory",)
 
 
 PLUGIN: Device = Npu()

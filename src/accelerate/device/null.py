@@ -1,4 +1,4 @@
-"""A device that counts instead of computing: it tests, with no hardware, what is asked of a device.
+"""A device that counts calls instead of computing: it tests the use of devices without hardware.
 
 Tensors live on torch's meta device: shapes and types are right and there is no data.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 
-class Null(Device):
-    """Never detected; asked for by name. ``calls`` counts every call, ``size`` says how many there are.
+class NullDevice(Device):
+    """A fake device: never detected, selected by name. ``calls`` counts every call.
 
     Args:
         size: how many devices there are.
-        capacity: total bytes of each; free is what ``use`` has not taken.
+        capacity: total bytes of each; ``allocate`` takes some.
     """
 
     type = "meta"
@@ -34,24 +34,24 @@ class Null(Device):
         super().__init__()
         self.size, self.capacity = size, capacity
         self.calls: Counter[str] = Counter()
-        self.taken: Counter[int] = Counter()
-        self.highest: Counter[int] = Counter()
+        self.used_bytes: Counter[int] = Counter()
+        self.peak_bytes: Counter[int] = Counter()
         self._current = 0
         self._seeds: dict[int, int] = {}
 
     @property
     def module(self) -> Any:
-        """None: torch has no module for it, and no call needs one."""
+        """None: torch has no module for this device, and no call needs one."""
         return None
 
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         return self.size > 0
 
     def count(self) -> int:
         return self.size
 
-    def probe(self, machine: Machine | None = None) -> int:
-        """0: it is no accelerator."""
+    def probe_count(self, machine: Machine | None = None) -> int:
+        """Return 0: it is not an accelerator."""
         return 0
 
     def name(self, index: int | None = None) -> str:
@@ -69,7 +69,7 @@ class Null(Device):
         return torch.device("meta")
 
     def bind(self, index: int) -> torch.device:
-        self._require(index)
+        self._check_index(index)
         self.calls["bind"] += 1
         self._current = index
         return self.torch_device(index)
@@ -84,54 +84,56 @@ class Null(Device):
         self.calls["stream"] += 1
         return None
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def rng(self, index: int | None = None) -> Any:
+    def get_rng_state(self, index: int | None = None) -> Any:
         import torch
 
-        self.calls["rng"] += 1
-        return torch.tensor([self._seeds.get(self._index(index), 0)], dtype=torch.int64).view(torch.uint8)
+        self.calls["get_rng_state"] += 1
+        return torch.tensor([self._seeds.get(self._index_or_current(index), 0)], dtype=torch.int64).view(
+            torch.uint8
+        )
 
-    def set_rng(self, state: Any, index: int | None = None) -> None:
+    def set_rng_state(self, state: Any, index: int | None = None) -> None:
         import torch
 
-        self.calls["set_rng"] += 1
-        self._seeds[self._index(index)] = int(state.view(torch.int64).item())
+        self.calls["set_rng_state"] += 1
+        self._seeds[self._index_or_current(index)] = int(state.view(torch.int64).item())
 
     def seed(self, seed: int) -> None:
         self.calls["seed"] += 1
         self._seeds = dict.fromkeys(range(self.size), seed)
 
-    def use(self, size: int, index: int | None = None) -> None:
-        """Takes (or, negative, gives back) ``size`` bytes of a device.
+    def allocate(self, size: int, index: int | None = None) -> None:
+        """Allocate (or, negative, free) ``size`` bytes of a device.
 
         Raises:
             torch.OutOfMemoryError: they do not fit.
         """
         import torch
 
-        where = self._index(index)
-        if self.taken[where] + size > self.capacity:
-            raise torch.OutOfMemoryError(f"null device {where}: out of memory, {size} bytes wanted")
-        self.taken[where] += size
-        self.highest[where] = max(self.highest[where], self.taken[where])
+        device = self._index_or_current(index)
+        if self.used_bytes[device] + size > self.capacity:
+            raise torch.OutOfMemoryError(f"null device {device}: out of memory, {size} bytes wanted")
+        self.used_bytes[device] += size
+        self.peak_bytes[device] = max(self.peak_bytes[device], self.used_bytes[device])
 
-    def memory(self, index: int | None = None) -> tuple[int, int]:
-        return self.capacity - self.taken[self._index(index)], self.capacity
+    def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
+        return self.capacity - self.used_bytes[self._index_or_current(index)], self.capacity
 
-    def allocated(self, index: int | None = None) -> int | None:
-        return self.taken[self._index(index)]
+    def memory_allocated(self, index: int | None = None) -> int | None:
+        return self.used_bytes[self._index_or_current(index)]
 
-    def peak(self, index: int | None = None) -> int | None:
-        return self.highest[self._index(index)]
+    def max_memory_allocated(self, index: int | None = None) -> int | None:
+        return self.peak_bytes[self._index_or_current(index)]
 
-    def reset_peak(self, index: int | None = None) -> bool:
-        self.highest[self._index(index)] = self.taken[self._index(index)]
+    def reset_peak_memory(self, index: int | None = None) -> bool:
+        self.peak_bytes[self._index_or_current(index)] = self.used_bytes[self._index_or_current(index)]
         return True
 
     def empty_cache(self) -> None:
         self.calls["empty_cache"] += 1
 
 
-PLUGIN: Device = Null()
+PLUGIN: Device = NullDevice()

@@ -18,8 +18,8 @@ class Sdaa(Device):
     distributed_type = "MULTI_SDAA"
     priority = 80
     extension = "torch_sdaa"
-    files = ("dev/tcaicard[0-9]*",)
-    out_of_memory = ("SDAA out of memory",)
+    node_patterns = ("dev/tcaicard[0-9]*",)
+    out_of_memory_messages = ("SDAA out of memory",)
 
 
 PLUGIN: Device = Sdaa()

@@ -1,4 +1,4 @@
-"""TPUs, and whatever else PyTorch/XLA drives."""
+"""TPUs, and other devices that PyTorch/XLA drives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Xla(Device):
     """PyTorch/XLA. Not run on a TPU: tested with a fake ``torch_xla``.
 
     The runtime gives each process its device, and work is done at a step's end. XLA on the CPU is for
-    debugging: it is never detected, ``ACCELERATE_TORCH_DEVICE=xla`` asks for it. ``USE_TORCH_XLA=0``
+    debugging: it is never detected, ``ACCELERATE_TORCH_DEVICE=xla`` selects it. ``USE_TORCH_XLA=0``
     hides XLA where torch_xla is merely installed. Source: PyTorch/XLA documentation, "PJRT Runtime" and
     "API guide"; the numbers of the chips: JAX, hardware_utils.py.
     """
@@ -34,30 +34,30 @@ class Xla(Device):
     extension = "torch_xla"
     group_extension = "torch_xla.distributed.xla_backend"
     rng_key = "xm_seed"
-    out_of_memory = ("RESOURCE_EXHAUSTED",)
+    out_of_memory_messages = ("RESOURCE_EXHAUSTED",)
     starts_ranks = True
 
     @property
     def module(self) -> Any:
         """``torch_xla.core.xla_model``; torch has no module for this type."""
-        self.load()
+        self.load_extension()
         return importlib.import_module("torch_xla.core.xla_model")
 
     @property
     def runtime(self) -> Any:
-        self.load()
+        self.load_extension()
         return importlib.import_module("torch_xla.runtime")
 
-    def installed(self, machine: Machine) -> bool:
-        return environ.flag("USE_TORCH_XLA", default=True) and super().installed(machine)
+    def is_installed(self, machine: Machine) -> bool:
+        return environ.get_flag("USE_TORCH_XLA", default=True) and super().is_installed(machine)
 
-    def ready(self) -> bool:
+    def is_usable(self) -> bool:
         return self.runtime.device_type() not in (None, "CPU")
 
     def count(self) -> int:
-        return int(self.runtime.addressable_device_count()) if self.available() else 0
+        return int(self.runtime.addressable_device_count()) if self.is_available() else 0
 
-    def present(self, machine: Machine) -> int:
+    def count_physical(self, machine: Machine) -> int:
         count = 0
         for vendor in machine.root.glob("sys/bus/pci/devices/*/vendor"):
             chip = machine.read(vendor.with_name("device"))
@@ -72,15 +72,15 @@ class Xla(Device):
         return super().supports(dtype) and (dtype != "fp16" or self.runtime.device_type() != "TPU")
 
     def torch_device(self, index: int | None = None) -> torch.device:
-        self.load()
+        self.load_extension()
         return importlib.import_module("torch_xla").device(index)
 
     def start_ranks(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """By copies of this process, which must not have touched the runtime: it serves one process."""
+        """Fork this process, which must not have touched the runtime: the runtime serves one process."""
         importlib.import_module("torch_xla").launch(function, args=args, start_method="fork")
 
     def bind(self, index: int) -> torch.device:
-        """Nothing to bind: the runtime has given this process its device."""
+        """Do nothing: the runtime has given this process its device."""
         return self.torch_device()
 
     def current(self) -> int:
@@ -93,44 +93,44 @@ class Xla(Device):
     def stream(self, index: int | None = None) -> Any:
         return None
 
-    def rng(self, index: int | None = None) -> Any:
-        """A number: XLA's generator is counter-based and its whole state is a seed."""
+    def get_rng_state(self, index: int | None = None) -> Any:
+        """Return a number: XLA's generator is counter-based and its whole state is a seed."""
         return self.module.get_rng_state(self._name(index))
 
-    def set_rng(self, state: Any, index: int | None = None) -> None:
+    def set_rng_state(self, state: Any, index: int | None = None) -> None:
         self.module.set_rng_state(int(state), self._name(index))
 
-    def rng_all(self) -> Any:
-        """The state of this process's device; a process has one."""
-        return self.rng()
+    def get_rng_state_all(self) -> Any:
+        """Return the state of this process's device; a process has one."""
+        return self.get_rng_state()
 
-    def set_rng_all(self, states: Any) -> None:
-        self.set_rng(states)
+    def set_rng_state_all(self, states: Any) -> None:
+        self.set_rng_state(states)
 
     def seed(self, seed: int) -> None:
         self.module.set_rng_state(seed)
 
-    def memory(self, index: int | None = None) -> tuple[int, int]:
+    def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
         facts = self._memory(index)
         if "bytes_limit" in facts:
             return facts["bytes_limit"] - facts["bytes_used"], facts["bytes_limit"]
         return facts["kb_free"] * 1024, facts["kb_total"] * 1024
 
-    def allocated(self, index: int | None = None) -> int | None:
-        free, total = self.memory(index)
+    def memory_allocated(self, index: int | None = None) -> int | None:
+        free, total = self.get_memory_info(index)
         return total - free
 
-    def peak(self, index: int | None = None) -> int | None:
+    def max_memory_allocated(self, index: int | None = None) -> int | None:
         return self._memory(index).get("peak_bytes_used")
 
-    def reset_peak(self, index: int | None = None) -> bool:
+    def reset_peak_memory(self, index: int | None = None) -> bool:
         return False
 
     def _memory(self, index: int | None) -> dict[str, int]:
         return self.module.get_memory_info(self._name(index))
 
     def _name(self, index: int | None) -> str:
-        return f"xla:{self._index(index)}"
+        return f"xla:{self._index_or_current(index)}"
 
 
 PLUGIN: Device = Xla()

@@ -23,45 +23,45 @@ class Xpu(Device):
     visible_variable = "ZE_AFFINITY_MASK"
     distributed_type = "MULTI_XPU"
     priority = 30
-    out_of_memory = ("XPU out of memory", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY")
+    out_of_memory_messages = ("XPU out of memory", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY")
 
-    def probe(self, machine: Machine | None = None) -> int:
+    def probe_count(self, machine: Machine | None = None) -> int:
         machine = machine or Machine()
-        built = machine.build.get("xpu") or machine.has("intel_extension_for_pytorch")
-        return super().probe(machine) if built else 0
+        built = machine.build.get("xpu") or machine.has_package("intel_extension_for_pytorch")
+        return super().probe_count(machine) if built else 0
 
-    def present(self, machine: Machine) -> int:
+    def count_physical(self, machine: Machine) -> int:
         count = 0
-        for node in machine.nodes("dev/dri/renderD*"):
+        for node in machine.find_device_nodes("dev/dri/renderD*"):
             device = f"sys/class/drm/{node.name}/device"
             if machine.read(f"{device}/vendor") == INTEL:
                 # Each tile of a card is a device of its own; drivers that do not list tiles have one.
-                count += max(1, len(machine.nodes(f"{device}/tile*")))
+                count += max(1, len(machine.find_device_nodes(f"{device}/tile*")))
         return count
 
-    def visible(self, machine: Machine) -> str | None:
-        """The cards the mask names; ``0.0,0.1`` are two tiles, each one device."""
-        mask = super().visible(machine)
+    def visible_devices(self, machine: Machine) -> str | None:
+        """Return the cards of the mask; ``0.0,0.1`` are two tiles, each one device."""
+        mask = super().visible_devices(machine)
         if mask is None or "." not in mask:
             return mask
         tiles = [part.strip() for part in mask.split(",")]
-        good = [tile for tile in tiles if re.fullmatch(r"\d+(\.\d+)?", tile)]
-        return ",".join(str(index) for index, _ in enumerate(dict.fromkeys(good)))
+        valid_tiles = [tile for tile in tiles if re.fullmatch(r"\d+(\.\d+)?", tile)]
+        return ",".join(str(index) for index, _ in enumerate(dict.fromkeys(valid_tiles)))
 
     def group_backend(self) -> str:
         # Before torch had xccl, a package of Intel's brought ccl.
-        if Machine().has("oneccl_bindings_for_pytorch"):
-            self.load("oneccl_bindings_for_pytorch")
+        if Machine().has_package("oneccl_bindings_for_pytorch"):
+            self.load_extension("oneccl_bindings_for_pytorch")
         return super().group_backend()
 
-    def memory(self, index: int | None = None) -> tuple[int, int]:
+    def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
         try:
-            return super().memory(index)
+            return super().get_memory_info(index)
         except RuntimeError:
-            # Integrated and consumer cards do not tell what is free: count what this process reserved.
-            where = self._index(index)
-            total = int(self.module.get_device_properties(where).total_memory)
-            return total - int(self.module.memory_reserved(where)), total
+            # Integrated and consumer cards do not report free memory: subtract what this process reserved.
+            device = self._index_or_current(index)
+            total = int(self.module.get_device_properties(device).total_memory)
+            return total - int(self.module.memory_reserved(device)), total
 
 
 PLUGIN: Device = Xpu()

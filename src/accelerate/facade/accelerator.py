@@ -1,4 +1,4 @@
-"""``Accelerator``: the object a training script holds. Every method delegates to one room."""
+"""``Accelerator``: the object a training script holds. Its methods come from the mixins of this folder."""
 
 from __future__ import annotations
 
@@ -9,34 +9,44 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.core.handler import KwargsHandler
-from accelerate.data.active import ActiveLoaders
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip
-from accelerate.facade import options
-from accelerate.facade.effects import Effects
-from accelerate.facade.exchanging import Exchanging
-from accelerate.facade.given import Given
+from accelerate.facade import constructor_args
+from accelerate.facade.checkpoint_methods import CheckpointMixin
+from accelerate.facade.collectives import CollectivesMixin
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
-from accelerate.facade.loop import Loop
-from accelerate.facade.mesh import Meshed
-from accelerate.facade.preparing import Preparing
-from accelerate.facade.rollback import remember
-from accelerate.facade.saving import Saving
+from accelerate.facade.handler_properties import HandlerPropertiesMixin
+from accelerate.facade.mesh import MeshMixin
+from accelerate.facade.option_report import OptionReportMixin
+from accelerate.facade.preemption import PreemptionMixin
+from accelerate.facade.preparation import PreparationMixin
+from accelerate.facade.rollback import capture_rollback
 from accelerate.facade.state import AcceleratorState
-from accelerate.facade.stopping import Stopping
-from accelerate.facade.tracking import Tracking
+from accelerate.facade.tracking import TrackingMixin
+from accelerate.facade.train_loop import TrainLoopMixin
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
-from accelerate.strategy import choose
-from accelerate.strategy.base import Request, Strategy
-from accelerate.watch.retry import release_memory, roll_back
+from accelerate.strategy import choose_strategy
+from accelerate.strategy.base import Strategy, StrategyRequest
+from accelerate.watch.batch_size_search import release_memory, restore_after_failure
 from accelerate.world.world import InitProcessGroupKwargs, World
 
 _UNSET: Any = object()
 
 
-class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, Meshed, Exchanging):
+class Accelerator(
+    HandlerPropertiesMixin,
+    PreparationMixin,
+    TrainLoopMixin,
+    CheckpointMixin,
+    PreemptionMixin,
+    TrackingMixin,
+    OptionReportMixin,
+    MeshMixin,
+    CollectivesMixin,
+):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -46,21 +56,21 @@ class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, M
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: compute on the CPU.
         dataloader_config: how loaders share data.
-        rng_types: random streams that all processes take over from rank 0 at the start of every epoch; the
-            order of the samples is agreed without them.
+        rng_types: random number generators that rank 0 broadcasts at the start of every epoch; the
+            order of the samples is the same on all ranks without them.
         log_with: the trackers that ``init_trackers`` starts: a name, a ``GeneralTracker``, or several;
             ``"all"`` is every one that is installed.
         project_dir, project_config: where checkpoints and logs go.
         gradient_accumulation_plugin: accumulation with all its options.
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
-        kwargs_handlers: options of single components.
+        kwargs_handlers: options of DDP, autocast, the gradient scaler, the profiler, ...
         dynamo_backend, dynamo_plugin: compile prepared models in place.
         strict: an option that cannot be applied is an error, not a warning; None takes ``--strict``.
 
     Raises:
         SettingError: a value is wrong, or two contradict each other.
         WorldError: the environment does not describe a world.
-        NotBuiltError: something asked for is not built yet.
+        NotBuiltError: a requested feature is not built yet.
     """
 
     def __init__(
@@ -88,38 +98,38 @@ class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, M
         parallelism_config: Any = None,
         strict: bool | None = None,
     ) -> None:
-        every = (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
-        plugins = tuple(given for given in every if given is not None)
-        layout = options.of_layout(parallelism_config, torch_tp_plugin)
-        compiler = options.of_compiler(dynamo_plugin, dynamo_backend)
-        self.handlers = options.by_class(kwargs_handlers or [])
+        all_plugins = (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
+        plugins = tuple(plugin for plugin in all_plugins if plugin is not None)
+        parallelism = constructor_args.resolve_parallelism(parallelism_config, torch_tp_plugin)
+        compiler = constructor_args.resolve_compiler(dynamo_plugin, dynamo_backend)
+        self.handlers = constructor_args.handlers_by_class(kwargs_handlers or [])
         self.state = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
             dynamo_plugin=compiler,
-            parallelism_config=layout,
+            parallelism_config=parallelism,
             _from_accelerator=True,
-            **self._group_options(),
+            **self._process_group_options(),
         )
         self._world = self.state.world
         self.device_placement, self.rng_types = device_placement, rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dataloader_config = options.of_data(
+        self.dataloader_config = constructor_args.resolve_data_config(
             dataloader_config, None if split_batches is _UNSET else split_batches
         )
         self._open_project(project_config, project_dir)
-        self._choose(plugins, layout)
-        self.gradient_state = GradientState.own(
-            options.of_accumulation(
-                gradient_accumulation_plugin, gradient_accumulation_steps, self.strategy.accumulation
+        self._choose_strategy(plugins, parallelism)
+        self.gradient_state = GradientState.create(
+            constructor_args.resolve_accumulation(
+                gradient_accumulation_plugin, gradient_accumulation_steps, self.strategy.accumulation_steps
             ),
             ActiveLoaders(),
         )
-        self._start_saving()
-        self._start_tracking(log_with)
-        self._forget()
-        self._start_stopping()
-        self._start_effects(
+        self._init_checkpointing()
+        self._init_tracking(log_with)
+        self._reset()
+        self._init_preemption()
+        self._init_option_report(
             strict,
             mixed_precision=mixed_precision,
             cpu=cpu,
@@ -127,7 +137,7 @@ class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, M
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
-        roll_back(self, remember)
+        restore_after_failure(self, capture_rollback)
 
     def _open_project(
         self, config: ProjectConfiguration | None, folder: str | os.PathLike[str] | None
@@ -136,26 +146,28 @@ class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, M
         if folder is not None and self.project_dir is None:
             self.project_configuration.set_directories(str(folder))
 
-    def _choose(self, plugins: tuple[Any, ...], layout: Any) -> None:
-        """The precision and the strategy; the state shows what they are."""
+    def _choose_strategy(self, plugins: tuple[Any, ...], parallelism: Any) -> None:
+        """Choose the precision and the strategy, and show them in the state."""
         kind = PRECISIONS.get(self.state.mixed_precision)
         self.precision: Precision = kind(self.world.hardware, self.handlers)
         self.precision.check()
-        self.strategy: Strategy = choose(
-            Request(self.world, plugins, self.handlers, precision=self.precision.name, parallelism=layout)
+        self.strategy: Strategy = choose_strategy(
+            StrategyRequest(
+                self.world, plugins, self.handlers, precision=self.precision.name, parallelism=parallelism
+            )
         )
-        self.strategy.owner = weakref.proxy(self)
-        self.precision.agree(self.strategy.agreement())
+        self.strategy.accelerator = weakref.proxy(self)
+        self.precision.set_overflow_sync(self.strategy.flag_reduction())
         state = self.state
         state.distributed_type = type(state.distributed_type)(self.strategy.distributed_type(self.world))
         vars(state).update(self.strategy.plugins, device_mesh=self.strategy.mesh)
 
-    def _forget(self) -> None:
-        self._forget_prepared()
+    def _reset(self) -> None:
+        self._clear_prepared()
         self.gradient_state.step = 0
         self.strategy.forget()
 
-    def _group_options(self) -> dict[str, Any]:
+    def _process_group_options(self) -> dict[str, Any]:
         handler = self.handlers.get(InitProcessGroupKwargs)
         return handler.to_kwargs() if handler is not None else {}
 
@@ -163,28 +175,28 @@ class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, M
 
     @property
     def world(self) -> World:
-        """The world it was made in."""
+        """The world (process group and device) that this ``Accelerator`` was made in."""
         return self._world
 
     @property
     def distributed_type(self) -> Any:
-        """The kind of world, a ``DistributedType``."""
+        """The ``DistributedType`` of the run."""
         return self.state.distributed_type
 
     @property
     def multi_device(self) -> bool:
-        """Whether several accelerators work together."""
+        """Return whether several accelerators work together."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property
     def mixed_precision(self) -> str:
-        """Number format of the forward pass."""
+        """The number format of the forward pass."""
         return self.state.mixed_precision
 
     @property
     def native_amp(self) -> bool:
-        """Whether the forward runs under torch's autocast."""
-        return bool(self.precision.converts())
+        """Return whether the forward runs under torch's autocast."""
+        return bool(self.precision.describe_conversion())
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -193,12 +205,12 @@ class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, M
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by ``fully_shard``."""
+        """Return whether parameters are sharded by ``fully_shard``."""
         return self.state.is_fsdp2
 
     @property
     def parallelism_config(self) -> Any:
-        """The named degrees of parallelism, None without."""
+        """The ``ParallelismConfig``: the size of each mesh dimension; None without a device mesh."""
         return self.state.parallelism_config
 
     @property
@@ -208,27 +220,27 @@ class Accelerator(Given, Preparing, Loop, Saving, Stopping, Tracking, Effects, M
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The engine's plugin, None when it is not used."""
+        """The selected DeepSpeed plugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
 
     def skip_first_batches(self, dataloader: Any, num_batches: int | None = 0) -> Any:
-        """A loader without its first ``num_batches`` batches, for the rest of an interrupted epoch."""
+        """Return a loader without its first ``num_batches`` batches, for the rest of an interrupted epoch."""
         return skip(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forgets all prepared objects and frees memory; returns a None for each of ``objects``."""
+        """Forget all prepared objects and free memory; return a None for each of ``objects``."""
         self.wait_for_checkpoint(release=True)
-        self._forget()
+        self._reset()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
-        """The same as ``free_memory``."""
+        """Do the same as ``free_memory``."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Ends the runs of trackers, and closes the world. The last call of a script."""
+        """End the runs of trackers, and close the world. The last call of a script."""
         try:
-            self._hear_ranks()
+            self._warn_of_other_ranks()
             self._end_tracking()
             self.wait_for_checkpoint()
         finally:

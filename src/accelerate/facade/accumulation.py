@@ -1,14 +1,14 @@
-"""How many micro-batches make one optimizer step, as one says it. No torch: the launcher reads this."""
+"""The setting of gradient accumulation. Imports no torch: the launcher reads it."""
 
 from __future__ import annotations
 
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 
 
-@frozen
+@frozen_dataclass
 class GradientSettings:
-    """How gradients are accumulated."""
+    """The settings of gradient accumulation."""
 
     __topic__ = "Training"
 

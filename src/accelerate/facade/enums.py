@@ -1,6 +1,6 @@
-"""The words of the contract: what files, flags and scripts write, as enumerations.
+"""The enumerations of the public API: the words that files, flags and scripts use.
 
-Members equal their text. What a device or a precision is called is said by its own file; one that another
+Members equal their text. Devices, precisions and trackers are named in their own files; one that another
 package adds is a member as soon as that package is installed.
 """
 
@@ -16,14 +16,14 @@ from accelerate.track import TRACKERS
 
 
 class ComputeEnvironment(NamedEnum):
-    """Where a job runs."""
+    """The place where a job runs: this machine or SageMaker."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DistributedType(NamedEnum):
-    """How the processes of a job share the work: one per device type, and one per engine."""
+    """The kind of distributed training: one per device type, and FSDP, DeepSpeed, Megatron-LM."""
 
     _ignore_ = ["each"]  # noqa: RUF012 - the enumeration's own protocol
     NO = "NO"
@@ -46,7 +46,7 @@ class DistributedType(NamedEnum):
 
 
 class RNGType(BaseEnum):
-    """A stream of random numbers that ranks can be asked to agree on."""
+    """A random number generator that ranks can synchronize."""
 
     _ignore_ = ["each"]  # noqa: RUF012 - the enumeration's own protocol
     TORCH = "torch"
@@ -66,7 +66,7 @@ class RNGType(BaseEnum):
 
 
 class PrecisionType(BaseEnum):
-    """In which number format a model computes."""
+    """The mixed precision of a run."""
 
     _ignore_ = ["each"]  # noqa: RUF012
     if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class PrecisionType(BaseEnum):
 
 
 class FP8BackendType(NamedEnum):
-    """Which library computes in 8-bit floats."""
+    """The library that computes in 8-bit floats."""
 
     NO = "NO"
     TE = "TE"
@@ -88,7 +88,7 @@ class FP8BackendType(NamedEnum):
 
 
 class CustomDtype(Enum):
-    """Number formats that torch has no dtype for; they matter only for sizes."""
+    """Number formats without a torch dtype; used for sizes only."""
 
     # Not text: callers tell a custom format from the name of a torch dtype by its type.
     FP8 = "fp8"
@@ -97,7 +97,7 @@ class CustomDtype(Enum):
 
     @property
     def bits(self) -> int:
-        """Size of one element."""
+        """The size of one element in bits."""
         return int(self.value.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 

@@ -1,4 +1,4 @@
-"""The environment as 1.x offers it to scripts and tests: reading, patching and cleaning variables.
+"""Functions of 1.x that read, patch and clean environment variables.
 
 Everything goes through ``core/environ.py``, the only reader and writer.
 """
@@ -24,7 +24,7 @@ PREFIX = "ACCELERATE_"
 
 @dataclass
 class CPUInformation:
-    """The place of this process among those that a launcher started.
+    """The rank of this process among those that a launcher started.
 
     Attributes:
         rank, world_size: among all.
@@ -38,7 +38,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """The place of this process, from the variables of torchrun, MPI or a scheduler; alone without them."""
+    """Return rank and world size from the variables of torchrun, MPI or a scheduler; rank 0 of 1 without."""
     cluster = clusters.detect(environ.snapshot())
     if cluster is None:
         return CPUInformation()
@@ -46,7 +46,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """``y yes t true on 1`` as 1 and ``n no f false off 0`` as 0, in any case.
+    """Return 1 for ``y yes t true on 1`` and 0 for ``n no f false off 0``, in any case.
 
     Args:
         value: the word.
@@ -55,26 +55,26 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         SettingError: it is none of these words.
     """
-    truth = environ.truth(value, where="the value")
+    truth = environ.parse_bool(value, where="the value")
     return truth if to_bool else int(truth)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """A variable as yes or no; ``default`` when it is unset or empty.
+    """Return a variable as a bool; ``default`` when it is unset or empty.
 
     Raises:
         SettingError: its value is neither.
     """
-    return environ.flag(key, default)
+    return environ.get_flag(key, default)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The text of a variable; ``default`` when it is unset or empty."""
+    """Return the text of a variable; ``default`` when it is unset or empty."""
     return environ.get(key, str(default)) or str(default)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of these variables that holds a number that is not negative; else ``default``."""
+    """Return the first of these variables that holds a non-negative number; else ``default``."""
     for key in env_keys:
         text = environ.get(key, "") or ""
         if text.strip().isdigit():
@@ -83,18 +83,18 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the given packages that this process has imported."""
+    """Return which of the given packages this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """(device type, ``DistributedType`` of several of them) of the best device of this machine."""
+    """Return (device type, ``DistributedType`` of several of them) of the best device of this machine."""
     device = devices.detect()
     return device.type, device.distributed_type
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    """``NAME=value`` lines, as a launcher writes them to a file for other machines.
+    """Return ``NAME=value`` lines, as a launcher writes them to a file for other machines.
 
     A name or value that is empty, or holds blanks, newlines, ``;`` ``<`` or ``>``, could run commands
     there: it is left out with a warning.
@@ -109,14 +109,14 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 
 def clear_environment() -> AbstractContextManager[None]:
-    """A ``with`` block with an empty environment; afterwards it is as before, whatever was set inside."""
-    return environ.patched({}, clear=True)
+    """Return a ``with`` block with an empty environment; afterwards it is as before."""
+    return environ.patch_environment({}, clear=True)
 
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Generator[None]:
-    """A ``with`` block with more variables, named in capitals, their values as text; removed afterwards."""
-    with environ.patched({key.upper(): str(value) for key, value in kwargs.items()}):
+    """Set variables in a ``with`` block, named in capitals, their values as text; removed afterwards."""
+    with environ.patch_environment({key.upper(): str(value) for key, value in kwargs.items()}):
         yield
 
 
@@ -126,41 +126,41 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     On a class it decorates the methods whose name begins with ``test``, and those of its subclasses.
     """
     if not inspect.isclass(func_or_cls):
-        return _purged(func_or_cls)
+        return _restore_variables_after(func_or_cls)
     for name, member in list(vars(func_or_cls).items()):
         if name.startswith("test") and inspect.isfunction(member):
-            setattr(func_or_cls, name, _purged(member))
+            setattr(func_or_cls, name, _restore_variables_after(member))
     inherited = func_or_cls.__init_subclass__
 
     def __init_subclass__(cls: type[Any], **kwargs: Any) -> None:  # noqa: N807
         inherited(**kwargs)
         for name, member in list(vars(cls).items()):
             if name.startswith("test") and inspect.isfunction(member):
-                setattr(cls, name, _purged(member))
+                setattr(cls, name, _restore_variables_after(member))
 
     func_or_cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
     return func_or_cls  # type: ignore[return-value]
 
 
-def _purged(function: T) -> T:
+def _restore_variables_after(function: T) -> T:
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with _keeping():
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _preserve_variables():
             return function(*args, **kwargs)
 
     @functools.wraps(function)
-    async def awaited(*args: Any, **kwargs: Any) -> Any:
-        with _keeping():
+    async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _preserve_variables():
             return await function(*args, **kwargs)
 
-    return awaited if inspect.iscoroutinefunction(function) else called  # type: ignore[return-value]
+    return async_wrapper if inspect.iscoroutinefunction(function) else wrapper  # type: ignore[return-value]
 
 
 @contextmanager
-def _keeping() -> Generator[None]:
+def _preserve_variables() -> Generator[None]:
     before = {key: value for key, value in environ.snapshot().items() if key.startswith(PREFIX)}
     try:
         yield
     finally:
         added = {key: None for key in environ.snapshot() if key.startswith(PREFIX) and key not in before}
-        environ.write({**added, **before})
+        environ.set_variables({**added, **before})

@@ -1,6 +1,6 @@
-"""Recipes of 8-bit training: what each of the three libraries is told.
+"""The recipes of FP8 training: options of torchao, TransformerEngine and MS-AMP.
 
-A field that is None takes its variable, then the default given beside it.
+A field that is None takes its environment variable, then the default given beside it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any, Literal
 
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
-from accelerate.core.handler import KwargsHandler
-from accelerate.core.setting import load
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.setting import load_settings
 from accelerate.precision.recipes.fp8 import FP8Settings
 
 
-def _settled(**code: Any) -> FP8Settings:
-    """The values of the code, then of the variables; a field that nobody gave is None.
+def _load_fp8_settings(**code: Any) -> FP8Settings:
+    """Load the FP8 settings from the code, then from variables; a field not given is None.
 
     Raises:
         UnknownNameError: a choice that does not exist.
         SettingError: a value of the wrong type.
     """
-    return load(FP8Settings, code={f"fp8_{name}": value for name, value in code.items()}).value
+    return load_settings(FP8Settings, code={f"fp8_{name}": value for name, value in code.items()}).value
 
 
-def _or(value: Any, default: Any) -> Any:
+def _default_if_none(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
@@ -53,7 +53,7 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        if not packages.installed("torchao"):
+        if not packages.is_installed("torchao"):
             raise MissingExtraError("torchao", "AORecipeKwargs")
         if self.config is not None:
             if (self.pad_inner_dim, self.enable_fsdp_float8_all_gather) != (None, None):
@@ -63,12 +63,14 @@ class AORecipeKwargs(KwargsHandler):
             return
         from torchao.float8 import Float8LinearConfig
 
-        given = _settled(
+        settings = _load_fp8_settings(
             pad_inner_dim=self.pad_inner_dim,
             enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
         )
-        self.pad_inner_dim = _or(given.fp8_pad_inner_dim, True)
-        self.enable_fsdp_float8_all_gather = _or(given.fp8_enable_fsdp_float8_all_gather, True)
+        self.pad_inner_dim = _default_if_none(settings.fp8_pad_inner_dim, True)
+        self.enable_fsdp_float8_all_gather = _default_if_none(
+            settings.fp8_enable_fsdp_float8_all_gather, True
+        )
         self.config = Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
@@ -103,9 +105,9 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
-        if not packages.installed("transformer_engine"):
+        if not packages.is_installed("transformer_engine"):
             raise MissingExtraError("transformer_engine", "TERecipeKwargs")
-        given = _settled(
+        settings = _load_fp8_settings(
             use_autocast_during_eval=self.use_autocast_during_eval,
             margin=self.margin,
             interval=self.interval,
@@ -114,16 +116,16 @@ class TERecipeKwargs(KwargsHandler):
             amax_compute_algo=self.amax_compute_algo,
             use_mxfp8_block_scaling=self.use_mxfp8_block_scaling,
         )
-        self.use_autocast_during_eval = _or(given.fp8_use_autocast_during_eval, False)
-        self.margin = _or(given.fp8_margin, 0)
-        self.interval = _or(given.fp8_interval, 1)
-        self.fp8_format = _or(given.fp8_format, "HYBRID")
-        self.amax_history_len = _or(given.fp8_amax_history_len, 1024)
-        self.amax_compute_algo = _or(given.fp8_amax_compute_algo, "most_recent")
+        self.use_autocast_during_eval = _default_if_none(settings.fp8_use_autocast_during_eval, False)
+        self.margin = _default_if_none(settings.fp8_margin, 0)
+        self.interval = _default_if_none(settings.fp8_interval, 1)
+        self.fp8_format = _default_if_none(settings.fp8_format, "HYBRID")
+        self.amax_history_len = _default_if_none(settings.fp8_amax_history_len, 1024)
+        self.amax_compute_algo = _default_if_none(settings.fp8_amax_compute_algo, "most_recent")
         if self.override_linear_precision is None:
-            parts = (given.fp8_override_fprop, given.fp8_override_dgrad, given.fp8_override_wgrad)
+            parts = (settings.fp8_override_fprop, settings.fp8_override_dgrad, settings.fp8_override_wgrad)
             self.override_linear_precision = tuple(map(bool, parts))  # type: ignore[assignment]
-        self.use_mxfp8_block_scaling = _or(given.fp8_use_mxfp8_block_scaling, False)
+        self.use_mxfp8_block_scaling = _default_if_none(settings.fp8_use_mxfp8_block_scaling, False)
 
 
 @dataclass
@@ -140,7 +142,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        self.opt_level = _or(_settled(opt_level=self.opt_level).fp8_opt_level, "O2")
+        self.opt_level = _default_if_none(_load_fp8_settings(opt_level=self.opt_level).fp8_opt_level, "O2")
 
 
 @dataclass
@@ -163,8 +165,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             FutureWarning,
             stacklevel=3,
         )
-        default = "MSAMP" if packages.installed("msamp") else "TE"
-        backend = _or(_settled(backend=self.backend).fp8_backend, default)
+        default = "MSAMP" if packages.is_installed("msamp") else "TE"
+        backend = _default_if_none(_load_fp8_settings(backend=self.backend).fp8_backend, default)
         if backend not in ("MSAMP", "TE"):
             raise UnknownNameError("value of backend", str(backend), ("MSAMP", "TE"))
         self.backend = backend

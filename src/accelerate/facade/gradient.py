@@ -1,4 +1,4 @@
-"""Gradient accumulation: which micro-batch of a window is this, and do gradients synchronise now."""
+"""Gradient accumulation: counts micro-batches, and tells when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.handler import KwargsHandler
-from accelerate.data.active import UNOWNED, ActiveLoaders
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
 
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated.
+    """The options of gradient accumulation.
 
     Attributes:
         num_steps: micro-batches per optimizer step.
@@ -31,14 +31,14 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 class _SharedState:
-    """``Class._shared_state``: the state of the current instance as a dict, empty when there is none."""
+    """The descriptor ``Class._shared_state``: the current instance as a dict, empty without one."""
 
     def __get__(self, instance: object, owner: type[Any]) -> dict[str, Any]:
         return vars(owner._current) if owner._current is not None else {}
 
 
 class GradientState:
-    """The accumulation of one ``Accelerator``; ``GradientState()`` is that of the newest.
+    """The gradient accumulation of one ``Accelerator``; ``GradientState()`` is that of the newest.
 
     Attributes:
         sync_gradients: gradients are complete after this backward, so the optimizer may step.
@@ -52,35 +52,35 @@ class GradientState:
     plugin_kwargs: dict[str, Any]
     loaders: ActiveLoaders
     step: int
-    # The Window whose micro-batches are handed out now, or None; and what is said of one that was left early.
+    # The Window that is being iterated, or None; and the description of one that was left early.
     window: Any
-    abandoned: str
-    # The Items that ``backward(loss, num_items=...)`` counts, None before its first use; and whether
-    # gradients come from a backward without it.
-    items: Any
-    uncounted: bool
+    abandoned_window: str
+    # The LossWeighting of ``backward(loss, num_items=...)``, None before its first use; and whether
+    # gradients come from a backward without ``num_items``.
+    loss_weighting: Any
+    has_unweighted_grads: bool
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
-        """The current one, with the options updated when some are given."""
+        """Return the current one, with the options updated when some are given."""
         if cls._current is None:
-            return cls.own(gradient_accumulation_plugin, UNOWNED)
+            return cls.create(gradient_accumulation_plugin, UNOWNED)
         if gradient_accumulation_plugin is not None:
             cls._current.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
         return cls._current
 
     @classmethod
-    def own(
+    def create(
         cls, plugin: GradientAccumulationPlugin | None = None, loaders: ActiveLoaders | None = None
     ) -> GradientState:
-        """A new one, which becomes the current."""
+        """Create a new one, which becomes the current."""
         state = super().__new__(cls)
         state.sync_gradients = True
         state.plugin_kwargs = plugin.to_kwargs() if plugin is not None else {}
         state.loaders = ActiveLoaders() if loaders is None else loaders
         state.step = 0
-        state.window, state.abandoned = None, ""
-        state.items, state.uncounted = None, False
-        state._synced_elsewhere = False
+        state.window, state.abandoned_window = None, ""
+        state.loss_weighting, state.has_unweighted_grads = None, False
+        state._xla_gradients_synced = False
         cls._current = state
         return state
 
@@ -92,22 +92,22 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Whether there is one."""
+        """Return whether an instance exists."""
         return GradientState._current is not None
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches per optimizer step."""
+        """The number of micro-batches per optimizer step."""
         return self.plugin_kwargs.get("num_steps") or 1
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether the plugin asked for it; the scheduler only advances with the optimizer either way."""
+        """Return the plugin's option; the scheduler advances with the optimizer either way."""
         return self.plugin_kwargs.get("adjust_scheduler", False)
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether a loader's last batch closes the window."""
+        """Return whether a loader's last batch closes the window."""
         return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
@@ -117,37 +117,37 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """All prepared loaders in iteration, the outermost first."""
+        """The prepared loaders that are being iterated, the outermost first."""
         return self.loaders.references
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
+        """Return whether a prepared loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch in hand is the innermost loader's last."""
+        """Return whether the batch in hand is the innermost loader's last."""
         loader = self.active_dataloader
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """How many samples of the innermost loader's last step are real; -1 when unknown."""
+        """The number of real samples in the innermost loader's last step; -1 when unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Kept for compatibility."""
-        return self._synced_elsewhere
+        """The flag of XLA; kept for compatibility."""
+        return self._xla_gradients_synced
 
     @is_xla_gradients_synced.setter
     def is_xla_gradients_synced(self, value: bool) -> None:
-        self._synced_elsewhere = value
+        self._xla_gradients_synced = value
 
     def advance(self) -> bool:
-        """One more micro-batch begins; whether gradients synchronise after it.
+        """Begin one more micro-batch; return whether gradients are reduced in it.
 
         A window closes after ``num_steps``. The last batch of the loader closes it early, but only in the
         last of its micro-batches: their number is taken from the batch before.
@@ -165,15 +165,15 @@ class GradientState:
         return self.sync_gradients
 
     def refuse_abandoned(self, what: str) -> None:
-        """Refuses to go on with gradients of a window that was left before its last micro-batch.
+        """Refuse to go on with gradients of a window that was left before its last micro-batch.
 
         Raises:
             PrepareError: there are some.
         """
-        if self.abandoned:
+        if self.abandoned_window:
             raise PrepareError(
-                f"{what} after {self.abandoned}",
-                why="its gradients are of a part of the window, and were not reduced over the processes",
+                f"{what} after {self.abandoned_window}",
+                why="its gradients are of a part of the window, and were not all-reduced",
                 fix="drop them with optimizer.zero_grad(), or let every window run to its end",
             )
 

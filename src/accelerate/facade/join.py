@@ -1,4 +1,4 @@
-"""Training on inputs of different lengths per process."""
+"""Training with a different number of batches on each rank."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from torch.distributed.algorithms.join import Join, Joinable
 
 from accelerate.core.errors import PrepareError
+from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
-from accelerate.data.reading import shard_of
 from accelerate.data.shard import BatchSamplerShard
 from accelerate.data.stream import IterableDatasetShard, StepCollate
 
 
 @contextmanager
-def joined(
+def join_uneven_inputs(
     joinables: Sequence[Any], loaders: Iterable[Any], even_batches: bool | None = None
 ) -> Generator[None]:
-    """A loop whose processes may have different numbers of batches.
+    """Run a loop whose ranks may have different numbers of batches.
 
-    A process that has no more takes part in the gradients of the others with nothing, by
+    A rank that has no more batches joins the all-reduces of the others with zeros, by
     ``torch.distributed.algorithms.join.Join``; gradients are divided by the number of all processes.
 
     Args:
@@ -30,12 +30,12 @@ def joined(
         even_batches: replaces the option of those loaders inside the block.
 
     Raises:
-        PrepareError: a model is not replicated, so nobody can join for it.
+        PrepareError: a model is not replicated (DDP).
     """
-    replicas = [_joinable(item) for item in joinables]
+    replicas = [_joinable_replica(item) for item in joinables]
     if not replicas:
         raise PrepareError("join_uneven_inputs was given no model", fix="give it the prepared models")
-    holders = [] if even_batches is None else _holders(loaders)
+    holders = [] if even_batches is None else _even_batches_holders(loaders)
     before = [holder.even_batches for holder in holders]
     try:
         for holder in holders:
@@ -47,26 +47,26 @@ def joined(
             holder.even_batches = value
 
 
-def _joinable(item: Any) -> Joinable:
-    # A replicated model is the user's own; torch's object, which joins, stands behind it.
-    found = getattr(item, "_replica", item)
-    if not isinstance(found, Joinable):
+def _joinable_replica(item: Any) -> Joinable:
+    # A prepared model is the user's own; the DDP object, which is Joinable, is its attribute.
+    replica = getattr(item, "_replica", item)
+    if not isinstance(replica, Joinable):
         raise PrepareError(
             f"a {type(item).__name__} cannot join processes that have more inputs",
-            why="it is no model that several processes hold as replicas",
+            why="it is no model that is replicated by DDP",
             fix="give join_uneven_inputs models that accelerator.prepare has replicated",
         )
-    return found
+    return replica
 
 
-def _holders(loaders: Iterable[Any]) -> list[Any]:
-    """What holds ``even_batches`` of prepared loaders."""
+def _even_batches_holders(loaders: Iterable[Any]) -> list[Any]:
+    """Return the objects that hold ``even_batches`` of prepared loaders."""
     parts = [
         part
         for loader in loaders
         for part in (
             loader,
-            shard_of(loader.base_dataloader),
+            find_shard(loader.base_dataloader),
             loader.dataset,
             loader.base_dataloader.collate_fn,
         )

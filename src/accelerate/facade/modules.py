@@ -1,4 +1,4 @@
-"""Questions about modules: what is in them, and what is around them."""
+"""Queries about modules: their submodules and their wrappers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from accelerate.checkpoint.tensors import is_distributed
 from accelerate.core import packages
 from accelerate.core.units import parse_bytes
-from accelerate.offload.measure import named_module_tensors
+from accelerate.offload.module_sizes import named_module_tensors
 from accelerate.strategy import STRATEGIES
 
-# torch's own classes that hold a model as ``module``; other libraries' are told by their names.
+# torch's own classes that hold a model as ``module``; strategies unwrap those of other libraries.
 WRAPPERS = (DataParallel, DistributedDataParallel)
-# How 1.x numbers dtypes on the wire.
-_NUMBERED = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
+# The dtypes in the order in which 1.x numbers them.
+_DTYPE_NAMES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+)
 TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
-    getattr(torch, name): number for number, name in enumerate(_NUMBERED, start=1)
+    getattr(torch, name): number for number, name in enumerate(_DTYPE_NAMES, start=1)
 }
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """A size in bytes, from a number of bytes or a text such as ``"5GB"`` (10^9) or ``"5GiB"`` (2^30).
+    """Return a size in bytes, from a number of bytes or a text such as ``"5GB"`` (10^9) or ``"5GiB"`` (2^30).
 
     Raises:
         SettingError: it is no size.
@@ -35,7 +46,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class of that name of the module or of the first of its submodules that has it, else None."""
+    """Return the class of that name of the module or of the first submodule that has it, else None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
@@ -46,7 +57,7 @@ def get_module_children_bottom_up(
     model: nn.Module, return_fqns: Literal[True]
 ) -> list[tuple[str, nn.Module]]: ...
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Every submodule once, children before their parents, the model last.
+    """Return every submodule once, children before their parents, the model last.
 
     Args:
         model: the model.
@@ -66,42 +77,42 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether ``torch.compile`` made this module, as a wrapper around another one."""
+    """Return whether ``torch.compile`` made this module, as a wrapper around another one."""
     return isinstance(module, nn.Module) and isinstance(getattr(module, "_orig_mod", None), nn.Module)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Whether this is a list of modules of one class, such as the layers of a transformer."""
+    """Return whether this is a list of modules of one class, such as the layers of a transformer."""
     return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(part) for part in module}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether the module has a list of modules of one class somewhere."""
+    """Return whether the module has a list of modules of one class somewhere."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether a part of the module, and not the whole, is compiled, in place or by a wrapper."""
+    """Return whether a part of the module, and not the whole, is compiled, in place or by a wrapper."""
     inner = (part for part in module.modules() if part is not module)
     return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in inner)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether a parameter or buffer is spread over a device mesh."""
+    """Return whether a parameter or buffer is a DTensor."""
     if not torch.distributed.is_available():
         return False
     return any(is_distributed(tensor) for _, tensor in named_module_tensors(model, recurse=True))
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Over how many processes the model's own tensor parallelism spreads it; None when it has none."""
+    """Return the world size of the model's own tensor parallelism; None without it."""
     size = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None)
     return None if size is None else int(size)
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether the model, without what is wrapped around it, is one of the package peft."""
-    if not packages.installed("peft"):
+    """Return whether the model, without its wrappers, is a PEFT model."""
+    if not packages.is_installed("peft"):
         return False
     from peft import PeftModel
 
@@ -111,7 +122,7 @@ def is_peft_model(model: Any) -> bool:
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The user's own model, without the classes that train it in parallel.
+    """Return the user's own model, without the wrappers that train it in parallel.
 
     Args:
         model: a model, wrapped or not; it is not changed.
@@ -120,26 +131,26 @@ def extract_model_from_parallel(
         recursive: also unwrap submodules, in place.
     """
     compiled = model if is_compiled_module(model) else None
-    inner = _unwrapped(compiled._orig_mod if compiled is not None else model)
+    inner = _unwrap_parallel(compiled._orig_mod if compiled is not None else model)
     if recursive:
         _unwrap_children(inner)
     if not keep_fp32_wrapper:
-        from accelerate.precision.autocast import detach
+        from accelerate.precision.autocast import detach_autocast
 
-        detach(inner)
+        detach_autocast(inner)
     if compiled is None or not keep_torch_compile:
         return inner
     # A compiled module of its own for the inner one: the given one goes on training with its wrapper.
     return compiled if compiled._orig_mod is inner else type(compiled)(inner, compiled.dynamo_ctx)
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrap_parallel(model: Any) -> Any:
     while isinstance(model, WRAPPERS) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module
-    # Only what holds a module under that name may be an engine.
+    # Only an object with a submodule of that name may be a DeepSpeed or Megatron-LM engine.
     if isinstance(getattr(model, "_modules", {}).get("module"), nn.Module):
         for strategy in STRATEGIES:
-            model = strategy.inner(model)
+            model = strategy.inner_module(model)
     return model
 
 
@@ -147,4 +158,4 @@ def _unwrap_children(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, WRAPPERS):
-                setattr(parent, name, _unwrapped(child))
+                setattr(parent, name, _unwrap_parallel(child))

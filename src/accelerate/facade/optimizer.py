@@ -15,12 +15,12 @@ from accelerate.strategy.base import Strategy
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
-    """An optimizer state (any tree) with its tensors on ``device``."""
+    """Return an optimizer state (any tree) with its tensors on ``device``."""
     return tree.map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 class AcceleratedOptimizer(Optimizer):
-    """Stands before the user's optimizer.
+    """The wrapper of the user's optimizer.
 
     ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
 
@@ -37,7 +37,7 @@ class AcceleratedOptimizer(Optimizer):
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> None:
-        # Not Optimizer.__init__: everything is the inner optimizer's.
+        # Not Optimizer.__init__: the inner optimizer holds state and groups.
         self.optimizer, self.device_placement, self.scaler = optimizer, device_placement, scaler
         self.gradient_state = GradientState()
         self._precision: Precision | None = None
@@ -46,7 +46,7 @@ class AcceleratedOptimizer(Optimizer):
         # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
         self.skipped_steps = 0
-        self._before_first: Callable[[AcceleratedOptimizer], None] | None = None
+        self._first_step_hook: Callable[[AcceleratedOptimizer], None] | None = None
         self._is_accelerate_prepared = True
 
     def bind(
@@ -54,10 +54,10 @@ class AcceleratedOptimizer(Optimizer):
         gradients: GradientState,
         precision: Precision,
         strategy: Strategy,
-        before_first: Callable[[AcceleratedOptimizer], None] | None = None,
+        first_step_hook: Callable[[AcceleratedOptimizer], None] | None = None,
     ) -> AcceleratedOptimizer:
-        """Ties it to one ``Accelerator``, which may look at it before its first step; returns itself."""
-        self._before_first = before_first
+        """Bind it to one ``Accelerator``, which may check it before its first step; return itself."""
+        self._first_step_hook = first_step_hook
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
         self.scaler = precision.scaler
         return self
@@ -78,7 +78,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def accelerator_state(self) -> Any:
-        """The choices of the newest ``Accelerator``."""
+        """The ``AcceleratorState`` of the newest ``Accelerator``."""
         from accelerate.facade.state import AcceleratorState  # which shows optimizers' gradient state
 
         return AcceleratorState()
@@ -112,33 +112,33 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last ``step`` did not happen because a gradient was not finite."""
+        """Return whether the last ``step`` did not happen because a gradient was not finite."""
         return self._is_overflow
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the inner optimizer."""
+        """Add a group to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Return the state dict of the inner optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner optimizer."""
+        """Load into the inner optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Passed on to optimizers that have a training mode."""
+        """Call ``train`` of optimizers that have a training mode."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # type: ignore[attr-defined]
 
     def eval(self) -> None:
-        """Passed on to optimizers that have an evaluation mode."""
+        """Call ``eval`` of optimizers that have an evaluation mode."""
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients, unless they are being accumulated."""
+        """Clear gradients, unless they are being accumulated."""
         gradients = self.gradient_state
         if not gradients.sync_gradients or self.fuses_backward:
             return
@@ -148,18 +148,18 @@ class AcceleratedOptimizer(Optimizer):
             def zero() -> None:
                 self.optimizer.zero_grad(set_to_none=set_to_none)
 
-        if self._strategy is not None and (self._strategy.owns_step or self._strategy.holds_back):
+        if self._strategy is not None and (self._strategy.owns_step or self._strategy.has_unreduced_grads):
             self._strategy.zero_grad(self.optimizer, zero)
         else:
             zero()
-        gradients.uncounted = False
-        if gradients.abandoned:
-            gradients.abandoned = ""
-        if gradients.items is not None:
-            gradients.items.used(self.optimizer)
+        gradients.has_unweighted_grads = False
+        if gradients.abandoned_window:
+            gradients.abandoned_window = ""
+        if gradients.loss_weighting is not None:
+            gradients.loss_weighting.reset_used(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Takes a step, unless gradients are being accumulated; what the inner ``step`` returned.
+        """Take a step, unless gradients are being accumulated; return the result of the inner ``step``.
 
         Raises:
             PrepareError: the gradients are those of a window that was left early, or weighted by items and
@@ -168,27 +168,27 @@ class AcceleratedOptimizer(Optimizer):
         gradients = self.gradient_state
         if not gradients.sync_gradients or self.fuses_backward:
             return None
-        if gradients.abandoned:
+        if gradients.abandoned_window:
             gradients.refuse_abandoned("optimizer.step()")
-        if self._before_first is not None:
-            check, self._before_first = self._before_first, None
+        if self._first_step_hook is not None:
+            check, self._first_step_hook = self._first_step_hook, None
             if closure is None:
                 check(self)
-        if gradients.items is not None:
-            gradients.items.check_complete(self.optimizer)
+        if gradients.loss_weighting is not None:
+            gradients.loss_weighting.check_complete(self.optimizer)
         if self._strategy is not None and self._strategy.owns_step:
             result = self._strategy.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
         elif self.scaler is not None:
             result = self._scaled_step(closure)
         else:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        gradients.uncounted = False
-        if gradients.items is not None:
-            gradients.items.used(self.optimizer)
+        gradients.has_unweighted_grads = False
+        if gradients.loss_weighting is not None:
+            gradients.loss_weighting.reset_used(self.optimizer)
         return result
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
-        """A step that does not happen when a gradient is not finite."""
+        """Take a step through the gradient scaler, which skips it when a gradient is not finite."""
         if self._precision is not None:
             stepped, result = self._precision.step(self.optimizer, closure)
             self._is_overflow = not stepped
@@ -206,5 +206,5 @@ class AcceleratedOptimizer(Optimizer):
 def patch_optimizer_step(
     accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``method`` as it is; kept for compatibility, since skipped steps are known without a patch."""
+    """Return ``method`` as it is; kept for compatibility, since skipped steps are known without a patch."""
     return method

@@ -1,4 +1,4 @@
-"""Mixed precision by hand, the way 1.x offers it to scripts: a context and a gradient scaler."""
+"""Functions of 1.x for mixed precision by hand: the autocast context and the gradient scaler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelerate.world import world as worlds
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """The context of a forward pass in the newest ``Accelerator``'s precision.
+    """Return the context of a forward pass in the newest ``Accelerator``'s precision.
 
     Args:
         native_amp: False gives a context that does nothing.
@@ -32,18 +32,18 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     hardware = devices.get(state.device.type)
-    return PRECISIONS.get(state.mixed_precision)(hardware).forward(autocast_kwargs)
+    return PRECISIONS.get(state.mixed_precision)(hardware).forward_context(autocast_kwargs)
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A gradient scaler for this process's device.
+    """Return a gradient scaler for this process's device.
 
     Args:
         distributed_type: how the model is trained; None for one process or data parallelism.
         kwargs: arguments of ``torch.amp.GradScaler``.
 
     Raises:
-        NotBuiltError: the training is one that shards gradients.
+        NotBuiltError: ``distributed_type`` shards gradients.
     """
     replicated = {DistributedType.NO, *(device.distributed_type for device in devices.DEVICES)}
     if distributed_type is not None and distributed_type not in replicated:

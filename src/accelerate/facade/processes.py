@@ -1,4 +1,4 @@
-"""This process among all, and code that runs on some of them only; shared by all views on the world."""
+"""Rank, device, barriers and rank-dependent blocks; the base of ``Accelerator`` and the states."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
-class Processes:
-    """Facts of this process, barriers, and decorators; needs a ``world``."""
+class ProcessMixin:
+    """The rank and device of this process, barriers, and decorators; needs a ``world``."""
 
     @property
     def world(self) -> World:
@@ -28,51 +28,51 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self.world.device
 
     @property
     def num_processes(self) -> int:
-        """World size."""
+        """The world size."""
         return self.world.size
 
     @property
     def process_index(self) -> int:
-        """Rank."""
+        """The rank."""
         return self.world.rank
 
     @property
     def local_process_index(self) -> int:
-        """Rank on this machine."""
+        """The rank on this machine."""
         return self.world.local_rank
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several processes."""
+        """Return whether there are several processes."""
         return self.world.size > 1
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.world.is_main
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Return whether this is the first process of its machine."""
         return self.world.is_local_main
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
+        """Return whether this is the last rank."""
         return self.world.is_last
 
     def wait_for_everyone(self) -> None:
-        """Waits until every process is here."""
+        """Wait until every process is here."""
         collective.barrier()
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
-        """This process's contiguous part of a list, tuple, tensor or dataset, or of each value of a dict.
+        """Yield this rank's contiguous part of a list, tuple, tensor or dataset, or of each value of a dict.
 
         Args:
             inputs: the whole, the same on every process; a text is not split.
@@ -83,90 +83,94 @@ class Processes:
         """
         yield split(inputs, apply_padding=apply_padding)
 
-    def _goes_first(self, is_main: bool) -> AbstractContextManager[None]:
-        return _First(self.process_index, is_main)
+    def _first_block(self, is_main: bool) -> AbstractContextManager[None]:
+        return _FirstProcessBlock(self.process_index, is_main)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Rank 0 runs the block first, then the others.
+        """Run the block on rank 0 first, then on the others.
 
         Raises:
             CollectiveError: on the others, which have not begun, when rank 0 raised in its block.
         """
-        return self._goes_first(self.is_main_process)
+        return self._first_block(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The first process of each machine runs the block first, then the others.
+        """Run the block on the first process of each machine first, then on the others.
 
         Raises:
             CollectiveError: on all the others, when one of those that go first raised in its block.
         """
-        return self._goes_first(self.is_local_main_process)
+        return self._first_block(self.is_local_main_process)
 
     def on_main_process(self, function: Function | None = None) -> Function:
-        """A decorator: the function runs on rank 0 only and gives None elsewhere."""
-        return _only(lambda: self.is_main_process, function)
+        """Decorate a function to run on rank 0 only; it returns None elsewhere."""
+        return _run_if(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Function | None = None) -> Function:
-        """A decorator: the function runs on the first process of each machine only."""
-        return _only(lambda: self.is_local_main_process, function)
+        """Decorate a function to run on the first process of each machine only."""
+        return _run_if(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """A decorator: the function runs on the last rank only."""
-        return _only(lambda: self.is_last_process, function)
+        """Decorate a function to run on the last rank only."""
+        return _run_if(lambda: self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """A decorator: the function runs on one rank only. A lone process runs it, whatever the rank."""
+        """Decorate a function to run on one rank only. A single process always runs it."""
         if function is None:
             return partial(self.on_process, process_index=process_index)
-        return _only(lambda: self._is(process_index, self.process_index), function)
+        return _run_if(lambda: self._is_rank(process_index, self.process_index), function)
 
     def on_local_process(
         self, function: Function | None = None, local_process_index: int | None = None
     ) -> Function:
-        """A decorator: the function runs on one local rank of each machine only, or in a lone process."""
+        """Decorate a function to run on one local rank per machine only. A single process always runs it."""
         if function is None:
             return partial(self.on_local_process, local_process_index=local_process_index)
-        return _only(lambda: self._is(local_process_index, self.local_process_index), function)
+        return _run_if(lambda: self._is_rank(local_process_index, self.local_process_index), function)
 
-    def _is(self, wanted: int | None, own: int) -> bool:
+    def _is_rank(self, wanted: int | None, own: int) -> bool:
         return wanted is None or wanted == own or not self.use_distributed
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first process of each machine."""
+        """Print on the first process of each machine."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
 
-def _only(condition: Callable[[], bool], function: Function | None) -> Function:
+def _run_if(condition: Callable[[], bool], function: Function | None) -> Function:
     if function is None:
-        return partial(_only, condition)
+        return partial(_run_if, condition)
 
     @wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if condition() else None
 
-    return guarded
+    return wrapper
 
 
-class _First(ContextDecorator, AbstractContextManager[None]):
-    """A block that some processes run before the others, which then hear how it went."""
+class _FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
+    """The block that some ranks run before the others; its error is raised on the others too."""
 
     def __init__(self, rank: int, first: bool) -> None:
         self.rank, self.first = rank, first
 
     def __enter__(self) -> None:
         if not self.first:
-            self._hear()
+            self._exchange_error()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # The others have no block to fail in yet. An exit or Ctrl-C ends this process, and they see it go.
         if self.first and (error is None or isinstance(error, Exception)):
-            self._hear(error)
+            self._exchange_error(error)
 
-    def _hear(self, error: Exception | None = None) -> None:
-        """Tells how this process's block ended, when it went first, and hears it of the others."""
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        failed = [(rank, text) for rank, text in enumerate(collective.all_objects(told)) if text is not None]
+    def _exchange_error(self, error: Exception | None = None) -> None:
+        """All-gather the errors of the ranks that ran first, and raise on the others."""
+        own_error = None if error is None else f"{type(error).__name__}: {error}"
+        failed = [
+            (rank, text)
+            for rank, text in enumerate(collective.all_gather_object(own_error))
+            if text is not None
+        ]
         if failed and error is None:
             rank, text = failed[0]
             raise CollectiveError(

@@ -15,7 +15,7 @@ from accelerate.world import collective
 
 
 class AcceleratedScheduler:
-    """Stands before the user's learning rate scheduler.
+    """The wrapper of the user's learning rate scheduler.
 
     Its length is taken to be counted in batches of the unsharded loader, of which one step consumes one per
     process; so each optimizer step advances it by the number of processes. One that goes by a metric
@@ -37,18 +37,18 @@ class AcceleratedScheduler:
         self.step_with_optimizer, self.split_batches = step_with_optimizer, split_batches
         self.gradient_state = GradientState()
         self._total_steps: int | None = getattr(scheduler, "total_steps", None)
-        self._by_metric = isinstance(scheduler, ReduceLROnPlateau)
-        self._overrun = Overrun(scheduler)
-        # Into how many the data are shared out; None: as many as there are processes.
-        self._parts: int | None = None
+        self._is_metric_based = isinstance(scheduler, ReduceLROnPlateau)
+        self._overrun_monitor = ScheduleEndMonitor(scheduler)
+        # The number of data shards; None: the world size.
+        self._data_shards: int | None = None
 
-    def bind(self, gradients: GradientState, parts: int | None = None) -> AcceleratedScheduler:
-        """Ties it to one ``Accelerator``, whose data are shared out into so many parts; returns itself."""
-        self.gradient_state, self._parts = gradients, parts
+    def bind(self, gradients: GradientState, data_shards: int | None = None) -> AcceleratedScheduler:
+        """Bind it to one ``Accelerator`` with so many data shards; return itself."""
+        self.gradient_state, self._data_shards = gradients, data_shards
         return self
 
-    def follow(self, optimizer: Any) -> None:
-        """Follows a prepared optimizer, if it is the one the user's scheduler was made for."""
+    def follow_optimizer(self, optimizer: Any) -> None:
+        """Advance with a prepared optimizer, if the user's scheduler was made for it."""
         made_for = getattr(self.scheduler, "optimizer", None)
         if made_for is optimizer.optimizer or (made_for is not None and not self.optimizers):
             self.optimizers = [optimizer]
@@ -59,10 +59,10 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advances, if the optimizer did.
+        """Advance, if the optimizer did.
 
         Raises:
-            PrepareError: the optimizer was never prepared, so what it does is not known.
+            PrepareError: the optimizer was never prepared, so its steps are not known.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -70,17 +70,17 @@ class AcceleratedScheduler:
         if not self.gradient_state.sync_gradients:
             return
         if not self.optimizers:
-            raise _without_optimizer()
-        if self._by_metric:
+            raise _unprepared_optimizer_error()
+        if self._is_metric_based:
             self.scheduler.step(*args, **kwargs)
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
         once = self.split_batches or self.gradient_state.plugin_kwargs.get("step_scheduler_once", False)
-        processes = 1 if once else self._parts or collective.size()
+        processes = 1 if once else self._data_shards or collective.world_size()
         if processes > 1:
-            self._overrun.watch(self.optimizers, processes)
+            self._overrun_monitor.check_step(self.optimizers, processes)
         for _ in range(processes):
             self._advance(*args, **kwargs)
 
@@ -91,28 +91,28 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
-        """The inner scheduler's."""
+        """Return the last learning rates of the inner scheduler."""
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[float]:
-        """The inner scheduler's."""
+        """Return the learning rates that the inner scheduler computes."""
         return self.scheduler.get_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """The inner scheduler's."""
+        """Call ``print_lr`` of the inner scheduler."""
         self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner scheduler's."""
+        """Return the state dict of the inner scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner scheduler."""
+        """Load into the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
 
-class Overrun:
-    """Announces, once and on the main process, that training goes on after the end of a schedule.
+class ScheduleEndMonitor:
+    """Warns, once and on rank 0, when training continues after the end of a schedule.
 
     The usual reason: its length is the number of optimizer steps, and it advances by one per process.
 
@@ -121,28 +121,28 @@ class Overrun:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler, self.end = scheduler, end_of(scheduler)
-        self.zeros, self.announced = 0, False
+        self.scheduler, self.length = scheduler, schedule_length(scheduler)
+        self.zero_steps, self.has_warned = 0, False
 
-    def watch(self, optimizers: Sequence[Any], processes: int) -> None:
-        """Looks at the step that the optimizer has just taken, before the schedule advances."""
-        if self.announced:
+    def check_step(self, optimizers: Sequence[Any], processes: int) -> None:
+        """Check the step that the optimizer has just taken, before the schedule advances."""
+        if self.has_warned:
             return
         epoch = getattr(self.scheduler, "last_epoch", 0)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         # A rate that is a tensor may live on a device, and asking would wait for it.
         plain = [rate for group in groups if isinstance(rate := group["lr"], float | int)]
         zero = epoch > 0 and bool(plain) and max(plain) <= 0
-        self.zeros = self.zeros + 1 if zero else 0
-        if self.end is not None and epoch >= self.end:
-            self._announce(f"has {self.end} steps and was at step {epoch}", processes)
+        self.zero_steps = self.zero_steps + 1 if zero else 0
+        if self.length is not None and epoch >= self.length:
+            self._warn(f"has {self.length} steps and was at step {epoch}", processes)
         elif plain and min(plain) < 0:
-            self._announce(f"gave a learning rate of {min(plain):.3g} at its step {epoch}", processes)
-        elif self.zeros > 1:
-            self._announce(f"gives a learning rate of 0 since its step {epoch - processes}", processes)
+            self._warn(f"gave a learning rate of {min(plain):.3g} at its step {epoch}", processes)
+        elif self.zero_steps > 1:
+            self._warn(f"gives a learning rate of 0 since its step {epoch - processes}", processes)
 
-    def _announce(self, what: str, processes: int) -> None:
-        self.announced = True
+    def _warn(self, what: str, processes: int) -> None:
+        self.has_warned = True
         if collective.rank() == 0:
             warnings.warn(
                 f"the schedule {type(self.scheduler).__name__} {what} when the optimizer stepped: each "
@@ -154,13 +154,13 @@ class Overrun:
             )
 
 
-def end_of(scheduler: Any) -> int | None:
-    """After how many steps a schedule has nothing more to say; None where that is not known.
+def schedule_length(scheduler: Any) -> int | None:
+    """Return the number of steps until a schedule ends; None where that is not known.
 
     A warm-up ends too, and training goes on at the rate it has reached: that is no end.
     """
     if isinstance(scheduler, lr_scheduler.SequentialLR):
-        last = end_of(scheduler._schedulers[-1])
+        last = schedule_length(scheduler._schedulers[-1])
         return None if last is None else scheduler._milestones[-1] + last
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
         return scheduler.total_steps
@@ -173,7 +173,7 @@ def end_of(scheduler: Any) -> int | None:
     return None
 
 
-def _without_optimizer() -> PrepareError:
+def _unprepared_optimizer_error() -> PrepareError:
     return PrepareError(
         "scheduler.step() of a prepared scheduler whose optimizer was not prepared",
         why="it advances when the optimizer steps, and that is not known here",

@@ -1,4 +1,4 @@
-"""``PartialState`` and ``AcceleratorState``: views on the open world and on an ``Accelerator``'s choices."""
+"""``PartialState`` and ``AcceleratorState``: the open world, and the choices of an ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import UnknownNameError, WorldError
-from accelerate.core.setting import load
+from accelerate.core.setting import load_settings
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient import GradientState as GradientState
 from accelerate.facade.gradient import _SharedState
-from accelerate.facade.processes import Processes
+from accelerate.facade.processes import ProcessMixin
 from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import Request
+from accelerate.strategy.base import StrategyRequest
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 def is_initialized() -> bool:
-    """Whether an ``Accelerator`` or ``AcceleratorState`` exists."""
-    return AcceleratorState._alive() is not None
+    """Return whether an ``Accelerator`` or ``AcceleratorState`` exists."""
+    return AcceleratorState._current_if_open() is not None
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes anything and does nothing."""
+    """Take any arguments and do nothing."""
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A dict per thread, read and written as a class attribute."""
+    """The descriptor of a class attribute that is a dict per thread."""
 
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: dict[str, Any] = {}
@@ -46,22 +46,22 @@ class ThreadLocalSharedDict(threading.local):
         self._storage = value
 
 
-_FACTS = (
+_STATE_NAMES = (
     *("device", "backend", "distributed_type", "num_processes", "process_index", "local_process_index"),
     *("debug", "fork_launched"),
 )
 
 
-class _WorldState:
-    """``PartialState._shared_state``: the facts as a dict, empty exactly when no world is open."""
+class _PartialSharedState:
+    """The descriptor ``PartialState._shared_state``: a dict, empty exactly when no world is open."""
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
         world = worlds.current()
-        return {} if world is None else {name: getattr(PartialState(), name) for name in _FACTS}
+        return {} if world is None else {name: getattr(PartialState(), name) for name in _STATE_NAMES}
 
 
-class PartialState(Processes):
-    """This process among all: rank, world size, device. The first one opens the world.
+class PartialState(ProcessMixin):
+    """The rank, world size and device of this process. The first instance opens the world.
 
     Args:
         cpu: compute on the CPU.
@@ -72,13 +72,13 @@ class PartialState(Processes):
         WorldError: the environment contradicts itself.
     """
 
-    _shared_state = _WorldState()
+    _shared_state = _PartialSharedState()
     _overrides: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_use_sagemaker_dp", None)
         world = worlds.open(cpu=cpu or None, **kwargs)
-        affinity.bind_if_asked(world.local_rank)
+        affinity.bind_if_enabled(world.local_rank)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -90,7 +90,7 @@ class PartialState(Processes):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forgets the world; its process group stays for the next one."""
+        """Reset the world; its process group stays for the next one."""
         PartialState._overrides.clear()
         worlds.forget()
 
@@ -110,7 +110,7 @@ class PartialState(Processes):
 
     @property
     def initialized(self) -> bool:
-        """Whether a world is open."""
+        """Return whether a world is open."""
         return worlds.current() is not None
 
     @property
@@ -120,12 +120,12 @@ class PartialState(Processes):
 
     @property
     def debug(self) -> bool:
-        """Whether collectives check shapes first."""
+        """Return whether collectives check shapes first."""
         return self.world.debug
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of world."""
+        """The kind of distributed training."""
         if "distributed_type" in PartialState._overrides:
             return PartialState._overrides["distributed_type"]
         world = self.world
@@ -137,21 +137,21 @@ class PartialState(Processes):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a parent owns the process group."""
-        return environ.flag("FORK_LAUNCHED")
+        """Return whether a parent owns the process group."""
+        return environ.get_flag("FORK_LAUNCHED")
 
     @property
     def default_device(self) -> torch.device:
-        """The best device of this machine, bound to nothing."""
+        """The best device of this machine, without an index."""
         hardware = devices.detect()
-        return hardware.torch_device(0) if hardware.type == "cpu" else _plain(hardware.type)
+        return hardware.torch_device(0) if hardware.type == "cpu" else _torch_device(hardware.type)
 
     def set_device(self) -> None:
-        """Makes this process's device the current one."""
+        """Make this process's device the current one."""
         self.world.hardware.bind(self.device.index or 0)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroys one group, or (None) the world's."""
+        """Destroy one group, or (None) the world's."""
         if self.fork_launched and group is None:
             return
         if group is None:
@@ -162,14 +162,14 @@ class PartialState(Processes):
             dist.destroy_process_group(group)
 
 
-def _plain(kind: str) -> torch.device:
+def _torch_device(kind: str) -> torch.device:
     import torch
 
     return torch.device(kind)
 
 
-class AcceleratorState(Processes):
-    """What one ``Accelerator`` chose; ``AcceleratorState()`` is that of the newest.
+class AcceleratorState(ProcessMixin):
+    """The choices of one ``Accelerator``; ``AcceleratorState()`` is that of the newest.
 
     Args:
         mixed_precision: number format of the forward pass.
@@ -205,12 +205,12 @@ class AcceleratorState(Processes):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> AcceleratorState:
-        """The newest one, or (when something is given) a new one."""
-        given = mixed_precision is not None or cpu or _from_accelerator
-        alive = cls._alive()
-        if not given and alive is not None:
+        """Return the newest one, or (when arguments are given) a new one."""
+        has_arguments = mixed_precision is not None or cpu or _from_accelerator
+        alive = cls._current_if_open()
+        if not has_arguments and alive is not None:
             return alive
-        if not given:
+        if not has_arguments:
             raise _NoStateError(
                 "there is no Accelerator yet",
                 why="AcceleratorState() shows the choices of an Accelerator",
@@ -220,7 +220,7 @@ class AcceleratorState(Processes):
         state._partial = PartialState(cpu=cpu, **kwargs)
         if not _from_accelerator:  # an Accelerator chooses by itself, with its plugins
             _refuse_unbuilt(state._partial.world)
-        loaded = load(PrecisionSettings, code={"mixed_precision": mixed_precision})
+        loaded = load_settings(PrecisionSettings, code={"mixed_precision": mixed_precision})
         state._mixed_precision = loaded.value.mixed_precision or "no"
         state.distributed_type = state._partial.distributed_type
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
@@ -230,7 +230,7 @@ class AcceleratorState(Processes):
         return state
 
     def __getattr__(self, name: str) -> Any:
-        """What the world knows."""
+        """Return an attribute of ``PartialState``."""
         if name.startswith("_") or not hasattr(PartialState, name):
             raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}", name=name)
         return getattr(self._partial, name)
@@ -245,26 +245,26 @@ class AcceleratorState(Processes):
 
     @property
     def initialized(self) -> bool:
-        """Whether there is one."""
-        return AcceleratorState._alive() is not None
+        """Return whether an instance exists."""
+        return AcceleratorState._current_if_open() is not None
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a parent owns the process group."""
+        """Return whether a parent owns the process group."""
         return self._partial.fork_launched
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroys one group, or (None) the world's."""
+        """Destroy one group, or (None) the world's."""
         self._partial.destroy_process_group(group)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The engine's plugin of that name."""
+        """Return the DeepSpeed plugin of that name."""
         if name not in (self.deepspeed_plugins or {}):
-            raise UnknownNameError("engine plugin", name, self.deepspeed_plugins or {})
+            raise UnknownNameError("DeepSpeed plugin", name, self.deepspeed_plugins or {})
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Makes the engine's plugin of that name the active one: the next ``prepare`` goes by it."""
+        """Select the DeepSpeed plugin of that name: the next ``prepare`` uses it."""
         chosen = self.get_deepspeed_plugin(str(name))
         for plugin in self.deepspeed_plugins.values():
             if plugin is not chosen:
@@ -273,23 +273,23 @@ class AcceleratorState(Processes):
 
     @property
     def mixed_precision(self) -> str:
-        """Number format of the forward pass."""
+        """The number format of the forward pass."""
         return self._mixed_precision
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The engine's plugin that is selected, None when it is not used."""
+        """The selected DeepSpeed plugin; None without DeepSpeed."""
         every = (self.deepspeed_plugins or {}).values()
         return next((plugin for plugin in every if plugin.selected), None)
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by ``fully_shard``."""
+        """Return whether parameters are sharded by ``fully_shard``."""
         return getattr(vars(self).get("fsdp_plugin"), "fsdp_version", 1) == 2
 
     @classmethod
-    def _alive(cls) -> AcceleratorState | None:
-        """The newest one, as long as its world is open."""
+    def _current_if_open(cls) -> AcceleratorState | None:
+        """Return the newest one, as long as its world is open."""
         return cls._current if worlds.current() is not None else None
 
     @staticmethod
@@ -300,16 +300,16 @@ class AcceleratorState(Processes):
 
 
 def _refuse_unbuilt(world: World) -> None:
-    """Refuses a strategy that is asked for and is not built: what trains would be another one."""
-    request = Request(world)
+    """Refuse a requested strategy that is not built, instead of training with another one."""
+    request = StrategyRequest(world)
     for strategy in STRATEGIES:
-        if strategy.planned and strategy.claims(request):
+        if strategy.planned_feature and strategy.claims(request):
             strategy(request).check()
 
 
 class _ClosedError(WorldError, AttributeError):
-    """Attributes that are gone with the world: ``hasattr`` is False then."""
+    """The error of attributes after the world was closed: ``hasattr`` is False then."""
 
 
 class _NoStateError(WorldError, ValueError):
-    """Clients catch a ValueError here."""
+    """The error without an ``Accelerator``: clients catch a ValueError."""

@@ -1,4 +1,4 @@
-"""The part of the ``Accelerator`` that sends numbers to trackers."""
+"""The methods of ``Accelerator`` that start trackers and log to them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from accelerate import track
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.facade.enums import LoggerType
-from accelerate.facade.processes import Processes
-from accelerate.track import running
+from accelerate.facade.processes import ProcessMixin
+from accelerate.track import open_runs
 from accelerate.track.base import BlankTracker, GeneralTracker
 
 Options = Mapping[str, Mapping[str, Any]]
 
 
-class Tracking(Processes):
-    """Starting trackers, logging to all of them, ending them. They live on the main process only.
+class TrackingMixin(ProcessMixin):
+    """Starts trackers, logs to all of them, ends them. They exist on the main process only.
 
     Attributes:
-        log_with: the trackers that were asked for: names, and objects that the user made.
+        log_with: the requested trackers: names, and objects that the user made.
         trackers: those whose run is open; empty on the other processes.
     """
 
@@ -31,15 +31,15 @@ class Tracking(Processes):
 
     @property
     def logging_dir(self) -> str | None:
-        """Where trackers write."""
+        """The folder where trackers write."""
         raise NotImplementedError
 
-    def _start_tracking(self, log_with: Any) -> None:
-        """Checks what was asked for, alike on every process; starts nothing."""
+    def _init_tracking(self, log_with: Any) -> None:
+        """Check the requested trackers on every rank; start none."""
         self.log_with = filter_trackers(log_with, self.logging_dir)
-        self._takes_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
+        self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
         self.trackers = []
-        self._warned = False
+        self._has_warned_log = False
 
     def init_trackers(
         self,
@@ -47,7 +47,7 @@ class Tracking(Processes):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Begins a run with every tracker of ``log_with``, on the main process.
+        """Begin a run with every tracker of ``log_with``, on the main process.
 
         Called again, it ends these runs and begins new ones; a tracker that the user made goes on.
 
@@ -64,27 +64,32 @@ class Tracking(Processes):
         self._check_options(options, "init_kwargs")
         if not self.is_main_process:
             return
-        running.finish(tracker for tracker in self.trackers if not self._is_given(tracker))
+        open_runs.finish(tracker for tracker in self.trackers if not self._is_users_tracker(tracker))
         self.trackers = []
-        if self._takes_all:
-            print(f'log_with="{track.ALL}": {", ".join(_names(self.log_with)) or "none"}', file=sys.stderr)
-        for tracker in track.make(self.log_with, project_name, self.logging_dir, options):
-            running.start(tracker)
+        if self._uses_all:
+            print(
+                f'log_with="{track.ALL}": {", ".join(_tracker_names(self.log_with)) or "none"}',
+                file=sys.stderr,
+            )
+        for tracker in track.make_trackers(self.log_with, project_name, self.logging_dir, options):
+            open_runs.start(tracker)
             self.trackers.append(tracker)
         if config is not None:
             for tracker in self.trackers:
                 tracker.store_init_configuration(config)
 
-    def _is_given(self, tracker: GeneralTracker) -> bool:
-        return any(tracker is given for given in self.log_with)
+    def _is_users_tracker(self, tracker: GeneralTracker) -> bool:
+        return any(tracker is chosen for chosen in self.log_with)
 
     def _check_options(self, options: Iterable[str], where: str) -> None:
         own = [each.name for each in self.log_with if isinstance(each, GeneralTracker)]
         for name in map(str, options):
             if name not in own:
-                if name not in track.classes():
-                    raise UnknownNameError("tracker", name, [*track.classes(), *own], where=f"in {where}")
-            elif where == "init_kwargs" and name not in _names(self.log_with, made=False):
+                if name not in track.tracker_classes():
+                    raise UnknownNameError(
+                        "tracker", name, [*track.tracker_classes(), *own], where=f"in {where}"
+                    )
+            elif where == "init_kwargs" and name not in _tracker_names(self.log_with, include_objects=False):
                 raise SettingError(
                     f"init_kwargs has options for {name!r}, which is already made",
                     fix="give them to the constructor of the tracker",
@@ -93,7 +98,7 @@ class Tracking(Processes):
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Logs to every tracker; does nothing on processes other than the main one.
+        """Log to every tracker; do nothing on processes other than the main one.
 
         Args:
             values: name -> number, or what the trackers in use take. A tensor of one element is its number.
@@ -106,8 +111,8 @@ class Tracking(Processes):
         options: Options = log_kwargs or {}
         if options:
             self._check_options(options, "log_kwargs")
-        if self.log_with and not self.trackers and self.is_main_process and not self._warned:
-            self._warned = True
+        if self.log_with and not self.trackers and self.is_main_process and not self._has_warned_log:
+            self._has_warned_log = True
             warnings.warn("log() has no effect: no run is open; call init_trackers() first", stacklevel=2)
         for tracker in self.trackers:
             tracker.log(values, step=step, **options.get(tracker.name, {}))
@@ -126,7 +131,7 @@ class Tracking(Processes):
             UnknownNameError: it was not asked for.
             SettingError: it was, and ``init_trackers`` has not been called.
         """
-        names = _names(self.log_with)
+        names = _tracker_names(self.log_with)
         if names and str(name) not in names:
             raise UnknownNameError("tracker", str(name), names, why=f"log_with asked for: {', '.join(names)}")
         if not names or not self.is_main_process:
@@ -137,22 +142,22 @@ class Tracking(Processes):
         raise SettingError(f"the tracker {str(name)!r} has not started", fix="call init_trackers() first")
 
     def _end_tracking(self) -> None:
-        """Ends every run, also when one of them raises."""
+        """End every run, also when one of them raises."""
         ended, self.trackers = self.trackers, []
-        running.finish(ended)
+        open_runs.finish(ended)
 
 
-def _names(chosen: Iterable[Any], made: bool = True) -> list[str]:
-    """Names of what was chosen; ``made``: of the user's own objects too."""
+def _tracker_names(chosen: Iterable[Any], include_objects: bool = True) -> list[str]:
+    """Return names of trackers; with ``include_objects``, of the user's own objects too."""
     return [
         each.name if isinstance(each, GeneralTracker) else str(each)
         for each in chosen
-        if made or not isinstance(each, GeneralTracker)
+        if include_objects or not isinstance(each, GeneralTracker)
     ]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """What ``log_with`` means here: members of ``LoggerType``, other names, and trackers, each once.
+    """Resolve ``log_with``: members of ``LoggerType``, other names, and trackers, each once.
 
     Args:
         log_with: a name, a tracker, or several; ``"all"`` is every one that is installed and, if it needs a
@@ -164,14 +169,14 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         MissingExtraError: a package is not installed.
         SettingError: a tracker needs a folder, or something given is neither a name nor a tracker.
     """
-    chosen = track.choose(log_with, logging_dir)
-    return [_member(each) if isinstance(each, str) else each for each in chosen]
+    chosen = track.choose_trackers(log_with, logging_dir)
+    return [_logger_type(each) if isinstance(each, str) else each for each in chosen]
 
 
 def get_available_trackers() -> list[Any]:
     """The trackers whose package is installed, as members of ``LoggerType`` or, of other packages, names."""
-    return [_member(name) for name in track.available(logging_dir="")]
+    return [_logger_type(name) for name in track.available_trackers(logging_dir="")]
 
 
-def _member(name: str) -> Any:
+def _logger_type(name: str) -> Any:
     return next((member for member in LoggerType if member == name), name)

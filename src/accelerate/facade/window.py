@@ -1,4 +1,4 @@
-"""Windows: the micro-batches of one optimizer step as a loop of their own, however many there are."""
+"""Windows: an inner loop over the micro-batches of each optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.data.loader import DataLoaderStateMixin
 from accelerate.facade.gradient import GradientState
-from accelerate.facade.items import scale_gradients
+from accelerate.facade.loss_weighting import scale_gradients
 from accelerate.strategy.base import Strategy
 
 _END = object()
@@ -26,7 +26,7 @@ class Windows:
         loader: a prepared loader, or anything with a length.
         n: micro-batches of a full window.
         models: gives the models whose gradients accumulate, at each micro-batch.
-        trained: gives all parameters that a loss may reach.
+        trained: gives all parameters that a loss may have gradients for.
 
     Raises:
         PrepareError: the end of ``loader`` cannot be known, or ``n`` is not a whole number above 0.
@@ -50,7 +50,7 @@ class Windows:
                 fix="give the prepared loader itself: for window in accelerator.windows(loader, n)",
             )
         self.gradients, self.strategy = gradients, strategy
-        self.models, self.trained = models, trained
+        self.models, self.trained_params = models, trained
         self.loader: Any = loader
         self.n = n
 
@@ -59,9 +59,9 @@ class Windows:
 
     def __iter__(self) -> Iterator[Window]:
         self.gradients.refuse_abandoned("windows() began")
-        source = _Source(self.loader)
-        # The first batch of a window is read before the window is handed out, or there would be one too
-        # many. Nothing is read ahead by this: the window before it has ended.
+        source = _BatchCursor(self.loader)
+        # The first batch of a window is read before the window is yielded, or an empty window could
+        # follow the last. This prefetches nothing: the window before it has ended.
         try:
             while source.advance():
                 window = Window(self, source)
@@ -74,24 +74,24 @@ class Windows:
                         "           for batch in window: ...",
                     )
         finally:
-            source.iterator = iter(())  # a window that somebody keeps does not keep the loader in its loop
+            source.iterator = iter(())  # a window that is kept alive does not keep the loader's iterator
 
 
-class _Source:
-    """A loader's batches, and whether the one in hand is the last."""
+class _BatchCursor:
+    """The iterator over a loader that knows whether the current batch is the last."""
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.iterator, self.batch, self.count = loader, iter(loader), _END, 0
 
     def advance(self) -> bool:
-        """Reads the next batch; False at the end."""
+        """Read the next batch; False at the end."""
         self.batch = next(self.iterator, _END)
         self.count += 1
         return self.batch is not _END
 
     @property
-    def last(self) -> bool:
-        """Whether the batch in hand is the last one."""
+    def is_last(self) -> bool:
+        """Return whether the current batch is the last one."""
         if isinstance(self.loader, DataLoaderStateMixin):
             return self.loader.end_of_dataloader
         return self.count >= len(self.loader)
@@ -102,29 +102,29 @@ class Window:
 
     Attributes:
         n: how many micro-batches it is planned to have; the loader's end may close it earlier.
-        count: which micro-batch is in hand, from 1.
-        done: its last micro-batch was handed out.
+        count: the number of the current micro-batch, from 1.
+        done: its last micro-batch was yielded.
     """
 
-    def __init__(self, windows: Windows, source: _Source) -> None:
+    def __init__(self, windows: Windows, source: _BatchCursor) -> None:
         self.gradients, self.strategy = windows.gradients, windows.strategy
         self.n, self.count, self.done = windows.n, 0, False
         self._windows, self._source = windows, source
         self._inner: AbstractContextManager[Any] | None = None
-        self._divided = False
+        self._is_loss_divided = False
 
     @property
     def divisor(self) -> int:
-        """What a loss of this micro-batch is divided by."""
-        self._divided = True
+        """The divisor of the loss of this micro-batch."""
+        self._is_loss_divided = True
         return self.count if self.done else self.n
 
     def __iter__(self) -> Iterator[Any]:
         if self.count:
-            raise PrepareError("a window can be iterated once", why="its batches were handed out already")
+            raise PrepareError("a window can be iterated once", why="its batches were yielded already")
         if self.gradients.window is not None:
             self.gradients.window.leave()
-            raise _nested()
+            raise _nested_window_error()
         self.gradients.window = self
         try:
             yield from self._batches()
@@ -133,11 +133,11 @@ class Window:
 
     def _batches(self) -> Iterator[Any]:
         while True:
-            self._enter()
+            self._begin_micro_batch()
             yield self._source.batch
             if self.gradients.window is not self:
-                raise _nested()
-            self._exit()
+                raise _nested_window_error()
+            self._end_micro_batch()
             if self.done:
                 return
             if not self._source.advance():
@@ -148,40 +148,40 @@ class Window:
                     fix="give accelerator.windows() a prepared loader, which knows its end",
                 )
 
-    def _enter(self) -> None:
-        """A micro-batch begins."""
+    def _begin_micro_batch(self) -> None:
+        """Begin a micro-batch."""
         gradients = self.gradients
         self.count += 1
-        self.done = self._source.last or self.count == self.n
+        self.done = self._source.is_last or self.count == self.n
         models = self._windows.models()
-        if self.done and self.count < self.n and self._divided and not self.strategy.owns_step:
+        if self.done and self.count < self.n and self._is_loss_divided and not self.strategy.owns_step:
             # Earlier losses were divided by n, before it was known that the window is shorter.
-            scale_gradients(self.strategy.gradients(self._windows.trained()), self.n / self.count)
-        if self.done and self.count < self.n and self._divided:
-            self.strategy.shortened(self.n / self.count)
+            scale_gradients(self.strategy.gradients(self._windows.trained_params()), self.n / self.count)
+        if self.done and self.count < self.n and self._is_loss_divided:
+            self.strategy.rescale_short_window(self.n / self.count)
         gradients.sync_gradients = self.done
         sync = self.done or gradients.plugin_kwargs.get("sync_each_batch", False)
-        self._inner = self.strategy.accumulating(models, sync=sync)
+        self._inner = self.strategy.accumulation_context(models, sync=sync)
         self._inner.__enter__()
 
-    def _exit(self) -> None:
+    def _end_micro_batch(self) -> None:
         if self._inner is not None:
             self._inner.__exit__(None, None, None)
             self._inner = None
 
     def leave(self) -> None:
-        """It ends here, finished or not."""
-        self._exit()
+        """End the window, finished or not."""
+        self._end_micro_batch()
         gradients = self.gradients
         if gradients.window is self:
             gradients.window, gradients.sync_gradients = None, True
             if not self.done:
-                gradients.abandoned = f"a window that was left in micro-batch {self.count} of {self.n}"
+                gradients.abandoned_window = f"a window that was left in micro-batch {self.count} of {self.n}"
 
 
-def _nested() -> PrepareError:
+def _nested_window_error() -> PrepareError:
     return PrepareError(
         "a window began inside another one",
-        why="whether gradients synchronise, and optimizers step, is one answer per Accelerator",
+        why="an Accelerator has one state of gradient accumulation",
         fix="finish a window before the next one, or take another Accelerator",
     )

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from types import CodeType, TracebackType
     from typing import TextIO
 
-HERE = __file__
-STARTER = os.path.join(os.path.dirname(HERE), "child.py")
+THIS_FILE = __file__
+STARTER = os.path.join(os.path.dirname(THIS_FILE), "child.py")
 
 
 def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: str) -> None:
     """Becomes the script."""
-    report = Report(error_file)
-    _keep_crash(fault_file)
-    sys.excepthook = report.exception
+    report = RankErrorFile(error_file)
+    _enable_faulthandler(fault_file)
+    sys.excepthook = report.write_exception
     for stream in (sys.stdout, sys.stderr):
         # Whole lines: ranks share a terminal or a file, and a pipe must not hold back what was printed.
         if stream is not None:
@@ -45,7 +45,7 @@ def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: s
         else:
             _run_script(target, os.path.join(os.path.dirname(error_file), "script.code"))
     except SystemExit as stop:
-        report.exit(stop)
+        report.write_exit(stop)
         raise
 
 
@@ -53,16 +53,16 @@ def _run_script(path: str, compiled: str) -> None:
     if os.path.isdir(path) or not (path.endswith(".py") or _is_text(path)):
         _run_archive(path)
         return
-    _first_on_path(os.path.dirname(os.path.realpath(path)))
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
     path = os.path.abspath(path)
-    code = _code(path, compiled)
+    code = _load_code(path, compiled)
     module = sys.modules["__main__"]
     loader = type(__loader__)("__main__", path)
     vars(module).update(__file__=path, __cached__=None, __loader__=loader)
     exec(code, vars(module))
 
 
-def _code(path: str, compiled: str) -> "CodeType":
+def _load_code(path: str, compiled: str) -> "CodeType":
     """The code of the script: what the launcher has compiled for all ranks, or its text compiled here."""
     if os.path.exists(compiled):
         with open(compiled, "rb") as file:
@@ -73,14 +73,14 @@ def _code(path: str, compiled: str) -> "CodeType":
 
 def _run_archive(path: str) -> None:
     """A folder or a zip archive, which Python runs by the ``__main__.py`` in it."""
-    _first_on_path(os.path.abspath(path))
+    _set_first_path(os.path.abspath(path))
     import runpy
 
     runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
 
 
 def _run_module(name: str) -> None:
-    _first_on_path(os.getcwd())
+    _set_first_path(os.getcwd())
     import runpy
 
     # What `python -m` itself calls: the module's own __spec__, and its path as argv[0].
@@ -88,19 +88,19 @@ def _run_module(name: str) -> None:
 
 
 def _is_text(path: str) -> bool:
-    """Whether it is no zip archive, which Python runs by its ``__main__.py``."""
+    """Return whether the file is not a zip archive, which Python runs by its ``__main__.py``."""
     import zipfile
 
     return not zipfile.is_zipfile(path)
 
 
-def _first_on_path(folder: str) -> None:
+def _set_first_path(folder: str) -> None:
     """Puts ``folder`` where Python put the folder of this file; in safe-path mode it put nothing there."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 
 
-def _keep_crash(fault_file: str) -> None:
+def _enable_faulthandler(fault_file: str) -> None:
     if faulthandler.is_enabled():  # somebody wants to see crashes as they happen
         return
     try:
@@ -110,13 +110,13 @@ def _keep_crash(fault_file: str) -> None:
         faulthandler.enable()
 
 
-class Report:
-    """What this rank leaves for the launcher when it fails."""
+class RankErrorFile:
+    """The file in which this rank reports its failure to the launcher."""
 
     def __init__(self, path: str) -> None:
         self.path, self.launcher, self.rank = path, os.getppid(), os.getpid()
 
-    def open(self, code: int, summary: str) -> "TextIO | None":
+    def open_file(self, code: int, summary: str) -> "TextIO | None":
         """The file to write to, its first line written; None when nobody would read it."""
         # A process forked from this one inherits the hook; its errors are not the rank's.
         if os.getppid() != self.launcher or os.getpid() != self.rank:
@@ -128,16 +128,16 @@ class Report:
         file.write(f"{time.monotonic_ns()} {code} {summary}\n")
         return file
 
-    def exception(
+    def write_exception(
         self, kind: type[BaseException], error: BaseException, trace: "TracebackType | None"
     ) -> None:
         """Writes an exception as Python would print it; this is ``sys.excepthook``."""
         runpy = sys.modules.get("runpy")
-        inner = (HERE, STARTER, "<frozen runpy>", getattr(runpy, "__file__", HERE))
+        inner = (THIS_FILE, STARTER, "<frozen runpy>", getattr(runpy, "__file__", THIS_FILE))
         while trace is not None and trace.tb_frame.f_code.co_filename in inner:
             trace = trace.tb_next
         error = error.with_traceback(trace)
-        file = self.open(1, f"{kind.__name__}: {error}".split("\n")[0])
+        file = self.open_file(1, f"{kind.__name__}: {error}".split("\n")[0])
         stderr = sys.stderr
         sys.stderr = file or stderr
         try:
@@ -147,13 +147,13 @@ class Report:
             if file is not None:
                 file.close()
 
-    def exit(self, stop: SystemExit) -> None:
+    def write_exit(self, stop: SystemExit) -> None:
         """Keeps the message of ``sys.exit("message")``, and of ``sys.exit(3)`` that it was called."""
         if stop.code in (None, 0):
             return
         text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
         code = stop.code if isinstance(stop.code, int) else 1
-        file = self.open(code, text.split("\n")[0] or f"sys.exit({code})")
+        file = self.open_file(code, text.split("\n")[0] or f"sys.exit({code})")
         if file is not None:
             with file:
                 file.write(text)

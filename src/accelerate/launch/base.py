@@ -7,18 +7,18 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
-from accelerate.launch import effects
-from accelerate.launch.around import overruled
-from accelerate.launch.check import check
-from accelerate.launch.job import Job, Request
+from accelerate.launch import option_report
+from accelerate.launch.check import check_request
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.plan import Plan
-from accelerate.launch.told import told
+from accelerate.launch.launch_request import JobSettings, LaunchRequest
+from accelerate.launch.origin_variables import origin_variables
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.scheduler import overridden_lines
 
-P = TypeVar("P", bound=Plan)
+P = TypeVar("P", bound=LaunchPlan)
 
 
-class Kind(ABC, Generic[P]):
+class LaunchKind(ABC, Generic[P]):
     """One way to start the processes of a job.
 
     Attributes:
@@ -34,19 +34,19 @@ class Kind(ABC, Generic[P]):
     reads: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def takes(self, request: Request) -> bool:
-        """Whether this kind is what the request asks for."""
+    def accepts(self, request: LaunchRequest) -> bool:
+        """Return whether this kind of launch handles the request."""
 
     @abstractmethod
-    def plan(self, request: Request) -> P:
-        """What will be started for a request. Nothing is started, reserved or written yet.
+    def plan(self, request: LaunchRequest) -> P:
+        """Plan the launch of a request. Nothing is started, reserved or written yet.
 
         Raises:
             AccelerateError: it cannot be done here as asked.
         """
 
     @abstractmethod
-    def run(self, request: Request, plan: P, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: P, *, replace: bool) -> None:
         """Starts the job and returns when it has ended well.
 
         Args:
@@ -59,12 +59,12 @@ class Kind(ABC, Generic[P]):
         """
 
 
-def choose(request: Request) -> Kind[Any]:
+def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
     """The kind of launch for a request; between them, the kinds of this package take every one."""
-    return max((kind for kind in KINDS if kind.takes(request)), key=lambda kind: kind.priority)
+    return max((kind for kind in KINDS if kind.accepts(request)), key=lambda kind: kind.priority)
 
 
-def launch(request: Request, *, replace: bool = False) -> None:
+def launch(request: LaunchRequest, *, replace: bool = False) -> None:
     """Runs a request: checks it, chooses the kind of launch, starts it, and returns when it has ended well.
 
     With ``--dry_run`` the plan is printed, and nothing is started.
@@ -76,34 +76,36 @@ def launch(request: Request, *, replace: bool = False) -> None:
     Raises:
         AccelerateError: it cannot be started as asked, or a rank failed (``RankError`` holds the exit code).
     """
-    check(request)
-    kind = choose(request)
+    check_request(request)
+    kind = choose_kind(request)
     plan = kind.plan(request)
-    lines = overruled(request.around, request.loaded[Job].origins) if request.around else ()
-    plan = dataclasses.replace(
-        plan, notes=(*lines, *plan.notes), variables={**plan.variables, **told(request)}
+    lines = (
+        overridden_lines(request.scheduler, request.loaded[JobSettings].origins) if request.scheduler else ()
     )
-    asked = effects.asked(request, kind, plan)
-    idle = effects.idle_lines(asked)
+    plan = dataclasses.replace(
+        plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
+    )
+    asked = option_report.requested_options(request, kind, plan)
+    idle = option_report.unused_option_lines(asked)
     if request.settings.dry_run:
-        from accelerate.launch import show
+        from accelerate.launch import dry_run
 
-        show.show(request, plan, asked)
-    effects.refuse_idle(request, idle)
+        dry_run.print_plan(request, plan, asked)
+    option_report.refuse_unused_options(request, idle)
     if request.settings.dry_run:
         if request.settings.dry_run_model:
-            from accelerate.launch import show
+            from accelerate.launch import dry_run
 
-            show.rehearse(request, plan)
+            dry_run.run_model_dry_run(request, plan)
         return
-    if request.file is not None and not request.file.named:
-        say(request, f"settings from {request.file.path} (--config_file names another)")
+    if request.file is not None and not request.file.is_explicit:
+        print_line(request, f"settings from {request.file.path} (--config_file names another)")
     for note in (*plan.notes, *idle):
-        say(request, note)
+        print_line(request, note)
     kind.run(request, plan, replace=replace)
 
 
-def say(request: Request, line: str) -> None:
+def print_line(request: LaunchRequest, line: str) -> None:
     """Prints one line about the launch on stderr, unless asked to be quiet."""
     if not request.settings.quiet:
         print(f"accelerate launch: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a request means on this machine: how many processes, on which devices. Contradictions are refused.
+"""Validation of a request, and the choice of processes and devices on this machine.
 
 Every error names the two places that do not go together.
 """
@@ -10,20 +10,20 @@ from pathlib import Path
 
 from accelerate import device as devices
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError, nearest
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import Origin
 from accelerate.device import Device
 from accelerate.device.machine import Machine
 from accelerate.launch import conflicts
-from accelerate.launch.conflicts import ALONE, said
-from accelerate.launch.job import Request
+from accelerate.launch.conflicts import NOT_DISTRIBUTED, describe_setting
+from accelerate.launch.launch_request import LaunchRequest
 
 CPU_GROUP = "MULTI_CPU"
 
 
-@frozen
-class Place:
-    """Where the processes of a job run.
+@frozen_dataclass
+class DeviceAllocation:
+    """The devices and the number of processes of this machine.
 
     Attributes:
         device: the type of their devices.
@@ -38,7 +38,7 @@ class Place:
     processes: int
 
 
-def check(request: Request) -> None:
+def check_request(request: LaunchRequest) -> None:
     """Refuses what contradicts itself, whatever the machine.
 
     Raises:
@@ -46,35 +46,35 @@ def check(request: Request) -> None:
         LaunchError: there is no script.
     """
     job = request.settings
-    _at_least(request, "num_processes", 1)
-    _at_least(request, "nproc_per_node", 1)
-    _at_least(request, "machine_rank", 0)
-    _at_least(request, "num_cpu_threads_per_process", 1)
-    _at_least(request, "stop_timeout", 0)
+    _require_at_least(request, "num_processes", 1)
+    _require_at_least(request, "nproc_per_node", 1)
+    _require_at_least(request, "machine_rank", 0)
+    _require_at_least(request, "num_cpu_threads_per_process", 1)
+    _require_at_least(request, "stop_timeout", 0)
     _, machines = request.machines
     if job.machine_rank >= machines:
         raise SettingError(
-            f"{said(request, 'machine_rank')}, but {said(request, 'num_machines')}",
+            f"{describe_setting(request, 'machine_rank')}, but {describe_setting(request, 'num_machines')}",
             why=f"machines are counted from 0: the last of {machines} is {machines - 1}",
         )
     port = job.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise SettingError(
-            f"{said(request, 'main_process_port')}, which is no port",
+            f"{describe_setting(request, 'main_process_port')}, which is no port",
             why="ports are numbers from 0 to 65535; 0 takes a free one",
         )
-    conflicts.refuse(request)
+    conflicts.refuse_conflicts(request)
     request.check_options()
     check_program(request)
 
 
-def _at_least(request: Request, name: str, least: int) -> None:
+def _require_at_least(request: LaunchRequest, name: str, least: int) -> None:
     origin = request.origin(name)
     if isinstance(origin.value, int | float) and origin.value < least:
-        raise SettingError(f"{said(request, name)}, but it is at least {least}")
+        raise SettingError(f"{describe_setting(request, name)}, but it is at least {least}")
 
 
-def check_program(request: Request) -> None:
+def check_program(request: LaunchRequest) -> None:
     """Refuses a script that is not there; modules are looked for by the Python that runs them.
 
     Raises:
@@ -104,76 +104,77 @@ def check_program(request: Request) -> None:
     )
 
 
-def place(request: Request, machine: Machine) -> Place:
+def allocate_devices(request: LaunchRequest, machine: Machine) -> DeviceAllocation:
     """Chooses the devices and the number of processes.
 
     Raises:
         SettingError: what was asked does not fit the machine; the error names both.
     """
-    device, count, ids = chosen(request, machine)
-    processes = _processes(request, machine, count)
+    device, count, ids = select_devices(request, machine)
+    processes = _count_processes(request, machine, count)
     if count and processes > count:
         raise SettingError(
             f"{processes} processes are asked for ({request.local_processes.where}), "
-            f"but there are {count} {device.type} devices ({_limit(request, device, machine, ids)})",
+            f"but there are {count} {device.type} devices "
+            f"({_describe_device_limit(request, device, machine, ids)})",
             why="each process needs a device of its own",
             fix=f"start {count}, or use the CPU: accelerate launch --cpu ...",
         )
-    return Place(device, count, ",".join(map(str, ids)) if ids is not None else None, processes)
+    return DeviceAllocation(device, count, ",".join(map(str, ids)) if ids is not None else None, processes)
 
 
-def chosen(request: Request, machine: Machine) -> tuple[Device, int, list[int] | None]:
+def select_devices(request: LaunchRequest, machine: Machine) -> tuple[Device, int, list[int] | None]:
     """The device that was asked for, how many of them are to be used, and their numbers if not all.
 
     Raises:
         SettingError: it is not there, or a number names none.
     """
-    device, count = _device(request, machine)
-    ids = _ids(request, device, device.present(machine)) if count else None
+    device, count = _select_device(request, machine)
+    ids = _parse_device_ids(request, device, device.count_physical(machine)) if count else None
     if ids is not None:
         count = len(ids)
     return device, count, ids
 
 
-def _device(request: Request, machine: Machine) -> tuple[Device, int]:
+def _select_device(request: LaunchRequest, machine: Machine) -> tuple[Device, int]:
     kind = request.origin("distributed_type")
     cpu = devices.get("cpu")
-    if request.get("use_cpu") or (_typed(kind, CPU_GROUP) and not request.settings.multi_gpu):
+    if request.get("use_cpu") or (_is_type(kind, CPU_GROUP) and not request.settings.multi_gpu):
         return cpu, 0
-    found = _of_type(request, machine) if kind.value else None
-    device, count = found or devices.probe(machine)
+    selected = _device_of_type(request, machine) if kind.value else None
+    device, count = selected or devices.probe_devices(machine)
     if request.settings.multi_gpu and not count:
         raise SettingError(
-            f"--multi_gpu insists on accelerators, but {_none(machine)}",
+            f"--multi_gpu insists on accelerators, but {_why_no_accelerator(machine)}",
             fix="leave it out, or use the CPU: accelerate launch --cpu --num_processes 2 ...",
         )
     return device, count
 
 
-def _none(machine: Machine) -> str:
+def _why_no_accelerator(machine: Machine) -> str:
     """Why there is no accelerator: this machine has none, or a variable hides them."""
     for device in devices.accelerators():
-        if device.present(machine) and device.visible(machine) is not None:
-            return f"{device.visible_variable}={device.visible(machine)} hides those of this machine"
+        if device.count_physical(machine) and device.visible_devices(machine) is not None:
+            return f"{device.visible_variable}={device.visible_devices(machine)} hides those of this machine"
     return "none was found on this machine"
 
 
-def _typed(kind: Origin, word: str) -> bool:
+def _is_type(kind: Origin, word: str) -> bool:
     return str(kind.value).upper() == word
 
 
-def _of_type(request: Request, machine: Machine) -> tuple[Device, int] | None:
+def _device_of_type(request: LaunchRequest, machine: Machine) -> tuple[Device, int] | None:
     """The device that ``distributed_type`` stands for; None where it stands for none in particular."""
     kind = request.origin("distributed_type")
     known: dict[str, list[Device]] = {}
     for device in devices.accelerators():
         known.setdefault(device.distributed_type, []).append(device)
-    if _typed(kind, ALONE) or str(kind.value).upper() in request.types:
+    if _is_type(kind, NOT_DISTRIBUTED) or str(kind.value).upper() in request.distributed_types:
         return None
     if str(kind.value).upper() not in known:
-        values = (ALONE, CPU_GROUP, *known, *request.types)
+        values = (NOT_DISTRIBUTED, CPU_GROUP, *known, *request.distributed_types)
         raise UnknownNameError("distributed_type", str(kind.value), values, where=f"in {kind.where}")
-    counts = ((device, device.probe(machine)) for device in known[str(kind.value).upper()])
+    counts = ((device, device.probe_count(machine)) for device in known[str(kind.value).upper()])
     for device, count in counts:
         if count:
             return device, count
@@ -183,7 +184,7 @@ def _of_type(request: Request, machine: Machine) -> tuple[Device, int] | None:
     )
 
 
-def _ids(request: Request, device: Device, present: int) -> list[int] | None:
+def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> list[int] | None:
     """The device numbers asked for; None for all that are visible."""
     origin = request.origin("gpu_ids")
     if origin.value is None or str(origin.value).strip().lower() == "all":
@@ -209,26 +210,28 @@ def _ids(request: Request, device: Device, present: int) -> list[int] | None:
     return ids
 
 
-def _processes(request: Request, machine: Machine, count: int) -> int:
+def _count_processes(request: LaunchRequest, machine: Machine, count: int) -> int:
     wanted = request.local_processes.value
     if isinstance(wanted, int):
         return wanted
-    alone = _typed(request.origin("distributed_type"), ALONE) and not request.settings.multi_gpu
+    alone = _is_type(request.origin("distributed_type"), NOT_DISTRIBUTED) and not request.settings.multi_gpu
     if wanted is None and alone:
         return 1
     if wanted == "cpu":
-        return cores(machine)
+        return count_cores(machine)
     return max(1, count)
 
 
-def _limit(request: Request, device: Device, machine: Machine, ids: list[int] | None) -> str:
+def _describe_device_limit(
+    request: LaunchRequest, device: Device, machine: Machine, ids: list[int] | None
+) -> str:
     if ids is not None:
         return request.origin("gpu_ids").where
-    value = device.visible(machine)
+    value = device.visible_devices(machine)
     return "on this machine" if value is None else f"{device.visible_variable}={value}"
 
 
-def cores(machine: Machine) -> int:
+def count_cores(machine: Machine) -> int:
     """How many cores this process may use: those it is bound to, and no more than its container's share.
 
     The share is ``quota / period`` of cgroup v2's ``cpu.max``. Source: kernel.org, admin-guide/cgroup-v2.

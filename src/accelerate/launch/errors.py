@@ -20,7 +20,7 @@ class RankError(LaunchError):
     others: Sequence[str] = ()
     traceback: str = ""
 
-    def shown(self) -> str:
+    def format_text(self) -> str:
         """All of it, the traceback last."""
         why = f"  why: {self.why}" if self.why else ""
         head = [f"accelerate launch: {line}" for line in (*self.others, self.what)]

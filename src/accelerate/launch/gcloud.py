@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from accelerate.core.errors import LaunchError, SettingError
 
 
-def on_workers(
+def worker_command(
     command: str, *, name: str | None, zone: str | None, workers: Sequence[str] = (), alpha: bool = False
 ) -> tuple[str, ...]:
     """The program that runs a shell command on machines of a TPU.

@@ -25,10 +25,10 @@ def main(seconds: float) -> None:
         if line == "done\n":
             return
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    end(groups, seconds)
+    stop_groups(groups, seconds)
 
 
-def end(groups: set[int], seconds: float) -> None:
+def stop_groups(groups: set[int], seconds: float) -> None:
     """Asks the leaders of process groups to stop, and kills each group when its leader is gone.
 
     Leaders that are still there after ``seconds`` are killed with their groups.
@@ -36,17 +36,17 @@ def end(groups: set[int], seconds: float) -> None:
     import signal
 
     for leader in groups:
-        _reaches(os.kill, leader, signal.SIGTERM)
+        _send_signal(os.kill, leader, signal.SIGTERM)
     deadline = time.monotonic() + seconds
     while groups:
         late = time.monotonic() >= deadline
-        for group in [group for group in groups if late or not _reaches(os.kill, group, 0)]:
-            _reaches(os.killpg, group, signal.SIGKILL)
+        for group in [group for group in groups if late or not _send_signal(os.kill, group, 0)]:
+            _send_signal(os.killpg, group, signal.SIGKILL)
             groups.discard(group)
         time.sleep(0.05)
 
 
-def _reaches(send: "Callable[[int, int], None]", target: int, number: int) -> bool:
+def _send_signal(send: "Callable[[int, int], None]", target: int, number: int) -> bool:
     """Sends a signal, and says whether there was anybody to get it."""
     try:
         send(target, number)

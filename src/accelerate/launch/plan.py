@@ -1,17 +1,17 @@
-"""What a launch will do, before it does it: the value that ``--dry-run`` shows and that a kind runs."""
+"""The launch plan: what ``--dry-run`` shows and what a kind of launch runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
 
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 
 Variables = Mapping[str, object | None]
 
 
-@frozen
-class Start:
+@frozen_dataclass
+class PlannedCommand:
     """One command that a launch starts on this machine.
 
     Attributes:
@@ -25,24 +25,24 @@ class Start:
     variables: Variables = field(default_factory=dict)
 
 
-@frozen
-class Plan:
-    """What a launch will do on this machine. A kind of launch may add what it needs to do it.
+@frozen_dataclass
+class LaunchPlan:
+    """The plan of a launch on this machine. A kind of launch may add fields of its own.
 
     Attributes:
         kind: the kind of launch.
         facts: (what, value) for people: processes, devices, machines.
         variables: what every command is told by its environment; None takes a variable away.
-        starts: the commands, in order.
+        commands: the commands, in order.
         notes: what is said on stderr when the launch begins, a line each.
-        unused: (setting, why) of what this kind reads and has no use for in this job, asked for or not.
-        effects: (setting, what it does in this job) where that is more than its help says.
+        unused_settings: (setting, why) of settings that this kind reads but does not use in this job.
+        setting_effects: (setting, what it does in this job) where that is more than its help says.
     """
 
     kind: str
     facts: tuple[tuple[str, str], ...]
     variables: Variables
-    starts: tuple[Start, ...]
+    commands: tuple[PlannedCommand, ...]
     notes: tuple[str, ...]
-    unused: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
-    effects: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    unused_settings: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    setting_effects: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)

@@ -10,7 +10,7 @@ from types import TracebackType
 from accelerate.core.errors import LaunchError
 
 
-class Port:
+class ReservedPort:
     """A TCP port that nobody else gets while this object is open.
 
     The socket is bound and never listens. On Linux a second socket may bind the same port as long as both
@@ -27,9 +27,9 @@ class Port:
     """
 
     def __init__(self, number: int = 0) -> None:
-        self._claim = _claim(number) if number else None
+        self._claim = _claim_port_name(number) if number else None
         try:
-            self._socket = _silent(number) if number else _bound(0, shared=False)
+            self._socket = _bind_silent_port(number) if number else _bind_port(0, shared=False)
         except OSError as error:
             self.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -46,7 +46,7 @@ class Port:
             if held is not None:
                 held.close()
 
-    def __enter__(self) -> Port:
+    def __enter__(self) -> ReservedPort:
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class PortInUseError(LaunchError):
         )
 
 
-def _claim(number: int) -> socket.socket | None:
+def _claim_port_name(number: int) -> socket.socket | None:
     if sys.platform != "linux":
         return None
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -78,14 +78,14 @@ def _claim(number: int) -> socket.socket | None:
     return claim
 
 
-def _silent(number: int) -> socket.socket:
+def _bind_silent_port(number: int) -> socket.socket:
     """Binds a port on which nobody listens; connections of a finished run that linger there do not count."""
-    with _bound(number, shared=True) as probe:
+    with _bind_port(number, shared=True) as probe:
         probe.listen()
-    return _bound(number, shared=True)
+    return _bind_port(number, shared=True)
 
 
-def _bound(number: int, *, shared: bool) -> socket.socket:
+def _bind_port(number: int, *, shared: bool) -> socket.socket:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         if shared:

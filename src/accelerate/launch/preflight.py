@@ -1,7 +1,7 @@
-"""What is looked at before a job of several machines starts: names, addresses, ports, and what differs.
+"""Checks before a job on several machines starts: names, addresses, ports, version differences.
 
-Each fault is one sentence with its reason and what to type. ``meet`` looks before the machines meet,
-``compare`` when they have. Nothing here imports torch.
+Each fault is one sentence with its reason and what to type. ``check_meeting_point`` looks before
+the machines meet, ``compare_machines`` when they have. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import closing
 
 from accelerate.core.errors import LaunchError
 
-LOOK = 0.2  # seconds between two tries
-OWN_NAME = "127.0.1.1"  # what Debian's installer writes into /etc/hosts for a machine's own name
+POLL_SECONDS = 0.2  # seconds between two tries
+DEBIAN_OWN_ADDRESS = "127.0.1.1"  # what Debian's installer writes into /etc/hosts for a machine's own name
 
-Facts = Mapping[str, str]
+MachineFacts = Mapping[str, str]
 
 
-def meet(
+def check_meeting_point(
     host: str,
     port: int,
     number: int,
@@ -45,37 +45,38 @@ def meet(
             or not reached from another one.
     """
     deadline = time.monotonic() + seconds
-    found = _resolved(host, deadline, seconds, say)
+    addresses = _resolve_host(host, deadline, seconds, say)
     if number == 0:
-        if not any(_is_own(address) for address in found):
+        if not any(_is_own(address) for address in addresses):
             say(
-                f"machine 0 is this one, but {host} is {', '.join(found)}, which is none of its addresses; "
-                "the others must reach it there"
+                f"machine 0 is this one, but {host} is {', '.join(addresses)}, which is none of its "
+                "addresses; the others must reach it there"
             )
         if reach:
-            _free(port)
+            _refuse_used_port(port)
         return
-    if OWN_NAME in found and not _is_literal(host):
+    if DEBIAN_OWN_ADDRESS in addresses and not _is_literal(host):
         raise LaunchError(
-            f"{host} is {OWN_NAME} on this machine, number {number}: it would look for machine 0 in itself",
+            f"{host} is {DEBIAN_OWN_ADDRESS} on this machine, number {number}: "
+            "it would look for machine 0 in itself",
             why="a line of its /etc/hosts says so",
             fix=f"remove that line, or give --main_process_ip the address of {host} in the network",
         )
     if reach:
-        _reached(host, port, found, deadline, seconds, say)
+        _wait_reachable(host, port, addresses, deadline, seconds, say)
 
 
-def addresses(host: str) -> list[str]:
+def resolve_addresses(host: str) -> list[str]:
     """The addresses of a name, in order; empty when it does not resolve."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         return []
-    return list(dict.fromkeys(str(target[0]) for *_, target in found))
+    return list(dict.fromkeys(str(target[0]) for *_, target in infos))
 
 
-def facts(device: str, processes: int | None) -> dict[str, str]:
-    """What has to be the same on all machines.
+def machine_facts(device: str, processes: int | None) -> dict[str, str]:
+    """Return the facts that must be equal on all machines.
 
     Args:
         device: the type of the devices of this machine.
@@ -93,7 +94,7 @@ def facts(device: str, processes: int | None) -> dict[str, str]:
     }
 
 
-def compare(machines: Sequence[Facts], hosts: Sequence[str]) -> LaunchError | None:
+def compare_machines(machines: Sequence[MachineFacts], hosts: Sequence[str]) -> LaunchError | None:
     """The first difference between machine 0 and another one, as an error; None where there is none.
 
     Args:
@@ -116,22 +117,22 @@ def compare(machines: Sequence[Facts], hosts: Sequence[str]) -> LaunchError | No
                 why = "ranks of different versions may not understand each other"
                 fix = f"install the same {what} on all machines"
             return LaunchError(
-                f"machine {number} ({hosts[number]}) has {_has(what, facts_of)}, "
-                f"but machine 0 ({hosts[0]}) has {_has(what, first)}",
+                f"machine {number} ({hosts[number]}) has {_describe_fact(what, facts_of)}, "
+                f"but machine 0 ({hosts[0]}) has {_describe_fact(what, first)}",
                 why=why,
                 fix=fix,
             )
     return None
 
 
-def _has(what: str, facts_of: Facts) -> str:
+def _describe_fact(what: str, facts_of: MachineFacts) -> str:
     return f"{facts_of[what]} to use" if what == "devices" else f"{what} {facts_of[what]}"
 
 
-def _resolved(host: str, deadline: float, seconds: float, say: Callable[[str], None]) -> list[str]:
+def _resolve_host(host: str, deadline: float, seconds: float, say: Callable[[str], None]) -> list[str]:
     """The addresses of machine 0; in clusters of containers a name may come with its machine."""
     said = False
-    while not (found := addresses(host)):
+    while not (addresses := resolve_addresses(host)):
         if time.monotonic() >= deadline:
             raise LaunchError(
                 f"the name {host} of machine 0 does not resolve on this machine",
@@ -141,32 +142,41 @@ def _resolved(host: str, deadline: float, seconds: float, say: Callable[[str], N
         if not said:
             say(f"the name {host} of machine 0 does not resolve yet; waiting up to {seconds:g} s for it")
         said = True
-        time.sleep(LOOK)
-    return found
+        time.sleep(POLL_SECONDS)
+    return addresses
 
 
-def _reached(
-    host: str, port: int, found: Sequence[str], deadline: float, seconds: float, say: Callable[[str], None]
+def _wait_reachable(
+    host: str,
+    port: int,
+    addresses: Sequence[str],
+    deadline: float,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> None:
     said = False
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(LOOK, deadline - time.monotonic())).close()
+            socket.create_connection(
+                (host, port), timeout=max(POLL_SECONDS, deadline - time.monotonic())
+            ).close()
             return
         except OSError as error:
             if time.monotonic() >= deadline:
-                raise _unreached(host, port, found, seconds, error) from error
+                raise _unreachable_error(host, port, addresses, seconds, error) from error
         if not said:
             say(f"nobody listens at {host}:{port} yet; waiting up to {seconds:g} s for machine 0")
         said = True
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
-def _unreached(host: str, port: int, found: Sequence[str], seconds: float, error: OSError) -> LaunchError:
-    own = all(_is_own(address) for address in found)
+def _unreachable_error(
+    host: str, port: int, addresses: Sequence[str], seconds: float, error: OSError
+) -> LaunchError:
+    own = all(_is_own(address) for address in addresses)
     place = "which is this machine itself" if own else "which is another machine"
     return LaunchError(
-        f"port {port} of {host} ({found[0]}, {place}) was not reached within {seconds:g} s",
+        f"port {port} of {host} ({addresses[0]}, {place}) was not reached within {seconds:g} s",
         why=error.strerror or str(error),
         fix="give --main_process_ip the address of machine 0"
         if own
@@ -174,7 +184,7 @@ def _unreached(host: str, port: int, found: Sequence[str], seconds: float, error
     )
 
 
-def _free(port: int) -> None:
+def _refuse_used_port(port: int) -> None:
     with closing(socket.socket()) as probe:
         # Connections of a job that has ended, and linger, do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -190,7 +200,7 @@ def _free(port: int) -> None:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an address is one of this machine's: only to those a socket can be bound."""
+    """Return whether an address belongs to this machine: a socket can be bound to it."""
     try:
         info = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:

@@ -21,9 +21,9 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, nearest
-from accelerate.launch.port import Port
+from accelerate.launch.port import ReservedPort
 
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 def main(function: str, count: str, port: str, kind: str, target: str, *arguments: str) -> None:
@@ -34,12 +34,12 @@ def main(function: str, count: str, port: str, kind: str, target: str, *argument
     sys.argv = [target, *arguments]
     import torch_xla
 
-    with Port(int(port)) as held:
+    with ReservedPort(int(port)) as held:
         args = (function, int(count), held.number, kind)
-        torch_xla.launch(rank, args=args, debug_single_process=count == "1")
+        torch_xla.launch(run_rank, args=args, debug_single_process=count == "1")
 
 
-def rank(index: int, function: str, count: int, port: int, kind: str) -> None:
+def run_rank(index: int, function: str, count: int, port: int, kind: str) -> None:
     """Becomes one of the processes: tells it who it is, and calls the function of the script."""
     runtime = importlib.import_module("torch_xla.runtime")
     size = runtime.world_size()
@@ -56,24 +56,24 @@ def rank(index: int, function: str, count: int, port: int, kind: str) -> None:
             fix="start one process, -n 1, or use a TPU from v4 on",
         )
     local = runtime.local_process_count()
-    environ.write(
+    environ.set_variables(
         {
             "RANK": runtime.global_ordinal(),
             "WORLD_SIZE": size,
             "LOCAL_RANK": runtime.local_ordinal(),
             "LOCAL_WORLD_SIZE": local,
             "GROUP_RANK": runtime.global_ordinal() // local,
-            "MASTER_ADDR": HERE if size == local else runtime.get_master_ip(),
+            "MASTER_ADDR": LOOPBACK if size == local else runtime.get_master_ip(),
             "MASTER_PORT": port,
             "FORK_LAUNCHED": 1,
         }
     )
-    found = _found(_imported(kind, sys.argv[0]), function)
+    target_function = _find_function(_import_script(kind, sys.argv[0]), function)
     # A function for torch_xla's own spawn takes its index.
-    found(*([index] if _needs_one(found) else []))
+    target_function(*([index] if _needs_argument(target_function) else []))
 
 
-def _imported(kind: str, target: str) -> ModuleType:
+def _import_script(kind: str, target: str) -> ModuleType:
     """The script as a module, so that what it does under ``__main__`` is left out."""
     if kind == "module":
         return importlib.import_module(target)
@@ -87,9 +87,9 @@ def _imported(kind: str, target: str) -> ModuleType:
     return module
 
 
-def _found(module: ModuleType, function: str) -> Any:
+def _find_function(module: ModuleType, function: str) -> Any:
     if not hasattr(module, function):
-        near = nearest(function, _functions(module))
+        near = nearest(function, _function_names(module))
         raise LaunchError(
             f"{module.__file__} has no function {function}",
             why="on a TPU a function of the script is called in each process, not the script run",
@@ -98,12 +98,12 @@ def _found(module: ModuleType, function: str) -> Any:
     return getattr(module, function)
 
 
-def _functions(module: ModuleType) -> Sequence[str]:
+def _function_names(module: ModuleType) -> Sequence[str]:
     return [name for name, value in vars(module).items() if callable(value)]
 
 
-def _needs_one(function: Any) -> bool:
-    """Whether a function cannot be called without an argument."""
+def _needs_argument(function: Any) -> bool:
+    """Return whether a function requires an argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = inspect.signature(function).parameters.values()
     return any(each.kind in kinds and each.default is each.empty for each in needed)

@@ -1,7 +1,10 @@
-"""Floor 3: models larger than the memory of a device: measured, placed, and brought in while they run.
+"""Floor 3: models larger than the memory of a device: size, placement, and offloading with prefetch.
 
-measure.py sizes, place.py who goes where (a pure function), maps.py the public face of both; source.py where
-the values of a weight lie, tensor.py what stands in for them; hooks.py and align.py what is called around a
-forward; dispatch.py what is put where; block.py, pages.py and pager.py what brings weights to an accelerator;
-crossing.py what moves between devices. In folders of their own: pipelines, and estimates.
+- module_sizes.py: bytes of modules. placement_planner.py: the plan of a placement, a pure function.
+  device_maps.py: the public functions over both.
+- tensor_source.py: where the values of an offloaded weight are stored. offloaded_tensor.py: its stand-in.
+- hooks.py, align_hook.py: hooks around a forward. dispatch.py: ``dispatch_model`` and its like.
+- weight_block.py, pages.py, pager.py: copying weights to an accelerator, with prefetch.
+- tensor_mover.py: moving inputs and outputs between devices.
+- pipeline: pipeline-parallel inference. estimate: memory estimates.
 """

@@ -21,39 +21,39 @@ import torch
 from torch import nn
 
 from accelerate import device as devices
-from accelerate.core import lazy
+from accelerate.core import lazy_names
 from accelerate.core.errors import DeviceError, SettingError
-from accelerate.offload import maps
-from accelerate.offload.align import CpuOffload, UserCpuOffloadHook
-from accelerate.offload.assign import DeviceLike, as_device
-from accelerate.offload.dispatched import hook_of
-from accelerate.offload.folder import Folder
+from accelerate.offload import device_maps
+from accelerate.offload.align_hook import CpuOffload, UserCpuOffloadHook
+from accelerate.offload.dispatch_hook import hook_of
+from accelerate.offload.dispatch_steps import (
+    CPU,
+    DispatchOptions,
+    Home,
+    attach_hooks,
+    list_tensor_slots,
+    make_blocks,
+    place_on_cpu,
+    place_resident_tensors,
+    replace_with_stand_ins,
+)
 from accelerate.offload.hooks import (
     _accelerate_added_attributes,
     add_hook_to_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.pager import Pager, Stats
-from accelerate.offload.source import OffloadError
-from accelerate.offload.spread import (
-    CPU,
-    Home,
-    Options,
-    attach_all,
-    make_blocks,
-    place_residents,
-    places_of,
-    put_stand_ins,
-    settle,
-)
-from accelerate.offload.tensor import OffloadedTensor
-from accelerate.offload.values import Values
+from accelerate.offload.module_tensors import DeviceLike, as_device
+from accelerate.offload.offload_folder import Folder
+from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.pager import Pager, PagerStats
+from accelerate.offload.tensor_source import OffloadError
+from accelerate.offload.weight_store import WeightStore
 
 # ------------------------------------------------------------------------------------------------ devices
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """The device with the number that its tensors show.
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device with the index that its tensors report.
 
     Raises:
         DeviceError: it is unknown, or not here.
@@ -73,33 +73,33 @@ def _numbered(device: torch.device) -> torch.device:
     return device
 
 
-def home_of(value: Any) -> Home:
-    """A value of a device map: an accelerator of this process with its number, ``"cpu"`` or ``"disk"``.
+def resolve_home(value: Any) -> Home:
+    """Return the home for a value of a device map: an accelerator with its index, ``"cpu"`` or ``"disk"``.
 
     Raises:
         DeviceError: the device is unknown, or not here.
         SettingError: it is no device.
     """
     if isinstance(value, torch.device):
-        found: Any = value
+        torch_device: Any = value
     else:
-        read = maps.read_device(value)
+        read = device_maps.read_device(value)
         if read == "disk":
             return "disk"
         if isinstance(read, int):
-            found = _accelerator(read)
+            torch_device = _accelerator_at(read)
         else:
             devices.get(read.partition(":")[0])
-            found = torch.device(read)
-    if found.type == "meta":
+            torch_device = torch.device(read)
+    if torch_device.type == "meta":
         raise SettingError(
             "a device map cannot put anything on 'meta'", why="tensors there have no values", fix="use 'disk'"
         )
-    return "cpu" if found.type == "cpu" else _numbered(found)
+    return "cpu" if torch_device.type == "cpu" else _with_index(torch_device)
 
 
-def _accelerator(index: int) -> torch.device:
-    """The accelerator of a number."""
+def _accelerator_at(index: int) -> torch.device:
+    """Return the accelerator with this index."""
     driver = devices.detect()
     if driver.type == "cpu":
         raise DeviceError(
@@ -110,10 +110,10 @@ def _accelerator(index: int) -> torch.device:
     return driver.torch_device(index)
 
 
-def _main(homes: Mapping[str, Home], asked: DeviceLike | None) -> torch.device:
-    """Where the parts on the CPU and on disk compute, and where inputs go."""
+def _main_device(homes: Mapping[str, Home], asked: DeviceLike | None) -> torch.device:
+    """Return the device that computes modules on the CPU and on disk, and gets the inputs."""
     if asked is not None:
-        home = home_of(asked)
+        home = resolve_home(asked)
         return home if isinstance(home, torch.device) else CPU
     return next((home for home in homes.values() if isinstance(home, torch.device)), CPU)
 
@@ -133,12 +133,12 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Puts each part of a model where the map says, and makes the whole run as before.
+    """Dispatch a model: put each module on the device of the map, and let the whole run as before.
 
     What is on an accelerator stays there. What is on ``"cpu"`` or ``"disk"`` runs on the main device: if that
-    is the CPU, it is used where it lies (files are mapped, not read); if it is an accelerator, its weights
-    are brought in blocks, each while the one before computes, and dropped after. A model that is dispatched
-    again forgets how it was before.
+    is the CPU, it is used in place (files are mapped, not read); if it is an accelerator, its weights
+    are copied in blocks, each prefetched while the one before computes, and dropped after. A model dispatched
+    again loses its earlier hooks.
 
     Args:
         model: the model; its weights may be on the meta device if ``state_dict``, ``offload_index`` or
@@ -163,13 +163,15 @@ def dispatch_model(
         PrepareError: something is to be on disk, and there is no folder for it.
         OffloadError: a weight has no values anywhere, or a file is gone.
     """
-    check = lazy.patched("accelerate.big_modeling", "check_device_map", maps.check_device_map)
+    check = lazy_names.get_override(
+        "accelerate.big_modeling", "check_device_map", device_maps.check_device_map
+    )
     check(model, device_map)
-    homes: dict[str, Home] = {name: home_of(value) for name, value in device_map.items()}
-    main = _main(homes, main_device)
-    _check_values(model, values := Values(state_dict, offload_dir, offload_index))
+    homes: dict[str, Home] = {name: resolve_home(value) for name, value in device_map.items()}
+    main = _main_device(homes, main_device)
+    _check_values(model, values := WeightStore(state_dict, offload_dir, offload_index))
     remove_dispatch(model)
-    options = Options(
+    options = DispatchOptions(
         main,
         offload_buffers,
         skip_keys,
@@ -177,15 +179,15 @@ def dispatch_model(
         force_hooks,
         {name: home if isinstance(home, torch.device) else main for name, home in homes.items()},
     )
-    _spread(model, lambda name: maps.device_of(name, homes), values, options)
+    _place_and_hook(model, lambda name: device_maps.device_of(name, homes), values, options)
     model.hf_device_map = dict(device_map)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return model
 
 
-def _check_values(model: nn.Module, values: Values) -> None:
-    """Raises OffloadError for weights that have no values anywhere."""
+def _check_values(model: nn.Module, values: WeightStore) -> None:
+    """Raise OffloadError for weights that have no values anywhere."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    missing = values.missing(tensors)
+    missing = values.names_without_values(tensors)
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise OffloadError(
@@ -195,25 +197,27 @@ def _check_values(model: nn.Module, values: Values) -> None:
         )
 
 
-def _spread(model: nn.Module, home: Callable[[str], Home | None], values: Values, options: Options) -> None:
-    """Does it."""
-    places = places_of(model, home, options.main)
-    computing = {place.device for place in places if place.home is not None}
-    settle([p for p in places if p.device == CPU], values, options)
-    place_residents([p for p in places if p.device != CPU], values, options)
-    paged = put_stand_ins([p for p in places if p.device != CPU], values)
-    if not paged and len(computing) < 2 and not options.force:
+def _place_and_hook(
+    model: nn.Module, home: Callable[[str], Home | None], values: WeightStore, options: DispatchOptions
+) -> None:
+    """Place every tensor, make blocks of the offloaded ones, and attach hooks."""
+    slots = list_tensor_slots(model, home, options.main_device)
+    computing = {slot.device for slot in slots if slot.home is not None}
+    place_on_cpu([p for p in slots if p.device == CPU], values, options)
+    place_resident_tensors([p for p in slots if p.device != CPU], values, options)
+    paged = replace_with_stand_ins([p for p in slots if p.device != CPU], values)
+    if not paged and len(computing) < 2 and not options.force_hooks:
         return
     pager, blocks = None, {}
     if paged:
-        pager = Pager(options.main)
+        pager = Pager(options.main_device)
         blocks = make_blocks(model, pager, paged, options)
-    attach_all(model, places, blocks, pager, values, options)
-    _guard(model)
+    attach_hooks(model, slots, blocks, pager, values, options)
+    _guard_moves(model)
 
 
 def remove_dispatch(model: nn.Module) -> None:
-    """Takes off what an earlier dispatch has put on a model; hooks of others stay."""
+    """Remove what an earlier dispatch has added to a model; hooks of others stay."""
     if hook_of(model) is None:
         return
     kept: list[tuple[nn.Module, list[Any]]] = []
@@ -228,19 +232,19 @@ def remove_dispatch(model: nn.Module) -> None:
             add_hook_to_module(module, each, append=True)
 
 
-def _guard(model: nn.Module) -> None:
-    """Moving a dispatched model by hand warns, or is refused."""
+def _guard_moves(model: nn.Module) -> None:
+    """Replace ``to`` and its like: moving a dispatched model by hand warns, or is refused."""
     for name in _accelerate_added_attributes:
         original = getattr(type(model), name, None)
         if original is not None:
-            moving = functools.partial(_moving, model, name)
+            moving = functools.partial(_refuse_or_move, model, name)
             setattr(model, name, functools.update_wrapper(moving, original))
-    converting = functools.partial(_moving, model, "_apply")
+    converting = functools.partial(_refuse_or_move, model, "_apply")
     model._apply = converting  # half(), float() and their like come here
 
 
-def _moving(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) -> Any:
-    """A model's ``to`` and its like, after it was dispatched.
+def _refuse_or_move(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Warn and move, or refuse to move, a dispatched model.
 
     Raises:
         OffloadError: weights of it are offloaded.
@@ -264,7 +268,7 @@ def _device_of_model(model: nn.Module, asked: DeviceLike | None) -> torch.device
     if asked is None:
         first = next((p for p in model.parameters() if p.device.type != "meta"), None)
         return CPU if first is None else first.device
-    return _numbered(as_device(asked))
+    return _with_index(as_device(asked))
 
 
 def cpu_offload(
@@ -274,7 +278,7 @@ def cpu_offload(
     state_dict: dict[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keeps all weights of a model in (pinned) memory, and brings them to a device while they are needed.
+    """Keep all weights of a model in (pinned) host memory, and copy them to a device while they are needed.
 
     Args:
         model: the model.
@@ -288,10 +292,10 @@ def cpu_offload(
         OffloadError: a weight has no values.
     """
     device = _device_of_model(model, execution_device)
-    _check_values(model, values := Values(state_dict, None, None))
+    _check_values(model, values := WeightStore(state_dict, None, None))
     remove_dispatch(model)
-    options = Options(device, offload_buffers, whole=tuple(preload_module_classes or ()))
-    _spread(model, lambda _: "cpu", values, options)
+    options = DispatchOptions(device, offload_buffers, preload_classes=tuple(preload_module_classes or ()))
+    _place_and_hook(model, lambda _: "cpu", values, options)
     return model
 
 
@@ -302,7 +306,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keeps all weights of a model in files, and brings them to a device while they are needed.
+    """Keep all weights of a model in files, and copy them to a device while they are needed.
 
     Args:
         model: the model.
@@ -317,10 +321,10 @@ def disk_offload(
         OffloadError: the folder cannot be written, or a weight has no values.
     """
     device = _device_of_model(model, execution_device)
-    _check_values(model, values := Values(None, offload_dir, None))
+    _check_values(model, values := WeightStore(None, offload_dir, None))
     remove_dispatch(model)
-    options = Options(device, offload_buffers, whole=tuple(preload_module_classes or ()))
-    _spread(model, lambda _: "disk", values, options)
+    options = DispatchOptions(device, offload_buffers, preload_classes=tuple(preload_module_classes or ()))
+    _place_and_hook(model, lambda _: "disk", values, options)
     return model
 
 
@@ -329,7 +333,7 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keeps a model on the CPU until it runs; then it stays on the device until it is told to leave.
+    """Keep a model on the CPU until it runs; then it stays on the device until ``offload()`` is called.
 
     For models that run in turn, each of which fits: faster than ``cpu_offload``, with more memory.
 
@@ -346,8 +350,8 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-def offload_stats(model: nn.Module) -> Stats | None:
-    """What bringing the weights of a dispatched model has cost so far; None if nothing is brought.
+def offload_stats(model: nn.Module) -> PagerStats | None:
+    """Return the statistics of a dispatched model's weight copies; None if nothing is offloaded.
 
     ``print(offload_stats(model))`` after a forward shows the bytes that crossed, and how long the device
     waited for them. If it waits most of the time, the bus sets the pace: only fewer bytes help.

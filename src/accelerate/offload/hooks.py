@@ -1,4 +1,4 @@
-"""Hooks around a module's forward: what is called before and after it, and how they are put on and taken off.
+"""Hooks around a module's forward: their interface, and how they are added and removed.
 
 A hooked module carries ``_hf_hook`` (the hook), ``_old_forward`` (what it computed before) and a ``forward``
 of its own that calls both. Libraries bring hooks of their own classes and call hooks by hand, so a hook is
@@ -25,7 +25,7 @@ _accelerate_added_attributes = ["to", *DEVICES.names()]
 
 
 def _compiler_disable(fn: F) -> F:
-    """Keeps ``torch.compile`` out of a function; outside of a compilation it costs one question."""
+    """Exclude a function from ``torch.compile``; outside of a compilation it costs one test."""
     break_graph: Any = _disable_dynamo(fn)  # imports the compiler when it is first called
 
     @functools.wraps(fn)
@@ -38,7 +38,7 @@ def _compiler_disable(fn: F) -> F:
 
 
 class ModelHook:
-    """Called around the forward of the module that it is added to. This one does nothing: a base for others.
+    """A base for hooks that are called around the forward of a module. This one does nothing.
 
     Attributes:
         no_grad: whether the forward runs without gradients; read at each forward.
@@ -50,19 +50,19 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is added; returns the module that gets it."""
+        """Handle that the hook is added, and return the module that gets it."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Called with the arguments of the forward; returns those that it gets."""
+        """Take the arguments of the forward, and return those that it gets."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called with what the forward returned; returns what the caller gets."""
+        """Take the output of the forward, and return the one that the caller gets."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is taken off; returns the module."""
+        """Handle that the hook is removed, and return the module."""
         return module
 
 
@@ -82,13 +82,13 @@ class SequentialHook(ModelHook):
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Adds each."""
+        """Add each hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Each gets the arguments that the one before it returned."""
+        """Call each hook with the arguments that the one before it returned."""
         done = 0
         try:
             for hook in self.hooks:
@@ -100,7 +100,7 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Each gets the output that the one before it returned."""
+        """Call each hook with the output that the one before it returned."""
         done = 0
         try:
             for hook in self.hooks:
@@ -112,11 +112,11 @@ class SequentialHook(ModelHook):
         return output
 
     def abort(self, module: nn.Module) -> None:
-        """The forward raised: tells those that want to know."""
+        """Call ``abort`` of the hooks that have it after a forward that raised."""
         _abort(module, self.hooks)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Takes off each."""
+        """Remove each hook."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -130,7 +130,7 @@ def _abort(module: nn.Module, hooks: tuple[Any, ...]) -> None:
 
 
 def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a hooked module. What it asks it asks each time: clients change hooks in place."""
+    """Run the forward of a hooked module. Hooks are read each time: clients change them in place."""
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
@@ -146,12 +146,12 @@ def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_of_graph(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward that a traced module has now: editing its graph makes another."""
+    """Run the current forward of a traced module: editing its graph makes another."""
     return type(module).forward(module, *args, **kwargs)
 
 
 def add_hook_to_module(module: nn.Module, hook: Any, append: bool = False) -> nn.Module:
-    """Calls ``hook`` around every forward of ``module``.
+    """Call ``hook`` around every forward of ``module``.
 
     Args:
         module: gets ``_hf_hook``, ``_old_forward`` and a ``forward`` of its own.
@@ -183,7 +183,7 @@ def add_hook_to_module(module: nn.Module, hook: Any, append: bool = False) -> nn
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Takes the hook off a module, and gives it back its own forward, ``to`` and ``cuda``.
+    """Remove the hook of a module, and restore its own forward, ``to`` and ``cuda``.
 
     Args:
         module: any module; without a hook nothing changes but ``to`` and its like.
@@ -211,7 +211,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def _is_own_forward(module: nn.Module, forward: Any) -> bool:
-    """Whether ``forward`` is what the module's class says, so that the instance needs none."""
+    """Return True when ``forward`` is that of the module's class, so that the instance needs none."""
     if isinstance(forward, functools.partial) and forward.func is _forward_of_graph:
         return True
     own = getattr(type(module), "forward", None)
@@ -219,5 +219,5 @@ def _is_own_forward(module: nn.Module, forward: Any) -> bool:
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Takes the hooks off a module and everything in it."""
+    """Remove the hooks of a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)

@@ -1,6 +1,6 @@
-"""Brings pages of weights to a device before they are needed, and drops them when they were used.
+"""Prefetch of offloaded weights: pages are copied to a device before they are needed, and dropped after use.
 
-One pager serves one device. While a block computes, the next one is copied, on a stream of its own; the order
+One pager serves one device. While a block computes, the next one is copied on a separate stream. The order
 of blocks is learned from what was run before. Every copy is a fresh tensor, allocated and freed on the
 computing stream: a view of a weight that outlives its block keeps the memory it looks at, and memory is not
 used again before what was given to the device has read it. Nothing is copied back but what was changed.
@@ -25,56 +25,56 @@ import torch
 from accelerate import device as devices
 from accelerate.core.units import show_bytes, show_seconds
 from accelerate.device.base import Device
-from accelerate.offload.pages import HostMemory, Page, Staging, read
+from accelerate.offload.pages import HostMemory, StagingBuffers, WeightPage, read_page
 
 
-class Block(Protocol):
-    """What a pager asks of a block; see ``accelerate.offload.block``."""
+class PagedBlock(Protocol):
+    """The interface of a block that a pager needs; see ``weight_block.py``."""
 
-    pages: list[Page]
+    pages: list[WeightPage]
     users: int
 
     @property
-    def following(self) -> Block | None:
+    def next_block(self) -> PagedBlock | None:
         """The next block in the order of definition."""
         ...
 
     def refresh(self) -> None:
-        """Looks whether its modules are what they were."""
+        """Read the block's weights again if its modules have changed."""
         ...
 
     def install(self, buffers: list[torch.Tensor]) -> None:
-        """Puts weights in their places."""
+        """Put weights into the modules."""
         ...
 
     def uninstall(self) -> int:
-        """Puts the stand-ins back; returns the bytes that were copied home."""
+        """Put the stand-ins back, and return the bytes that were written back."""
         ...
 
 
 @dataclass
-class Stats:
-    """What a pager has done since it was made, or since ``reset``.
+class PagerStats:
+    """Counters of a pager since it was created, or since ``reset``.
 
     Attributes:
         blocks: how often a block was opened.
-        copies, moved: copies to the device, and their bytes.
-        ahead: copies that were asked for before they were needed.
-        written: bytes of weights that were changed in place and copied back.
+        copies, bytes_copied: copies to the device, and their bytes.
+        prefetched: copies that were started before they were needed.
+        bytes_written_back: bytes of weights that were changed in place and copied back.
         host_wait: seconds for which the program waited for values to be read or copied.
     """
 
     blocks: int = 0
     copies: int = 0
-    moved: int = 0
-    ahead: int = 0
-    written: int = 0
+    bytes_copied: int = 0
+    prefetched: int = 0
+    bytes_written_back: int = 0
     host_wait: float = 0.0
     stalls: deque[tuple[Any, Any]] = field(default_factory=lambda: deque[tuple[Any, Any]](maxlen=4096))
 
     @property
     def device_wait(self) -> float:
-        """Seconds for which the device's computing stream waited for copies; waits for the device."""
+        """The seconds for which the device's compute stream waited for copies; waits for the device."""
         total = 0.0
         for before, after in self.stalls:
             after.synchronize()
@@ -82,52 +82,52 @@ class Stats:
         return total
 
     @property
-    def waited(self) -> float:
-        """Seconds in which nothing was computed because weights were on their way."""
+    def wait_seconds(self) -> float:
+        """The seconds in which nothing was computed because weights were being copied."""
         return self.host_wait + self.device_wait
 
     def reset(self) -> None:
-        """Begins to count anew."""
+        """Set all counters to zero."""
         self.__init__()
 
     def __str__(self) -> str:
-        waited = self.waited
-        speed = f", {show_bytes(self.moved / waited)}/s while waiting" if waited > 0 else ""
+        waited = self.wait_seconds
+        speed = f", {show_bytes(self.bytes_copied / waited)}/s while waiting" if waited > 0 else ""
         return (
-            f"{show_bytes(self.moved)} in {self.copies} copies for {self.blocks} blocks, {self.ahead} of "
-            f"them asked for ahead; {show_seconds(waited)} of waiting{speed}; "
-            f"{show_bytes(self.written)} written back"
+            f"{show_bytes(self.bytes_copied)} in {self.copies} copies for {self.blocks} blocks, "
+            f"{self.prefetched} of them prefetched; {show_seconds(waited)} of waiting{speed}; "
+            f"{show_bytes(self.bytes_written_back)} written back"
         )
 
 
 @dataclass(eq=False)
-class Arrival:
-    """A page on the device, or on its way.
+class ResidentPage:
+    """A page on the device, or being copied to it.
 
     Attributes:
         buffer: its bytes.
-        done: the event of the copy; a future of it while a thread reads the page; None: it is there.
+        copy_event: the event of the copy; a future of it while a thread reads the page; None: it is there.
         stream: where the buffer was allocated.
         users: how many open blocks have weights of it.
-        landed: a stream has been told to wait for the copy.
+        is_ready: a stream waits for the copy.
     """
 
     buffer: torch.Tensor
-    done: Any
+    copy_event: Any
     stream: Any
     users: int = 0
-    landed: bool = False
+    is_ready: bool = False
 
 
-class _Thread(threading.local):
-    """Where a thread is: how deep in forwards, and its last two blocks."""
+class _ThreadState(threading.local):
+    """The state of a thread: the depth of its forwards, and its last two blocks."""
 
     depth: int = 0
-    seen: tuple[Block | None, Block | None] = (None, None)
+    recent: tuple[PagedBlock | None, PagedBlock | None] = (None, None)
 
 
 class Pager:
-    """The traffic of weights to one device.
+    """The copies of weights to one device.
 
     Args:
         device: the device.
@@ -135,23 +135,23 @@ class Pager:
 
     Attributes:
         blocks: the blocks in the order in which they were defined, which is the first guess at their order.
-        stats: what was done.
+        stats: its counters.
     """
 
     def __init__(self, device: torch.device, driver: Device | None = None) -> None:
         self.device = device
         self.driver = driver or devices.get(device.type)
         self.blocks: list[Any] = []
-        self.stats = Stats()
+        self.stats = PagerStats()
         self.memory = HostMemory(self.driver, 0)
         self.lock = threading.RLock()
-        self.arrivals: dict[Page, Arrival] = {}
-        self.borrowed: dict[Page, Arrival] = {}
-        self._order: dict[tuple[Block | None, Block | None], Block | None] = {}
-        self._thread = _Thread()
-        self._passes = 0
-        self._copies: Any = None
-        self._staging: Staging | None = None
+        self.resident: dict[WeightPage, ResidentPage] = {}
+        self.backward_pages: dict[WeightPage, ResidentPage] = {}
+        self._order: dict[tuple[PagedBlock | None, PagedBlock | None], PagedBlock | None] = {}
+        self._thread = _ThreadState()
+        self._running_forwards = 0
+        self._copy_stream: Any = None
+        self._staging: StagingBuffers | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._started = False
 
@@ -162,8 +162,8 @@ class Pager:
 
     # --- blocks
 
-    def open(self, block: Block) -> None:
-        """Puts the weights of a block in their places, and asks for those of the next.
+    def open_block(self, block: PagedBlock) -> None:
+        """Put the weights of a block into its modules, and prefetch those of the next block.
 
         Raises:
             OutOfMemoryError: they do not fit.
@@ -172,26 +172,26 @@ class Pager:
         with self.lock:
             if not block.users:
                 block.refresh()
-            following = self._follow(block)
-            wanted = {*block.pages, *(following.pages if following else ())}
-            self._forget(keep=wanted)
-            held: list[Page] = []
+            next_block = self._predict_next(block)
+            wanted = {*block.pages, *(next_block.pages if next_block else ())}
+            self._drop_unused(keep=wanted)
+            held: list[WeightPage] = []
             try:
                 for page in block.pages:
-                    self._hold(page)
+                    self._hold_page(page)
                     held.append(page)
                 if not block.users:
-                    block.install([self.arrivals[page].buffer for page in block.pages])
+                    block.install([self.resident[page].buffer for page in block.pages])
             except BaseException:
-                self._let_go(held)
+                self._release_pages(held)
                 raise
             block.users += 1
             self.stats.blocks += 1
-            if following is not None and self._thread.depth:
-                self._ahead(following)
+            if next_block is not None and self._thread.depth:
+                self._prefetch(next_block)
 
-    def close(self, block: Block) -> None:
-        """Puts the stand-ins back, and drops the weights.
+    def close_block(self, block: PagedBlock) -> None:
+        """Put the stand-ins back, and drop the weights.
 
         Raises:
             OffloadError: a weight was changed in place whose values are in a file.
@@ -200,172 +200,180 @@ class Pager:
             block.users -= 1
             try:
                 if not block.users:
-                    self.stats.written += block.uninstall()
+                    self.stats.bytes_written_back += block.uninstall()
             finally:
-                self._let_go(block.pages)
+                self._release_pages(block.pages)
 
-    def enter(self) -> None:
-        """A forward begins, around those of blocks."""
+    def begin_forward(self) -> None:
+        """Record that a forward begins, around those of blocks."""
         with self.lock:
             if not self._thread.depth:
-                self._thread.seen = (None, None)
-                self._passes += 1
+                self._thread.recent = (None, None)
+                self._running_forwards += 1
             self._thread.depth += 1
 
-    def leave(self) -> None:
-        """It ended, or raised. After the outermost one nothing stays on the device."""
+    def end_forward(self) -> None:
+        """Record that a forward ended or raised; after the outermost one nothing stays on the device."""
         with self.lock:
             self._thread.depth -= 1
             if not self._thread.depth:
-                self._order[self._thread.seen] = None
-                self._passes -= 1
-            if not self._passes:
-                self._forget(keep=set())
+                self._order[self._thread.recent] = None
+                self._running_forwards -= 1
+            if not self._running_forwards:
+                self._drop_unused(keep=set())
 
-    def _follow(self, block: Block) -> Block | None:
-        """Learns that ``block`` came now, and says which one will be next."""
+    def _predict_next(self, block: PagedBlock) -> PagedBlock | None:
+        """Record that ``block`` runs now, and return the block that is expected next."""
         thread = self._thread
-        self._order[thread.seen] = block
-        thread.seen = (thread.seen[1], block)
-        if thread.seen in self._order:
-            return self._order[thread.seen]
-        return block.following
+        self._order[thread.recent] = block
+        thread.recent = (thread.recent[1], block)
+        if thread.recent in self._order:
+            return self._order[thread.recent]
+        return block.next_block
 
     # --- pages
 
-    def _hold(self, page: Page) -> None:
-        """Makes sure that a page is there, for the computing stream, as long as it is held."""
-        arrival = self.arrivals.get(page)
-        if arrival is None:
-            arrival = self.arrivals[page] = self._fetch_somehow(page)
+    def _hold_page(self, page: WeightPage) -> None:
+        """Fetch a page if needed, and keep it on the device for the compute stream."""
+        resident_page = self.resident.get(page)
+        if resident_page is None:
+            resident_page = self.resident[page] = self._fetch_or_make_room(page)
         try:
-            self._land(arrival)
+            self._wait_ready(resident_page)
         except BaseException:
-            del self.arrivals[page]
+            del self.resident[page]
             raise
-        arrival.users += 1
+        resident_page.users += 1
 
-    def _let_go(self, pages: list[Page]) -> None:
+    def _release_pages(self, pages: list[WeightPage]) -> None:
         for page in pages:
-            arrival = self.arrivals[page]
-            arrival.users -= 1
-            # What several blocks share is brought once in a forward.
-            if not arrival.users and not (page.shared and self._passes):
-                del self.arrivals[page]
+            resident_page = self.resident[page]
+            resident_page.users -= 1
+            # Weights that several blocks share are copied once in a forward.
+            if not resident_page.users and not (page.shared and self._running_forwards):
+                del self.resident[page]
 
-    def _forget(self, keep: set[Page]) -> None:
-        """Drops pages that nobody uses and that are not expected any more."""
-        for page, arrival in list(self.arrivals.items()):
+    def _drop_unused(self, keep: set[WeightPage]) -> None:
+        """Drop pages that nobody uses and that are not expected any more."""
+        for page, resident_page in list(self.resident.items()):
             if (
-                not arrival.users
+                not resident_page.users
                 and page not in keep
-                and not (page.shared and self._passes and arrival.landed)
+                and not (page.shared and self._running_forwards and resident_page.is_ready)
             ):
-                del self.arrivals[page]
-                self._land(arrival)  # the copy must not write into memory that others have got
+                del self.resident[page]
+                self._wait_ready(resident_page)  # the copy must not write into memory that others have got
 
-    def _ahead(self, block: Block) -> None:
-        """Asks for a block's pages, if there is room for them now."""
+    def _prefetch(self, block: PagedBlock) -> None:
+        """Begin to copy a block's pages, if there is room for them now."""
         for page in block.pages:
-            if page not in self.arrivals:
+            if page not in self.resident:
                 try:
-                    self.arrivals[page] = self._fetch(page)
+                    self.resident[page] = self._fetch_page(page)
                 except torch.OutOfMemoryError:
-                    return  # they come when this block is dropped
-                self.stats.ahead += 1
+                    return  # they are fetched when this block is dropped
+                self.stats.prefetched += 1
 
-    def _fetch_somehow(self, page: Page) -> Arrival:
-        """Asks for a page; if there is no room, gives up what was asked for ahead and tries again."""
+    def _fetch_or_make_room(self, page: WeightPage) -> ResidentPage:
+        """Fetch a page; if there is no room, drop prefetched pages and try again."""
         try:
-            return self._fetch(page)
+            return self._fetch_page(page)
         except torch.OutOfMemoryError:
-            self.borrowed.clear()
-            self._forget(keep=set())
+            self.backward_pages.clear()
+            self._drop_unused(keep=set())
             self.driver.empty_cache()
-            return self._fetch(page)
+            return self._fetch_page(page)
 
-    def _fetch(self, page: Page) -> Arrival:
-        """Begins to copy a page to the device."""
-        self._start()
+    def _fetch_page(self, page: WeightPage) -> ResidentPage:
+        """Begin to copy a page to the device."""
+        self._start_copying()
         self.stats.copies += 1
-        self.stats.moved += page.nbytes
+        self.stats.bytes_copied += page.nbytes
         begin = time.perf_counter()
         # Weights are tensors of the usual kind, also when they are brought under inference mode.
         with torch.inference_mode(False), torch.no_grad():
             buffer = torch.empty(page.nbytes, dtype=torch.uint8, device=self.device)
-            if self._copies is None:
+            if self._copy_stream is None:
                 if page.host is None:
-                    read(page, buffer)
+                    read_page(page, buffer)
                 else:
                     buffer.copy_(page.host)
                 self.stats.host_wait += time.perf_counter() - begin
-                return Arrival(buffer, None, None)
+                return ResidentPage(buffer, None, None)
             stream = self.driver.current_stream(self.device.index)
-            free = self.driver.mark(stream)  # whatever had this memory before is done by then
+            free = self.driver.record_event(stream)  # whatever had this memory before is done by then
             if page.host is not None:
-                return Arrival(buffer, self._copy(page.host, buffer, free), stream)
+                return ResidentPage(buffer, self._copy_to_device(page.host, buffer, free), stream)
             assert self._reader is not None
-            return Arrival(buffer, self._reader.submit(self._read_and_copy, page, [buffer], free), stream)
+            return ResidentPage(
+                buffer, self._reader.submit(self._read_and_copy, page, [buffer], free), stream
+            )
 
-    def _start(self) -> None:
-        """The stream and the thread; the first copy is the first use of the device."""
+    def _start_copying(self) -> None:
+        """Create the copy stream and the reading thread; the first copy is the first use of the device."""
         if self._started:
             return
         self._started = True
-        if self.driver.pins:
-            self._copies = self.driver.stream(self.device.index)
-            self._staging = Staging(self.driver)
+        if self.driver.pins_memory:
+            self._copy_stream = self.driver.stream(self.device.index)
+            self._staging = StagingBuffers(self.driver)
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="accelerate-pager")
 
-    def _copy(self, host: torch.Tensor, buffer: torch.Tensor, free: Any) -> Any:
-        with self.driver.on(self._copies):
-            self.driver.wait(free, self._copies)
+    def _copy_to_device(self, host: torch.Tensor, buffer: torch.Tensor, free: Any) -> Any:
+        with self.driver.use_stream(self._copy_stream):
+            self.driver.wait_event(free, self._copy_stream)
             buffer.copy_(host, non_blocking=True)
-            return self.driver.mark(self._copies)
+            return self.driver.record_event(self._copy_stream)
 
-    def _read_and_copy(self, page: Page, holder: list[torch.Tensor], free: Any) -> Any:
-        """In the reading thread: files -> pinned memory -> device. It keeps no memory of the device."""
+    def _read_and_copy(self, page: WeightPage, holder: list[torch.Tensor], free: Any) -> Any:
+        """Copy files -> pinned memory -> device, in the reading thread. It keeps no device memory."""
         assert self._staging is not None
         with torch.no_grad():
-            event = self._copy(self._staging.fill(page), holder.pop(), free)
-        self._staging.leaves(event)
+            event = self._copy_to_device(self._staging.fill(page), holder.pop(), free)
+        self._staging.mark_copying(event)
         return event
 
-    def _land(self, arrival: Arrival) -> None:
-        """From here on the current stream computes with the page."""
-        if arrival.done is None:
-            arrival.landed = True
+    def _wait_ready(self, resident_page: ResidentPage) -> None:
+        """Make the current stream wait for the copy of a page."""
+        if resident_page.copy_event is None:
+            resident_page.is_ready = True
             return
         now = self.driver.current_stream(self.device.index)
-        if isinstance(arrival.done, Future):
+        if isinstance(resident_page.copy_event, Future):
             begin = time.perf_counter()
-            arrival.done = arrival.done.result()
+            resident_page.copy_event = resident_page.copy_event.result()
             self.stats.host_wait += time.perf_counter() - begin
-        before = None if arrival.landed else self.driver.mark(now, timed=True)
-        self.driver.wait(arrival.done, now)
+        before = None if resident_page.is_ready else self.driver.record_event(now, timed=True)
+        self.driver.wait_event(resident_page.copy_event, now)
         if before is not None:
-            self.stats.stalls.append((before, self.driver.mark(now, timed=True)))
-        if now != arrival.stream:
-            arrival.buffer.record_stream(now)
-        arrival.landed = True
+            self.stats.stalls.append((before, self.driver.record_event(now, timed=True)))
+        if now != resident_page.stream:
+            resident_page.buffer.record_stream(now)
+        resident_page.is_ready = True
 
     # --- backward
 
     @contextmanager
-    def saving(self) -> Generator[None]:
-        """Inside, autograd keeps where a weight is found, not the weight; backward brings it again.
+    def saved_tensor_hooks(self) -> Generator[None]:
+        """Let autograd save the page of a weight, not the weight; backward fetches it again.
 
-        What is no weight is kept as it would be without: checkpointing, which is around, computes it again.
+        Other tensors are saved as before: activation checkpointing around a block recomputes them.
         """
         torch_c: Any = torch._C
-        around: Any = torch_c._autograd._top_saved_tensors_default_hooks(False)
+        outer_hooks: Any = torch_c._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(tensor: torch.Tensor) -> Any:
             saved = self._pack(tensor)
-            return _Around(around[0](tensor)) if around and not isinstance(saved, _Saved) else saved
+            return (
+                _HookedSavedTensor(outer_hooks[0](tensor))
+                if outer_hooks and not isinstance(saved, _SavedWeight)
+                else saved
+            )
 
         def unpack(saved: Any) -> torch.Tensor:
-            return around[1](saved.value) if isinstance(saved, _Around) else self._unpack(saved)
+            return (
+                outer_hooks[1](saved.value) if isinstance(saved, _HookedSavedTensor) else self._unpack(saved)
+            )
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -376,43 +384,43 @@ class Pager:
             return tensor.detach()
         address = tensor.untyped_storage().data_ptr()
         with self.lock:
-            here = list(self.arrivals.items())
-        for page, arrival in here:
-            if arrival.buffer.data_ptr() == address and page.nbytes:
+            resident_pages = list(self.resident.items())
+        for page, resident_page in resident_pages:
+            if resident_page.buffer.data_ptr() == address and page.nbytes:
                 where = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-                return _Saved(page, where)
+                return _SavedWeight(page, where)
         return tensor.detach()
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, _SavedWeight):
             return saved
-        dtype, size, stride, offset = saved.where
+        dtype, size, stride, offset = saved.view_args
         with torch.no_grad():
-            return self._borrow(saved.page).view(dtype).as_strided(size, stride, offset)
+            return self._fetch_for_backward(saved.page).view(dtype).as_strided(size, stride, offset)
 
-    def _borrow(self, page: Page) -> torch.Tensor:
-        """A page for backward: it stays until another one is needed, or backward ends."""
+    def _fetch_for_backward(self, page: WeightPage) -> torch.Tensor:
+        """Fetch a page for backward; it stays until another one is needed, or backward ends."""
         with self.lock:
-            arrival = self.arrivals.get(page) or self.borrowed.get(page)
-            if arrival is None:
-                self.borrowed.clear()
-                arrival = self.borrowed[page] = self._fetch_somehow(page)
+            resident_page = self.resident.get(page) or self.backward_pages.get(page)
+            if resident_page is None:
+                self.backward_pages.clear()
+                resident_page = self.backward_pages[page] = self._fetch_or_make_room(page)
                 if torch._C._current_graph_task_id() != -1:
-                    torch.autograd.Variable._execution_engine.queue_callback(self.borrowed.clear)
-            self._land(arrival)
-            return arrival.buffer
+                    torch.autograd.Variable._execution_engine.queue_callback(self.backward_pages.clear)
+            self._wait_ready(resident_page)
+            return resident_page.buffer
 
 
 @dataclass(frozen=True)
-class _Around:
-    """What the saved tensor hooks around a block made of a tensor."""
+class _HookedSavedTensor:
+    """The value that the saved tensor hooks around a block returned for a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """In the place of a weight in autograd's graph."""
+class _SavedWeight:
+    """The reference to a weight that autograd saves instead of the weight."""
 
-    page: Page
-    where: tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+    page: WeightPage
+    view_args: tuple[torch.dtype, torch.Size, tuple[int, ...], int]

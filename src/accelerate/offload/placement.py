@@ -1,4 +1,4 @@
-"""A plan of who goes where, and how it reads when it is printed."""
+"""The placement of a model on devices, and its text when it is printed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CPU, DISK = "cpu", "disk"
 
 
 @dataclass(frozen=True)
-class Account:
-    """What is done with the budget of a device; all in bytes.
+class DeviceBudget:
+    """The use of a device's memory budget; all in bytes.
 
     Attributes:
         budget: what may be used; the disk has no end unless it was given one.
         weights: parameters and buffers that are placed on it.
         pinned: buffers of modules on the CPU or the disk, which stay where they are computed.
         cache: keys and values of the blocks that are computed on it.
-        reserve: kept for activations.
-        kept: kept for the largest block that is brought in from the CPU or the disk.
+        reserve: for activations.
+        block_buffer: for the largest block that is copied from the CPU or the disk.
     """
 
     budget: float
@@ -30,21 +30,21 @@ class Account:
     pinned: int = 0
     cache: int = 0
     reserve: int = 0
-    kept: int = 0
+    block_buffer: int = 0
 
     @property
-    def taken(self) -> int:
-        """What is spoken for."""
-        return self.weights + self.pinned + self.cache + self.reserve + self.kept
+    def used(self) -> int:
+        """The bytes that are used or reserved."""
+        return self.weights + self.pinned + self.cache + self.reserve + self.block_buffer
 
     @property
-    def left(self) -> float:
-        """What nobody needs."""
-        return self.budget - self.taken
+    def unused(self) -> float:
+        """The bytes that are free."""
+        return self.budget - self.used
 
 
-class Row(NamedTuple):
-    """Units that follow one another with one home: first and last of them, how many, bytes, why there."""
+class PlacementRow(NamedTuple):
+    """Consecutive units on one device: first and last of them, how many, bytes, the reason."""
 
     first: str
     last: str
@@ -56,23 +56,23 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan; ``print`` shows it as a table.
+    """The device of every unit of a model; ``print`` shows it as a table.
 
     Attributes:
-        homes: unit -> device, in the order of the model. A unit is what is never divided (``parts.py``).
+        homes: unit -> device, in the order of the model. A unit is never divided (``module_tree.py``).
         device_map: the same, with the names of whole modules where all of a module has one home.
         sizes: unit -> bytes; a tied weight counts at the first that has it.
-        accounts: device -> what is done with its budget.
-        executor: the device that computes what is stored elsewhere; None when nothing is.
+        budgets: device -> the use of its budget.
+        executor: the device that computes offloaded units; None when there are none.
         tied: groups of names that are one weight.
-        why: unit -> why it is where it is; those that are where they should be are not in it.
-        notes: what is worth knowing, a sentence each.
+        why: unit -> the reason, for units that are not on the device of their neighbours.
+        notes: a sentence each.
     """
 
     homes: Mapping[str, Device]
     device_map: Mapping[str, Device]
     sizes: Mapping[str, int]
-    accounts: Mapping[Device, Account]
+    budgets: Mapping[Device, DeviceBudget]
     executor: Device | None
     tied: tuple[tuple[str, ...], ...]
     why: Mapping[str, str]
@@ -80,26 +80,26 @@ class Placement:
 
     @property
     def offloaded(self) -> dict[str, Device]:
-        """The units that are stored elsewhere than where they are computed."""
+        """The units that are stored on another device than the one that computes them."""
         stores = (DISK,) if self.executor in (None, CPU) else (CPU, DISK)
         return {name: device for name, device in self.homes.items() if device in stores}
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """The units that have weights, in order, those with one home and reason together."""
+    def rows(self) -> tuple[PlacementRow, ...]:
+        """The units that have weights, in order; consecutive ones with one device and reason are one row."""
         named = [(name, device) for name, device in self.homes.items() if self.sizes[name]]
         runs = groupby(named, lambda pair: (pair[1], self.why.get(pair[0], "")))
         return tuple(self._row(device, why, [name for name, _ in run]) for (device, why), run in runs)
 
-    def _row(self, device: Device, why: str, names: Sequence[str]) -> Row:
-        return Row(names[0], names[-1], len(names), device, sum(self.sizes[n] for n in names), why)
+    def _row(self, device: Device, why: str, names: Sequence[str]) -> PlacementRow:
+        return PlacementRow(names[0], names[-1], len(names), device, sum(self.sizes[n] for n in names), why)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(_format_lines(self))
 
 
-def size(count: float) -> str:
-    """``24e9`` -> ``"22.35 GiB"``: powers of 1024, and said so, since budgets are often typed as ``24GB``."""
+def format_size(count: float) -> str:
+    """Format bytes in powers of 1024: ``24e9`` is ``"22.35 GiB"``; budgets are often typed as ``24GB``."""
     if math.isinf(count):
         return "no limit"
     amount, units = float(count), ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -110,20 +110,20 @@ def size(count: float) -> str:
     raise AssertionError
 
 
-def _lines(plan: Placement) -> Iterator[str]:
-    yield from _table(
+def _format_lines(plan: Placement) -> Iterator[str]:
+    yield from _format_table(
         ("modules", "device", "weights", "why"),
-        [(_range(row), str(row.device), size(row.size), row.why) for row in plan.rows],
+        [(_format_range(row), str(row.device), format_size(row.size), row.why) for row in plan.rows],
     )
     yield ""
-    yield from _table(("device", *_COLUMNS), _accounts(plan))
+    yield from _format_table(("device", *_COLUMNS), _budget_rows(plan))
     for group in plan.tied:
         yield f"tied: {' = '.join(group)}"
     for note in plan.notes:
         yield f"note: {note}"
 
 
-def _range(row: Row) -> str:
+def _format_range(row: PlacementRow) -> str:
     if row.units == 1:
         return row.first or "the model"
     return f"{row.first} ... {row.last} ({row.units})"
@@ -136,23 +136,26 @@ _COLUMNS = {
     "buffers of others": "pinned",
     "keys and values": "cache",
     "activations": "reserve",
-    "for the largest block": "kept",
-    "left": "left",
+    "for the largest block": "block_buffer",
+    "left": "unused",
 }
 
 
-def _accounts(plan: Placement) -> list[tuple[str, ...]]:
+def _budget_rows(plan: Placement) -> list[tuple[str, ...]]:
     return [
         (
             str(device),
-            *(size(getattr(account, name)) if getattr(account, name) else "-" for name in _COLUMNS.values()),
+            *(
+                format_size(getattr(account, name)) if getattr(account, name) else "-"
+                for name in _COLUMNS.values()
+            ),
         )
-        for device, account in plan.accounts.items()
+        for device, account in plan.budgets.items()
     ]
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as they need to be; those that say nothing in any row are left out."""
+def _format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Format a table; columns that are empty in every row are left out."""
     kept = [i for i in range(len(titles)) if any(row[i] not in ("", "-") for row in rows)]
     lines = [[titles[i] for i in kept], *([row[i] for i in kept] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(kept))]

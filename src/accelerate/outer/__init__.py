@@ -1,1 +1,1 @@
-"""Training apart: processes take steps by themselves and meet now and then to agree on the weights."""
+"""Local training: LocalSGD and DiLoCo, where ranks step alone and average their weights now and then."""

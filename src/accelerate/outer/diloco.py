@@ -1,4 +1,4 @@
-"""DiLoCo: every process trains by itself, and an outer optimizer follows the mean of what they learned.
+"""DiLoCo: every rank trains locally, and an outer optimizer steps along the mean of their updates.
 
 Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"
 (arXiv:2311.08105), algorithm 1, with its outer optimizer: SGD with Nesterov momentum, learning rate 0.7,
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import SettingError
-from accelerate.outer.average import means
-from accelerate.outer.rounds import Rounds
+from accelerate.outer.local_training import LocalTrainingContext
+from accelerate.outer.parameter_averaging import iterate_means
 
 
-class DiLoCo(Rounds):
-    """Every process takes ``inner_steps`` steps by itself; then all move by one step of an outer optimizer.
+class DiLoCo(LocalTrainingContext):
+    """Every rank takes ``inner_steps`` local steps; then all take one step of an outer optimizer.
 
         diloco = DiLoCo(accelerator, model, inner_steps=100)
         accelerator.register_for_checkpointing(diloco)
@@ -32,21 +32,21 @@ class DiLoCo(Rounds):
 
     The outer gradient is the difference between the weights of the last round (the anchor) and the mean of
     the copies now. Anchor and momentum are kept in float32 at least, twice the size of the model. With
-    ``outer_lr=1`` and ``outer_momentum=0`` this is LocalSGD. One process also follows the outer optimizer,
-    so that a script computes the same algorithm on any number.
+    ``outer_lr=1`` and ``outer_momentum=0`` this is LocalSGD. One process also uses the outer optimizer,
+    so that a script runs the same algorithm with any world size.
 
     Buffers are averaged, integer ones become those of rank 0. Frozen parameters are not sent.
 
     Args:
-        accelerator: has prepared the model and its (inner) optimizers.
+        accelerator: the ``Accelerator`` that has prepared the model and its (inner) optimizers.
         model: the prepared model.
         inner_steps: optimizer steps between two rounds; hundreds for large models.
         outer_lr: learning rate of the outer optimizer.
         outer_momentum: its Nesterov momentum, 0 for none.
-        enabled: False makes it do nothing, so that gradients are averaged in every step.
+        enabled: False turns it off, so that gradients are all-reduced in every step.
 
     Raises:
-        SettingError: a value is out of its range; otherwise see ``Rounds``.
+        SettingError: a value is out of its range; otherwise see ``LocalTrainingContext``.
     """
 
     def __init__(
@@ -65,39 +65,39 @@ class DiLoCo(Rounds):
         super().__init__(accelerator, model, inner_steps, enabled, "inner_steps")
         self.inner_steps = inner_steps
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        self._follow(self._parameters() if enabled else {})
+        self._start_outer_optimizer(self._trainable_parameters() if enabled else {})
 
-    def _follow(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Starts the outer optimizer at these weights."""
-        self._anchor = {name: _anchor(each) for name, each in weights.items()}
+    def _start_outer_optimizer(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Start the outer optimizer at these weights."""
+        self._anchor = {name: _make_anchor(each) for name, each in weights.items()}
         group = {"params": list(self._anchor.values())}
         lr, momentum = self.outer_lr, self.outer_momentum
         self._outer = torch.optim.SGD([group], lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     def __enter__(self) -> Any:
         super().__enter__()
-        if self.enabled and not self._since:
-            self._catch_up()
+        if self.enabled and not self._steps_since_sync:
+            self._refresh_anchor()
         return self
 
     @torch.no_grad()
-    def _catch_up(self) -> None:
-        """Between rounds the anchor is the weights: they may have been trained or loaded since."""
-        for name, parameter in self._parameters().items():
+    def _refresh_anchor(self) -> None:
+        """Copy the weights to the anchor: outside of a block they may have been trained or loaded."""
+        for name, parameter in self._trainable_parameters().items():
             anchor = self._anchor.get(name)
             if anchor is not None and not torch.equal(anchor.to(parameter.dtype), parameter):
                 anchor.copy_(parameter)
 
     @torch.no_grad()
-    def _round(self) -> None:
-        parameters = self._parameters()
+    def _combine_copies(self) -> None:
+        parameters = self._trainable_parameters()
         names = {id(parameter): name for name, parameter in parameters.items()}
-        for parameter, mean in means(parameters.values()):
+        for parameter, mean in iterate_means(parameters.values()):
             name = names[id(parameter)]
             if name in self._anchor:
                 self._anchor[name].grad = self._anchor[name] - mean
             else:  # it was frozen until now: this mean is where it starts from
-                self._anchor[name] = _anchor(mean)
+                self._anchor[name] = _make_anchor(mean)
                 self._outer.param_groups[0]["params"].append(self._anchor[name])
         self._outer.step()
         self._outer.zero_grad()
@@ -106,20 +106,22 @@ class DiLoCo(Rounds):
         self._average_buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the anchor and the outer optimizer; see ``Rounds.state_dict``."""
+        """Return also the anchor and the outer optimizer; see ``LocalTrainingContext.state_dict``."""
         own = {"anchor": dict(self._anchor), "outer": self._outer.state_dict()}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``Rounds.load_state_dict``."""
+        """Load also the anchor and the outer optimizer; see ``LocalTrainingContext.load_state_dict``."""
         super().load_state_dict(state_dict)
         if not self.enabled or state_dict["ranks"] is None:
             return
-        where = {name: parameter.device for name, parameter in self._parameters().items()}
-        self._follow({name: value.to(where.get(name)) for name, value in state_dict["anchor"].items()})
+        devices = {name: parameter.device for name, parameter in self._trainable_parameters().items()}
+        self._start_outer_optimizer(
+            {name: value.to(devices.get(name)) for name, value in state_dict["anchor"].items()}
+        )
         self._outer.load_state_dict(state_dict["outer"])
 
 
-def _anchor(value: torch.Tensor) -> torch.Tensor:
-    """A copy that the outer optimizer moves, in float32 at least."""
+def _make_anchor(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy for the outer optimizer, in float32 at least."""
     return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)

@@ -1,4 +1,4 @@
-"""LocalSGD: every process trains by itself, and parameters are averaged every few steps.
+"""LocalSGD: every rank trains locally, and parameters are averaged every few steps.
 
 Source: Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767), algorithm 1.
 """
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.outer.average import average
-from accelerate.outer.rounds import Rounds
+from accelerate.outer.local_training import LocalTrainingContext
+from accelerate.outer.parameter_averaging import average_in_place
 
 
-class LocalSGD(Rounds):
-    """Every process takes ``local_sgd_steps`` steps by itself; then parameters are averaged.
+class LocalSGD(LocalTrainingContext):
+    """Every rank takes ``local_sgd_steps`` local steps; then parameters are averaged.
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
             for batch in loader:
@@ -24,17 +24,17 @@ class LocalSGD(Rounds):
                     optimizer.zero_grad()
                 local_sgd.step()
 
-    Averaged are the parameters that train and the floating point buffers; integer buffers become those of
+    Trainable parameters and floating point buffers are averaged; integer buffers become those of
     rank 0. Frozen parameters are not sent. On one process this does nothing.
 
     Args:
-        accelerator: has prepared the model and its optimizers.
+        accelerator: the ``Accelerator`` that has prepared the model and its optimizers.
         model: the prepared model.
         local_sgd_steps: optimizer steps between two averages.
-        enabled: False makes it do nothing, so that gradients are averaged in every step.
+        enabled: False turns it off, so that gradients are all-reduced in every step.
 
     Raises:
-        SettingError, PrepareError: see ``Rounds``.
+        SettingError, PrepareError: see ``LocalTrainingContext``.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class LocalSGD(Rounds):
         super().__init__(accelerator, model, local_sgd_steps, several, "local_sgd_steps")
         self.local_sgd_steps = local_sgd_steps
 
-    def _round(self) -> None:
+    def _combine_copies(self) -> None:
         self._sync_and_avg_model_params()
 
     def _sync_and_avg_model_params(self) -> None:
-        """Averages parameters and buffers now; a collective call."""
-        average(self._parameters().values())
+        """Average parameters and buffers now; a collective call."""
+        average_in_place(self._trainable_parameters().values())
         self._average_buffers()

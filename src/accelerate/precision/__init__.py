@@ -1,4 +1,4 @@
-"""Precisions: in which number format a model computes. A file of this folder is a precision."""
+"""Precisions: the number formats in which models compute. A file of this folder is a precision."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import DeviceError
-from accelerate.core.handler import KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.device.base import Device
 from accelerate.precision.base import Precision
 from accelerate.world.tensors import convert_to_fp32
@@ -25,11 +25,10 @@ class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast``.
 
     Attributes:
-        enabled: False computes in the format of the weights.
-        cache_enabled: keep cast weights for the length of the forward; None takes torch's default.
-        upcast_outputs: half precision outputs of a prepared model come out in float32, as in Accelerate 1.x;
-            False leaves them as they were computed. It says nothing to ``Accelerator.autocast``, which has no
-            outputs.
+        enabled: False computes in the dtype of the weights.
+        cache_enabled: cache cast weights during the forward; None takes torch's default.
+        upcast_outputs: converts half precision outputs of a prepared model to float32, as in Accelerate 1.x;
+            False leaves them as computed. ``Accelerator.autocast`` ignores it: it has no outputs.
     """
 
     enabled: bool = True
@@ -40,73 +39,74 @@ class AutocastKwargs(KwargsHandler):
 def autocast(
     device: Device, dtype: torch.dtype | None, options: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """``torch.autocast`` on ``device``; ``dtype`` None takes torch's default there."""
-    given = options or AutocastKwargs()
-    return torch.autocast(device.type, dtype=dtype, enabled=given.enabled, cache_enabled=given.cache_enabled)
+    """Return ``torch.autocast`` on ``device``; ``dtype`` None takes torch's default there."""
+    options = options or AutocastKwargs()
+    cache = options.cache_enabled
+    return torch.autocast(device.type, dtype=dtype, enabled=options.enabled, cache_enabled=cache)
 
 
-class _Contexts(threading.local):
-    """The entered contexts of a thread, and those to be entered again: making one costs more than that."""
+class _AutocastContexts(threading.local):
+    """The entered contexts of a thread and unused ones to reuse: making a context is slow."""
 
     def __init__(self) -> None:
-        self.open: list[Any] = []
-        self.free: list[Any] = []
+        self.entered: list[Any] = []
+        self.unused: list[Any] = []
 
 
-class _Around:
-    """Enters autocast before a forward and leaves it after, also when the forward raises.
+class _AutocastScope:
+    """Enters autocast before a forward and exits it afterwards, also when the forward raises.
 
-    Contexts are kept per thread and as a stack, since a forward may run inside another and in several
-    threads at once. A copied or pickled module keeps its precision.
+    Contexts form a stack per thread, since a forward may run inside another and in several threads at once.
+    A copied or pickled module keeps its precision.
     """
 
     def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
         self.device, self.dtype, self.options = device, dtype, options
-        self.local = _Contexts()
-        # Autocast is entered around the compiled call: inside, it would split the graph.
-        self.outside = False
+        self.contexts = _AutocastContexts()
+        # Enter autocast around the compiled call: inside, it would split the graph.
+        self.around_compiled_call = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.device, self.dtype, self.options)
 
     def enter(self) -> None:
-        local = self.local
-        context = local.free.pop() if local.free else autocast(self.device, self.dtype, self.options)
+        local = self.contexts
+        context = local.unused.pop() if local.unused else autocast(self.device, self.dtype, self.options)
         context.__enter__()
-        local.open.append(context)
+        local.entered.append(context)
 
     def leave(self) -> None:
-        local = self.local
-        if local.open:
-            context = local.open.pop()
+        local = self.contexts
+        if local.entered:
+            context = local.entered.pop()
             context.__exit__(None, None, None)
-            local.free.append(context)
+            local.unused.append(context)
 
 
-class _Before:
-    """The forward pre-hook."""
+class _AutocastPreHook:
+    """The forward pre-hook that enters autocast."""
 
-    def __init__(self, around: _Around) -> None:
-        self.around = around
+    def __init__(self, around: _AutocastScope) -> None:
+        self.scope = around
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not (self.around.outside and torch.compiler.is_compiling()):
-            self.around.enter()
+        if not (self.scope.around_compiled_call and torch.compiler.is_compiling()):
+            self.scope.enter()
 
 
-class _After:
-    """The forward hook; ``upcast`` gives half precision outputs in float32."""
+class _AutocastHook:
+    """The forward hook that exits autocast; ``upcast`` converts half precision outputs to float32."""
 
-    def __init__(self, around: _Around, upcast: bool) -> None:
-        self.around, self.upcast = around, upcast
+    def __init__(self, around: _AutocastScope, upcast: bool) -> None:
+        self.scope, self.upcast = around, upcast
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not (self.around.outside and torch.compiler.is_compiling()):
-            self.around.leave()
+        if not (self.scope.around_compiled_call and torch.compiler.is_compiling()):
+            self.scope.leave()
         return convert_to_fp32(output) if self.upcast else None
 
 
-def attach(
+def attach_autocast(
     module: nn.Module,
     device: Device,
     dtype: torch.dtype,
@@ -114,66 +114,66 @@ def attach(
     *,
     upcast: bool = True,
 ) -> None:
-    """Makes every forward of ``module`` run under autocast.
+    """Run every forward of ``module`` under autocast.
 
     Args:
-        module: the model; what was attached before is replaced.
-        device: where it runs.
-        dtype: the format of matrix products and convolutions.
-        options: torch's own.
-        upcast: half precision outputs come out in float32 (the documented behaviour of Accelerate 1.x).
+        module: the model; a precision that was attached before is replaced.
+        device: the device it runs on.
+        dtype: the dtype of matrix products and convolutions.
+        options: options of ``torch.autocast``.
+        upcast: convert half precision outputs to float32 (the documented behaviour of Accelerate 1.x).
     """
-    detach(module)
-    around = _Around(device, dtype, options)
-    module.register_forward_pre_hook(_Before(around), prepend=True)
-    # always_call: autocast must be left also when the forward raises.
-    module.register_forward_hook(_After(around, upcast), always_call=True)
+    detach_autocast(module)
+    scope = _AutocastScope(device, dtype, options)
+    module.register_forward_pre_hook(_AutocastPreHook(scope), prepend=True)
+    # always_call: autocast must be exited also when the forward raises.
+    module.register_forward_hook(_AutocastHook(scope, upcast), always_call=True)
 
 
-def attach_outside(module: nn.Module) -> None:
-    """Enters autocast around the compiled call of ``module``, not inside: its graph stays whole.
+def attach_around_compiled_call(module: nn.Module) -> None:
+    """Enter autocast around the compiled call of ``module``, not inside: its graph is not split.
 
     A copy of the module is not compiled, and computes under its hooks.
     """
     compiled: Any = module._compiled_call_impl
-    found = [hook.around for hook in module._forward_pre_hooks.values() if isinstance(hook, _Before)]
-    if compiled is None or not found:
+    scopes = [hook.scope for hook in module._forward_pre_hooks.values() if isinstance(hook, _AutocastPreHook)]
+    if compiled is None or not scopes:
         return
-    around = found[0]
-    around.outside = True
+    scope = scopes[0]
+    scope.around_compiled_call = True
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with autocast(around.device, around.dtype, around.options):
+        with autocast(scope.device, scope.dtype, scope.options):
             return compiled(*args, **kwargs)
 
-    call.__wrapped__ = compiled  # type: ignore[attr-defined]  # what is asked whether it is compiled
+    call.__wrapped__ = compiled  # type: ignore[attr-defined]  # code that checks whether it is compiled reads it
     module._compiled_call_impl = call
 
 
-def attached(module: nn.Module) -> tuple[torch.dtype, AutocastKwargs | None, bool] | None:
-    """The number format, options and ``upcast`` of what ``attach`` put on; None where it was not called."""
+def get_attached_autocast(module: nn.Module) -> tuple[torch.dtype, AutocastKwargs | None, bool] | None:
+    """Return (dtype, options, upcast) of the attached autocast; None without ``attach_autocast``."""
     for hook in module._forward_hooks.values():
-        if isinstance(hook, _After):
-            return hook.around.dtype, hook.around.options, hook.upcast
+        if isinstance(hook, _AutocastHook):
+            return hook.scope.dtype, hook.scope.options, hook.upcast
     return None
 
 
-def detach(module: nn.Module) -> None:
-    """Takes off what ``attach`` put on; nothing where it was not called."""
+def detach_autocast(module: nn.Module) -> None:
+    """Remove the hooks of ``attach_autocast``; do nothing where there are none."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Before | _After)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _AutocastPreHook | _AutocastHook)]:
             del hooks[key]
             module._forward_hooks_always_called.pop(key, None)
 
 
 class HalfPrecision(Precision):
-    """The forward in a 16-bit format, the weights as they are."""
+    """Autocast to a 16-bit dtype; the weights keep their dtype."""
 
     dtype: ClassVar[torch.dtype]
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs,)
 
     def check(self) -> None:
-        """The device must compute in this format."""
+        """Raise DeviceError unless the device computes in this format."""
         super().check()
         if not self.device.supports(self.name):
             raise DeviceError(
@@ -187,36 +187,37 @@ class HalfPrecision(Precision):
         """The user's ``AutocastKwargs``."""
         return cast("AutocastKwargs | None", self.handlers.get(AutocastKwargs))
 
-    def forward(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Autocast on the device."""
+    def forward_context(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return autocast on the device."""
         return autocast(self.device, self.dtype, options or self.options)
 
     def attach(self, model: nn.Module) -> None:
-        """Autocast by hooks."""
-        attach(model, self.device, self.dtype, self.options, upcast=self._upcasts)
+        """Attach autocast by hooks."""
+        attach_autocast(model, self.device, self.dtype, self.options, upcast=self._upcasts)
 
-    def compiled(self, model: nn.Module) -> None:
-        """Autocast goes around the compiled call."""
-        attach_outside(model)
+    def adapt_to_compile(self, model: nn.Module) -> None:
+        """Move autocast around the compiled call."""
+        attach_around_compiled_call(model)
 
-    def takes_over(self, model: nn.Module) -> bool:
-        """Whether the model computes in another format, or with other options, so far."""
-        return attached(model) not in (None, (self.dtype, self.options, self._upcasts))
+    def replaces_attached(self, model: nn.Module) -> bool:
+        """Return True when the model has computed in another format or with other options so far."""
+        return get_attached_autocast(model) not in (None, (self.dtype, self.options, self._upcasts))
 
-    def missing(self, model: nn.Module) -> str:
-        """Autocast of this format must be attached, and on."""
-        found = attached(model)
-        if found is None:
+    def explain_missing(self, model: nn.Module) -> str:
+        """Return why autocast of this dtype is not attached to ``model`` or is off; empty if it is on."""
+        attached = get_attached_autocast(model)
+        if attached is None:
             return f"no autocast is attached to the {type(model).__name__}"
-        if found[1] is not None and not found[1].enabled:
+        dtype, options, _ = attached
+        if options is not None and not options.enabled:
             return "AutocastKwargs(enabled=False) turns it off"
-        return "" if found[0] == self.dtype else f"the {type(model).__name__} computes in {found[0]}"
+        return "" if dtype == self.dtype else f"the {type(model).__name__} computes in {dtype}"
 
     @property
     def _upcasts(self) -> bool:
         return self.options is None or self.options.upcast_outputs
 
-    def converts(self) -> str:
-        """For the plan."""
+    def describe_conversion(self) -> str:
+        """Return the clause for the plan of ``prepare``."""
         outputs = "come out in float32" if self._upcasts else "stay as computed"
         return f"matrix products and convolutions compute in {self.dtype}, outputs {outputs}"

@@ -1,4 +1,4 @@
-"""The precision protocol: the forward's context, and who scales losses and steps."""
+"""The precision protocol: the context of a forward, loss scaling and the optimizer step."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core.effects import Effect, Option
 from accelerate.core.errors import NotBuiltError
-from accelerate.core.handler import KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
 
 
 class Precision(ABC):
-    """In which number format a model computes.
+    """The number format in which a model computes.
 
     Args:
-        device: the hardware it runs on.
-        handlers: the kwargs handlers given to the ``Accelerator``, by class.
+        device: the device it runs on.
+        handlers: the kwargs handlers passed to the ``Accelerator``, by class.
 
     Attributes:
-        name: the value of ``mixed_precision`` that means it.
-        scales: whether it scales losses and judges steps; if not, loops leave it out of both.
-        planned: what will come, for a precision that is not built yet.
+        name: the value of ``mixed_precision`` that selects it.
+        scales_loss: whether it scales losses and may skip steps; if not, loops call it for neither.
+        planned_feature: what is planned, for a precision that is not built yet.
         handler_classes: kwargs handlers that configure it.
     """
 
     name: ClassVar[str]
-    scales: ClassVar[bool] = False
-    planned: ClassVar[str] = ""
+    scales_loss: ClassVar[bool] = False
+    planned_feature: ClassVar[str] = ""
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = ()
 
     def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
@@ -40,14 +40,14 @@ class Precision(ABC):
         self.handlers = dict(handlers or {})
 
     def check(self) -> None:
-        """Refuses what the device cannot do.
+        """Refuse a format that the device does not support.
 
         Raises:
             DeviceError: the device lacks this format.
-            NotBuiltError: it is planned only.
+            NotBuiltError: this precision is not built yet.
         """
-        if self.planned:
-            raise NotBuiltError(f"mixed_precision={self.name!r} is not built yet", why=self.planned)
+        if self.planned_feature:
+            raise NotBuiltError(f"mixed_precision={self.name!r} is not built yet", why=self.planned_feature)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -55,53 +55,53 @@ class Precision(ABC):
         return None
 
     @abstractmethod
-    def forward(self, options: Any = None) -> AbstractContextManager[Any]:
-        """The context a forward pass runs in; ``options`` is an ``AutocastKwargs`` for this time only."""
+    def forward_context(self, options: Any = None) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass; ``options`` is an ``AutocastKwargs`` for this call only."""
 
     def attach(self, model: nn.Module) -> None:
-        """Makes ``model`` compute in this format, without touching its ``forward``."""
+        """Make ``model`` compute in this format, without touching its ``forward``."""
 
-    def compiled(self, model: nn.Module) -> None:
-        """Is told that ``model``, to which it is attached, was compiled as a whole."""
+    def adapt_to_compile(self, model: nn.Module) -> None:
+        """Adapt the attached precision after ``model`` was compiled as a whole."""
 
-    def takes_over(self, model: nn.Module) -> bool:
-        """Whether ``attach`` would end what another precision has attached."""
+    def replaces_attached(self, model: nn.Module) -> bool:
+        """Return True when ``attach`` would replace another attached precision."""
         return False
 
-    def effect(self, option: Option, models: Sequence[nn.Module]) -> Effect:
-        """What became of the choice of this format, seen on prepared models."""
-        return option.seen(next(filter(None, map(self.missing, models)), ""))
+    def report_option(self, option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+        """Report the status of the option that chose this format, as prepared models show it."""
+        return option.report_unless(next(filter(None, map(self.explain_missing, models)), ""))
 
-    def missing(self, model: nn.Module) -> str:
-        """Why a prepared model does not compute in this format, as can be seen on it; empty if it does."""
+    def explain_missing(self, model: nn.Module) -> str:
+        """Return why a prepared model does not compute in this format; empty if it does."""
         return ""
 
-    def converts(self) -> str:
-        """What ``attach`` does, as a clause for the plan; empty when it does nothing."""
+    def describe_conversion(self) -> str:
+        """Return the effect of ``attach`` as a clause for the plan; empty when it has none."""
         return ""
 
     def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Refuses parameters that cannot be trained this way."""
+        """Refuse parameters that cannot be trained in this format."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to run backward on."""
+        """Return the loss to run backward on."""
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the loss scale out of the optimizer's gradients, once per step."""
+        """Divide the optimizer's gradients by the loss scale, once per step."""
 
-    def agree(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
-        """Is told how a flag of each process becomes the greatest of all, where each has other gradients."""
+    def set_overflow_sync(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
+        """Set the all-reduce (max) of the overflow flag, for ranks that hold different gradients."""
 
     def loss_scale(self) -> float:
-        """By how much gradients are scaled now."""
+        """Return the current factor of the loss."""
         return 1.0
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-        """(whether the optimizer stepped, what its ``step`` returned)."""
+        """Step; return (whether the optimizer stepped, the result of its ``step``)."""
         return True, optimizer.step(closure) if closure is not None else optimizer.step()
 
 
 def no_context() -> AbstractContextManager[None]:
-    """A forward as the weights are."""
+    """Return an empty context: the forward computes in the dtype of the weights."""
     return nullcontext()

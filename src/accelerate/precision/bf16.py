@@ -10,7 +10,7 @@ from accelerate.precision.autocast import HalfPrecision
 
 
 class BFloat16(HalfPrecision):
-    """The forward in bfloat16, the weights as they are."""
+    """Autocast to bfloat16; the weights keep their dtype."""
 
     name: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.handler import KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.device.base import Device
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecision
 
@@ -28,10 +28,10 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
-class _Scaler(torch.amp.GradScaler):
-    """Torch's, where processes may have parts of the gradients: one that is not finite counts on all."""
+class _SyncedGradScaler(torch.amp.GradScaler):
+    """Torch's scaler for ranks that hold parts of the gradients: an overflow on one rank counts on all."""
 
-    agreement: Callable[[torch.Tensor], None] | None = None
+    overflow_sync: Callable[[torch.Tensor], None] | None = None
 
     def _unscale_grads_(
         self,
@@ -40,43 +40,45 @@ class _Scaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if self.agreement is None:
-            return found
-        # Also of a process that has no gradient: the others wait for it.
-        flags = [flag.to(inv_scale.device) for flag in found.values()] or [torch.zeros_like(found_inf)]
+        flag_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if self.overflow_sync is None:
+            return flag_by_device
+        # A rank without gradients takes part too: the others wait for it.
+        flags = [flag.to(inv_scale.device) for flag in flag_by_device.values()] or [
+            torch.zeros_like(found_inf)
+        ]
         flag = torch.stack(flags).max()
-        self.agreement(flag)
+        self.overflow_sync(flag)
         return {inv_scale.device: flag}
 
 
 class Float16(HalfPrecision):
-    """The forward in float16; the loss is scaled so that small gradients do not vanish."""
+    """Autocast to float16; the loss is scaled so that small gradients do not underflow."""
 
     name: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype] = torch.float16
-    scales: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = True
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs, GradScalerKwargs)
 
     def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
         super().__init__(device, handlers)
-        given = self.handlers.get(GradScalerKwargs) or GradScalerKwargs()
-        self._scaler = _Scaler(device.type, **given.to_kwargs())
+        options = self.handlers.get(GradScalerKwargs) or GradScalerKwargs()
+        self._scaler = _SyncedGradScaler(device.type, **options.to_kwargs())
         self._unscaled: set[int] = set()
         self._stepped = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
         """Torch's gradient scaler."""
-        self._settle()
+        self._update_scale()
         return self._scaler
 
-    def agree(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
-        """A step is skipped on all processes or on none."""
-        self._scaler.agreement = agreement
+    def set_overflow_sync(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
+        """Set the all-reduce of the overflow flag: a step is skipped on all ranks or on none."""
+        self._scaler.overflow_sync = agreement
 
     def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The weights must stay in float32: their gradients could not be unscaled.
+        """Refuse float16 parameters: their gradients could not be unscaled.
 
         Raises:
             PrepareError: a trained parameter is float16 itself; it is named.
@@ -92,8 +94,8 @@ class Float16(HalfPrecision):
                 fix="load the model in float32 (model.float()), or use mixed_precision='bf16' or 'no'",
             )
 
-    def _explained(self, error: Exception, optimizer: torch.optim.Optimizer) -> Exception:
-        """What torch's scaler complained about, in the user's words, or the same error."""
+    def _explain_error(self, error: Exception, optimizer: torch.optim.Optimizer) -> Exception:
+        """Return an error with a cause and a fix for an error of torch's scaler, or the same error."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
             return PrepareError(
@@ -111,26 +113,26 @@ class Float16(HalfPrecision):
         return error
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Times the loss scale."""
-        self._settle()
+        """Multiply the loss by the loss scale."""
+        self._update_scale()
         return self._scaler.scale(loss)
 
     def loss_scale(self) -> float:
-        """The scaler's current factor."""
-        self._settle()
+        """Return the scaler's current factor."""
+        self._update_scale()
         return self._scaler.get_scale()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once per optimizer and step, however often it is asked for."""
+        """Unscale once per optimizer and step, however often it is called."""
         if id(optimizer) not in self._unscaled:
             try:
                 self._scaler.unscale_(optimizer)
             except (AssertionError, ValueError) as error:
-                raise self._explained(error, optimizer) from error
+                raise self._explain_error(error, optimizer) from error
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-        """Steps unless a gradient is not finite; then the scale will be lowered."""
+        """Step unless a gradient is not finite; then the scale will be lowered."""
         if closure is not None:
             raise PrepareError(
                 "optimizer.step(closure) does not go with mixed_precision='fp16'",
@@ -142,14 +144,14 @@ class Float16(HalfPrecision):
         try:
             result = self._scaler.step(optimizer)
         except (AssertionError, ValueError) as error:
-            raise self._explained(error, optimizer) from error
-        found = self._scaler._found_inf_per_device(optimizer).values()
+            raise self._explain_error(error, optimizer) from error
+        overflows = self._scaler._found_inf_per_device(optimizer).values()
         self._unscaled.discard(id(optimizer))
         self._stepped = True
-        return not any(value.item() for value in found), result
+        return not any(value.item() for value in overflows), result
 
-    def _settle(self) -> None:
-        """Updates the scale after the steps taken since the last backward.
+    def _update_scale(self) -> None:
+        """Update the scale after the steps taken since the last backward.
 
         Not at each step: with several optimizers an update forgets which gradients are unscaled already,
         and those of the next one would be divided twice.

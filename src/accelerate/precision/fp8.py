@@ -1,4 +1,4 @@
-"""8-bit floats: not built yet; asked for, it refuses instead of computing in another format."""
+"""8-bit floats: not built yet; a request is refused instead of computed in another format."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from accelerate.precision.base import Precision, no_context
 
 
 class Float8(Precision):
-    """Refuses in ``check``."""
+    """The precision fp8, which ``check`` refuses."""
 
     name: ClassVar[str] = "fp8"
-    planned: ClassVar[str] = "matrix products in 8-bit floats by torchao or TransformerEngine will come"
+    planned_feature: ClassVar[str] = (
+        "matrix products in 8-bit floats by torchao or TransformerEngine will come"
+    )
 
-    def forward(self, options: Any = None) -> AbstractContextManager[Any]:
-        """Never reached."""
+    def forward_context(self, options: Any = None) -> AbstractContextManager[Any]:
+        """Return an empty context; ``check`` refuses before this is called."""
         return no_context()
 
 

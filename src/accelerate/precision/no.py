@@ -7,28 +7,28 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accelerate.precision.autocast import AutocastKwargs, attached, autocast, detach
+from accelerate.precision.autocast import AutocastKwargs, autocast, detach_autocast, get_attached_autocast
 from accelerate.precision.base import Precision, no_context
 
 
-class Plain(Precision):
-    """As the weights are."""
+class NoMixedPrecision(Precision):
+    """Computes in the dtype of the weights."""
 
     name: ClassVar[str] = "no"
 
-    def forward(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Nothing, unless autocast is asked for by its options."""
+    def forward_context(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return an empty context, or autocast when ``options`` enable it."""
         if options is None or not options.enabled:
             return no_context()
         return autocast(self.device, None, options)
 
-    def takes_over(self, model: nn.Module) -> bool:
-        """Whether the model computes in another format so far."""
-        return attached(model) is not None
+    def replaces_attached(self, model: nn.Module) -> bool:
+        """Return True when the model has computed in another format so far."""
+        return get_attached_autocast(model) is not None
 
     def attach(self, model: nn.Module) -> None:
-        """As the weights are, also if another format was attached before."""
-        detach(model)
+        """Remove a precision that was attached before."""
+        detach_autocast(model)
 
 
-PLUGIN = Plain
+PLUGIN = NoMixedPrecision

@@ -1,18 +1,18 @@
-"""The settings of how a model computes: in which number format, and compiled or not."""
+"""The settings of mixed precision and of ``torch.compile``."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from accelerate.core.enums import BaseEnum
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.precision import PRECISIONS
 
 
-@frozen
+@frozen_dataclass
 class PrecisionSettings:
-    """In which number format models compute."""
+    """The number format in which models compute."""
 
     __topic__ = "Precision"
 
@@ -48,9 +48,9 @@ class DynamoBackend(BaseEnum):
 _COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
 
 
-@frozen
+@frozen_dataclass
 class CompileSettings:
-    """What ``torch.compile`` is asked to do with a prepared model."""
+    """The options of ``torch.compile`` for prepared models."""
 
     __topic__ = "Compilation"
     __section__ = "dynamo_config"

@@ -1,1 +1,1 @@
-"""Cutting a model into stages, for inference and for training: split.py where, forms.py what goes between."""
+"""Pipeline stages: split.py cuts a model into stages, tensor_tree.py flattens values sent between them."""

@@ -1,6 +1,6 @@
-"""Where a model is cut into stages: its blocks in order, and the division of them that is most even.
+"""Cuts a model into pipeline stages: lists its blocks in order and finds the most even division.
 
-A pure room: it reads names, classes and sizes of a model, and runs nothing.
+This module only reads names, classes and sizes of a model; it runs nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, UnknownNameError
 
-# A chain longer than this is joined to pieces before the best division is looked for, which takes n^2.
-_LONGEST = 400
+# A longer chain is merged to so many pieces before the search for the best division, which is O(n^2).
+_MAX_PIECES = 400
 _INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
-class Block:
-    """A module that is not cut.
+class ModelBlock:
+    """A module that stays on one stage.
 
     Attributes:
         name: its full name in the model.
-        weights: (identity, bytes) of its tensors, and of those of its parents that come just before it.
+        weights: (identity, bytes) of its tensors, and of tensors of its parents that come just before it.
     """
 
     name: str
@@ -33,60 +33,62 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors, each counted once."""
+        """The bytes of its tensors, each counted once."""
         return sum(dict(self.weights).values())
 
 
-def blocks(
+def list_blocks(
     model: nn.Module, no_split: Iterable[str] = (), at_least: int = 1, used: Sequence[str] | None = None
-) -> list[Block]:
-    """The blocks of ``model`` in the order in which they were defined.
+) -> list[ModelBlock]:
+    """Return the blocks of ``model`` in order of definition.
 
-    The items of a list of equal modules (the layers of a transformer) are blocks, and so is whatever stands
-    beside such a list. If these are fewer than ``at_least``, the largest are opened.
+    The items of a list of equal modules (the layers of a transformer) are blocks, and so is every module
+    beside such a list. If these are fewer than ``at_least``, the largest are split into their children.
 
     Args:
-        no_split: class names of modules that are never opened.
-        used: names of the modules that count, in their order; None takes all, as they were defined.
+        no_split: class names of modules that are never split.
+        used: names of the modules to list, in this order; None takes all, in order of definition.
     """
     closed = frozenset(no_split)
-    order = None if used is None else {name: place for place, name in enumerate(used)}
+    order = None if used is None else {name: index for index, name in enumerate(used)}
 
-    def inside(name: str) -> list[Block]:
-        found = _inside(model.get_submodule(name), name, closed)
-        return [block for block in found if order is None or block.name in order]
+    def open_module(name: str) -> list[ModelBlock]:
+        inner = _iterate_blocks(model.get_submodule(name), name, closed)
+        return [block for block in inner if order is None or block.name in order]
 
-    found = inside("")
-    while len(found) < at_least:
-        openable = [b for b in found if _can_open(model.get_submodule(b.name), closed)]
+    blocks = open_module("")
+    while len(blocks) < at_least:
+        openable = [b for b in blocks if _can_open(model.get_submodule(b.name), closed)]
         if not openable:
             break
         largest = max(openable, key=lambda block: block.size)
-        place = found.index(largest)
-        found[place : place + 1] = inside(largest.name)
-    return found if order is None else sorted(found, key=lambda block: order[block.name])
+        index = blocks.index(largest)
+        blocks[index : index + 1] = open_module(largest.name)
+    return blocks if order is None else sorted(blocks, key=lambda block: order[block.name])
 
 
-def _inside(module: nn.Module, name: str, closed: frozenset[str]) -> Iterator[Block]:
-    """The blocks of a module that is opened; its own weights go with the first."""
-    own = weights(module, recurse=False)
+def _iterate_blocks(module: nn.Module, name: str, closed: frozenset[str]) -> Iterator[ModelBlock]:
+    """Yield the blocks inside a module; the first one carries the module's own weights."""
+    own = tensor_sizes(module, recurse=False)
     for label, child in module.named_children():
         full = f"{name}.{label}" if name else label
         atomic = _is_chain(module) or not _is_opened(child, closed)
-        inner = [Block(full, weights(child))] if atomic else list(_inside(child, full, closed))
+        inner = (
+            [ModelBlock(full, tensor_sizes(child))] if atomic else list(_iterate_blocks(child, full, closed))
+        )
         for block in inner:
-            yield Block(block.name, (*own, *block.weights))
+            yield ModelBlock(block.name, (*own, *block.weights))
             own = ()
 
 
-def weights(module: nn.Module, *, recurse: bool = True) -> tuple[tuple[int, int], ...]:
-    """(identity, bytes) of the tensors of a module."""
+def tensor_sizes(module: nn.Module, *, recurse: bool = True) -> tuple[tuple[int, int], ...]:
+    """Return (identity, bytes) of the tensors of a module."""
     tensors = [*module.parameters(recurse), *module.buffers(recurse)]
     return tuple((id(tensor), tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Whether it is a list of equal modules: the layers of a model."""
+    """Return True for a list of equal modules, such as the layers of a model."""
     children = list(module.children())
     return isinstance(module, nn.ModuleList | nn.Sequential) and len({type(c) for c in children}) < len(
         children
@@ -103,17 +105,19 @@ def _can_open(module: nn.Module, closed: frozenset[str]) -> bool:
     return type(module).__name__ not in closed and next(module.children(), None) is not None
 
 
-def even_cuts(chain: Sequence[Block], stages: int, budgets: Sequence[float] | None = None) -> list[int]:
-    """Where each stage but the first begins: indices into ``chain``.
+def find_even_cuts(
+    chain: Sequence[ModelBlock], stages: int, budgets: Sequence[float] | None = None
+) -> list[int]:
+    """Return the first block of each stage but the first, as indices into ``chain``.
 
     The heaviest stage is as light as any division allows, and among those the stages are as even as can be
-    (the least sum of squares). A tensor that two stages use counts in both.
+    (the least sum of squares). A tensor that two stages use counts for both.
 
     Args:
-        budgets: the most bytes of each stage.
+        budgets: the memory limit of each stage in bytes.
 
     Raises:
-        PrepareError: fewer blocks than stages, or no division keeps to the budgets.
+        PrepareError: fewer blocks than stages, or no division fits the budgets.
     """
     if len(chain) < stages:
         raise PrepareError(
@@ -121,15 +125,15 @@ def even_cuts(chain: Sequence[Block], stages: int, budgets: Sequence[float] | No
             why="each process runs at least one block",
             fix=f"start {max(len(chain), 1)} processes, or fewer",
         )
-    pieces = _shortened(chain, stages)
-    weight = _weight_of([[w for block in piece for w in block.weights] for piece in pieces])
+    pieces = _merge_blocks(chain, stages)
+    weight = _make_size_lookup([[w for block in piece for w in block.weights] for piece in pieces])
     limits = list(budgets or [_INFINITE] * stages)
 
-    def allowed(stage: int, begin: int, end: int) -> float:
+    def limited_cost(stage: int, begin: int, end: int) -> float:
         value = weight(begin, end)
         return value if value <= limits[stage] else _INFINITE
 
-    heaviest = _best(len(pieces), stages, allowed, max)[0]
+    heaviest = _find_best_division(len(pieces), stages, limited_cost, max)[0]
     if heaviest == _INFINITE:
         raise PrepareError(
             f"the model cannot be divided into {stages} stages within {[int(b) for b in limits]} bytes",
@@ -137,24 +141,24 @@ def even_cuts(chain: Sequence[Block], stages: int, budgets: Sequence[float] | No
             fix="give more memory in max_memory, or start more processes",
         )
 
-    def square(stage: int, begin: int, end: int) -> float:
-        value = allowed(stage, begin, end)
+    def squared_cost(stage: int, begin: int, end: int) -> float:
+        value = limited_cost(stage, begin, end)
         return value * value if value <= heaviest else _INFINITE
 
     begins = list(accumulate((len(piece) for piece in pieces), initial=0))
-    return [begins[cut] for cut in _best(len(pieces), stages, square, operator.add)[1]]
+    return [begins[cut] for cut in _find_best_division(len(pieces), stages, squared_cost, operator.add)[1]]
 
 
-def _shortened(chain: Sequence[Block], stages: int) -> list[Sequence[Block]]:
-    """The chain in pieces of one block, or of several where it is very long."""
-    step = -(-len(chain) // max(_LONGEST, stages))
+def _merge_blocks(chain: Sequence[ModelBlock], stages: int) -> list[Sequence[ModelBlock]]:
+    """Return the chain in pieces of one block, or of several where it is very long."""
+    step = -(-len(chain) // max(_MAX_PIECES, stages))
     if len(chain) // step < stages:
         step = 1
     return [chain[i : i + step] for i in range(0, len(chain), step)]
 
 
-def _weight_of(pieces: Sequence[Sequence[tuple[int, int]]]) -> Callable[[int, int], float]:
-    """The bytes of pieces ``begin..end``, each tensor counted once."""
+def _make_size_lookup(pieces: Sequence[Sequence[tuple[int, int]]]) -> Callable[[int, int], float]:
+    """Return a function for the bytes of pieces ``begin..end``, each tensor counted once."""
     table: list[list[int]] = []
     for begin in range(len(pieces)):
         seen: set[int] = set()
@@ -169,31 +173,31 @@ def _weight_of(pieces: Sequence[Sequence[tuple[int, int]]]) -> Callable[[int, in
     return lambda begin, end: table[begin][end]
 
 
-def _best(
+def _find_best_division(
     count: int,
     stages: int,
     cost: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """The cheapest division of ``count`` pieces, by dynamic programming, and where its later stages begin.
+    """Find the cheapest division of ``count`` pieces by dynamic programming; return (cost, cuts).
 
-    ``cost(stage, begin, end)`` is that of one stage, and ``join`` makes one cost of two.
+    ``cost(stage, begin, end)`` is the cost of one stage, and ``join`` combines two costs.
     """
     best: dict[int, tuple[float, list[int]]] = {end: (cost(0, 0, end), []) for end in range(1, count + 1)}
     for stage in range(1, stages):
-        reached: dict[int, tuple[float, list[int]]] = {}
+        extended: dict[int, tuple[float, list[int]]] = {}
         for end in range(stage + 1, count - (stages - stage - 1) + 1):
             value, cut = min((join(best[c][0], cost(stage, c, end)), c) for c in range(stage, end))
-            reached[end] = value, [*best[cut][1], cut]
-        best = reached
+            extended[end] = value, [*best[cut][1], cut]
+        best = extended
     return best[count]
 
 
-def named_cuts(model: nn.Module, split_points: Sequence[str], stages: int) -> list[str]:
-    """The split points that the user gave, checked.
+def check_split_points(model: nn.Module, split_points: Sequence[str], stages: int) -> list[str]:
+    """Check the user's split points and return them as a list.
 
     Raises:
-        UnknownNameError: one is no module of the model; the nearest is suggested.
+        UnknownNameError: one is not a module of the model; the nearest is suggested.
         PrepareError: there are not ``stages - 1`` different ones.
     """
     known = [name for name, _ in model.named_modules() if name]
@@ -210,13 +214,13 @@ def named_cuts(model: nn.Module, split_points: Sequence[str], stages: int) -> li
     return list(split_points)
 
 
-def sizes_of(chain: Sequence[Block], cuts: Sequence[int]) -> list[int]:
-    """Bytes of each stage."""
+def stage_sizes(chain: Sequence[ModelBlock], cuts: Sequence[int]) -> list[int]:
+    """Return the bytes of each stage."""
     borders = [0, *cuts, len(chain)]
     stages = [chain[a:b] for a, b in pairwise(borders)]
     return [sum(dict(weight for block in stage for weight in block.weights).values()) for stage in stages]
 
 
-def stage_map(chain: Sequence[Block], cuts: Sequence[int]) -> dict[str, int]:
-    """Which stage each block belongs to."""
+def stage_map(chain: Sequence[ModelBlock], cuts: Sequence[int]) -> dict[str, int]:
+    """Return the stage of each block, by the block's name."""
     return {block.name: sum(index >= cut for cut in cuts) for index, block in enumerate(chain)}

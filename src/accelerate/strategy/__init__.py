@@ -1,4 +1,4 @@
-"""Strategies: how one training is spread over processes. A file of this folder is a strategy."""
+"""Strategies: how one training is distributed over processes. A file or folder here is a strategy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from accelerate.core.errors import SettingError
 from accelerate.core.registry import Registry
 
 if TYPE_CHECKING:  # the launcher asks for the settings of strategies, and must not import torch
-    from accelerate.core.effects import Effect
-    from accelerate.strategy.base import Request, Strategy
+    from accelerate.core.option_report import OptionStatus
+    from accelerate.strategy.base import Strategy, StrategyRequest
 
 STRATEGIES: Registry[type[Strategy]] = Registry("strategy", "accelerate.strategy", "accelerate.strategies")
 
 
-def choose(request: Request) -> Strategy:
-    """The strategy for what was asked: of those that claim it, the one with the highest priority.
+def choose_strategy(request: StrategyRequest) -> Strategy:
+    """Return the strategy for ``request``: of those that claim it, the one with the highest priority.
 
     Raises:
         SettingError: two of the same priority claim it.
@@ -32,19 +32,19 @@ def choose(request: Request) -> Strategy:
     return chosen
 
 
-def idle(request: Request, chosen: Strategy) -> Iterator[Effect]:
-    """What was asked of strategies other than the one that was chosen; none of it is applied.
+def unused_options(request: StrategyRequest, chosen: Strategy) -> Iterator[OptionStatus]:
+    """Return the options requested of strategies that were not chosen; none of them is applied.
 
-    Two versions of one way of training have the same switch and plug-in, which ask for the chosen one.
+    FSDP1 and FSDP2 have the same switch and plugin, so these options belong to the chosen one.
     """
-    taken = {option.name for option in chosen.asked(request)}
+    taken = {option.name for option in chosen.requested_options(request)}
     for strategy in STRATEGIES:
         if strategy is type(chosen):
             continue
-        reason = strategy.idle(request)
+        reason = strategy.unused_reason(request)
         why = reason or (
             f"the strategy is {chosen.name}" if request.world.size > 1 else "there is one process"
         )
-        for option in strategy.asked(request):
+        for option in strategy.requested_options(request):
             if option.name not in taken:
-                yield option.failed(why, matters=bool(reason))
+                yield option.report_not_applied(why, matters=bool(reason))

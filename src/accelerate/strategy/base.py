@@ -1,8 +1,9 @@
-"""The strategy protocol: what ``prepare`` does to a bundle, and who runs backward, step and clip.
+"""The strategy protocol: what ``prepare`` does to a bundle, and who runs backward, step and clipping.
 
-A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``. It may leave the optimizer and
-the step to the user (``single``, ``ddp``), or own them (an engine): then it replaces the whole bundle in its
-steps and sets ``owns_step``. What it is asked besides stands in the files of ``protocol``.
+A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``, or the ``strategy.py`` of a
+folder. It may leave the optimizer and the step to the user (``single``, ``ddp``), or own them (an engine such
+as DeepSpeed): then it replaces the whole bundle in its steps and sets ``owns_step``. Its methods about data,
+states and the loop stand in the files of ``protocol``.
 """
 
 from __future__ import annotations
@@ -13,115 +14,123 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accelerate.core.effects import Effect, Option, differing
 from accelerate.core.errors import NotBuiltError
-from accelerate.core.handler import KwargsHandler
-from accelerate.strategy.protocol.data import NOTHING, Share, SharesData
-from accelerate.strategy.protocol.request import Bundle, Kind, Request, Step
-from accelerate.strategy.protocol.states import HasStates, Written
-from accelerate.strategy.protocol.training import Trains, leaves
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
+from accelerate.strategy.protocol.data_sharding import NO_CONTEXT, DataSharding, RankDataShard
+from accelerate.strategy.protocol.request import Bundle, ObjectKind, PrepareStep, StrategyRequest
+from accelerate.strategy.protocol.state_handling import EngineCheckpoint, StateHandling
+from accelerate.strategy.protocol.training_loop import TrainingLoop, graph_leaves
 from accelerate.world.world import World
 
-__all__ = ["NOTHING", "Bundle", "Kind", "Request", "Share", "Step", "Strategy", "Written", "leaves"]
+__all__ = [
+    "NO_CONTEXT",
+    "Bundle",
+    "EngineCheckpoint",
+    "ObjectKind",
+    "PrepareStep",
+    "RankDataShard",
+    "Strategy",
+    "StrategyRequest",
+    "graph_leaves",
+]
 
 
-class Strategy(SharesData, Trains, HasStates, ABC):
-    """How one training is spread over processes.
+class Strategy(DataSharding, TrainingLoop, StateHandling, ABC):
+    """The way in which one training is distributed over processes.
 
     Attributes:
         name: its name, for reports.
         priority: of several that claim a request the highest wins.
         owns_precision: it casts and scales by itself; the precision then leaves models and loss alone.
         handler_class: the kwargs handler that configures it, if any.
-        planned: what will come, for a strategy that is not built yet; it claims its requests to refuse them.
-        instead: what to do until then.
-        proved: it has run on what it is made for, not only with something that stands in for it.
-        replicates: every process holds a whole copy of each model, and could train it by itself for a while.
-        trains_apart: that is so now: gradients stay on their process.
-        shards: every process holds a part of each parameter, and of what optimizers keep for it.
-        weighs: gradients may be scaled between backward and step, as losses that are weighted by items want.
-        spreads: checkpoints may hold what each process has, by names of parameters; an engine has a form of
-            its own.
-        wrappers: for an engine, the classes that stand before its ``"optimizer"`` and ``"scheduler"``, as
+        planned_feature: what will come, for a strategy that is not built yet; it claims requests to refuse
+            them.
+        alternative: what to use until then.
+        hardware_tested: it has run on the hardware it is made for, not only on a simulation.
+        replicates_model: every rank holds a whole copy of each model, and can take local steps.
+        local_training: ranks take local steps now; gradients are not reduced.
+        shards_params: every rank holds a shard of each parameter and of the optimizer state.
+        supports_loss_weighting: gradients may be scaled between backward and step (``num_items``).
+        supports_sharded_save: checkpoints may hold the shard of each rank, by names of parameters; an engine
+            has its own format.
+        wrapper_classes: for an engine, the classes around its ``"optimizer"`` and ``"scheduler"``, as
             ``"module:class"``.
-        owner: the ``Accelerator`` that trains by it; None before there is one.
+        accelerator: the ``Accelerator`` that trains by it; None before there is one.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
     owns_precision: ClassVar[bool] = False
     handler_class: ClassVar[type[KwargsHandler] | None] = None
-    planned: ClassVar[str] = ""
-    instead: ClassVar[str] = ""
-    proved: ClassVar[bool] = True
-    replicates: ClassVar[bool] = False
-    shards: ClassVar[bool] = False
-    weighs: ClassVar[bool] = True
-    spreads: ClassVar[bool] = True
-    wrappers: ClassVar[Mapping[str, str]] = {}
-    owner: Any = None
+    planned_feature: ClassVar[str] = ""
+    alternative: ClassVar[str] = ""
+    hardware_tested: ClassVar[bool] = True
+    replicates_model: ClassVar[bool] = False
+    shards_params: ClassVar[bool] = False
+    supports_loss_weighting: ClassVar[bool] = True
+    supports_sharded_save: ClassVar[bool] = True
+    wrapper_classes: ClassVar[Mapping[str, str]] = {}
+    accelerator: Any = None
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: StrategyRequest) -> None:
         self.request = request
         self.world = request.world
         self.handler: Any = request.handler(self.handler_class) if self.handler_class else None
-        self.trains_apart = False
+        self.local_training = False
 
     @classmethod
     @abstractmethod
-    def claims(cls, request: Request) -> bool:
-        """Whether this strategy is meant by ``request``."""
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Return whether ``request`` asks for this strategy."""
 
     @classmethod
-    def idle(cls, request: Request) -> str:
-        """Why it does not claim ``request`` although it is asked for; empty if that is not so.
-
-        It is worth a warning.
-        """
+    def unused_reason(cls, request: StrategyRequest) -> str:
+        """Return why it does not claim ``request`` although it is asked for, or an empty string."""
         return ""
 
     @classmethod
-    def asked(cls, request: Request) -> Iterable[Option]:
-        """The options by which ``request`` asks for it, and those that are only its own."""
-        return differing(request.handlers.get(cls.handler_class)) if cls.handler_class else ()
+    def requested_options(cls, request: StrategyRequest) -> Iterable[RequestedOption]:
+        """Return the options by which ``request`` asks for it, and those that are only its own."""
+        return non_default_options(request.handlers.get(cls.handler_class)) if cls.handler_class else ()
 
-    def effects(self, models: Sequence[nn.Module]) -> Iterable[Effect]:
-        """What became of its options, seen on prepared models (none yet: they are pending).
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterable[OptionStatus]:
+        """Return the status of each option, read from prepared models (none yet: pending).
 
-        Called after each ``prepare``; it must neither change nor exchange anything.
+        Called after each ``prepare``; it must neither change anything nor communicate.
         """
-        return (option.applied() for option in self.asked(self.request))
+        return (option.report_applied() for option in self.requested_options(self.request))
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
-        """The contract's name for this strategy on the world's device."""
+        """Return the ``DistributedType`` of this strategy on the world's device."""
         return world.hardware.distributed_type
 
     def check(self) -> None:
-        """Refuses, with the reason, what cannot work here.
+        """Refuse, with the reason, what cannot work here.
 
         Raises:
             SettingError, WorldError, NotBuiltError: by what is wrong.
         """
-        if self.planned:
+        if self.planned_feature:
             what = f"the strategy {self.name} is not built yet"
-            raise NotBuiltError(what, why=self.planned, fix=self.instead)
+            raise NotBuiltError(what, why=self.planned_feature, fix=self.alternative)
 
     def check_compiler(self) -> None:
-        """Refuses models that are to be compiled, where they cannot be.
+        """Refuse models that are to be compiled, where they cannot be.
 
         Raises:
             SettingError: with the reason.
         """
 
     @abstractmethod
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """What will be done to ``bundle``, in order. Must not change anything by itself."""
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Return what will be done to ``bundle``, in order; it must not change anything by itself."""
 
     @property
     def plugins(self) -> Mapping[str, Any]:
-        """The plugins that configure it, by the names under which scripts look for them."""
+        """The plugins that configure it, by the names that scripts use."""
         return {}
 
     def forget(self) -> None:
-        """Everything that was prepared is used no more."""
+        """Release everything that was prepared."""

@@ -1,12 +1,12 @@
-"""Distributed data parallel: every process holds the model, gradients are averaged during backward.
+"""Distributed data parallel (DDP): every rank holds the model, gradients are all-reduced during backward.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (arXiv:2006.15704), and ``torch.nn.parallel.DistributedDataParallel``, which does the work.
 
-torch's class wraps a model and hides what it is. Here the prepared model is a second object over the very
-state of the user's module (they share one ``__dict__``), of a subclass of the user's class that does torch's
-work around a call. So it keeps methods, attributes and parameter names, every method that calls the model
-synchronises, and the user's own object stays as plain as it was.
+torch's class wraps a model and hides its type. Here the prepared model is a second object over the state of
+the user's module (they share one ``__dict__``), of a subclass of the user's class that does torch's work
+around a call. So it keeps methods, attributes and parameter names, every method that calls the model reduces
+gradients, and the user's own object stays a plain module.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.core.effects import Effect, Option, differing
 from accelerate.core.enums import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
-from accelerate.core.handler import KwargsHandler
-from accelerate.strategy.base import NOTHING, Bundle, Request, Step, Strategy
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
+from accelerate.strategy.base import NO_CONTEXT, Bundle, PrepareStep, Strategy, StrategyRequest
 
 _PREFIX = "module."
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How gradients travel."""
+    """The communication hooks for the all-reduce of gradients."""
 
     NO = "no"
     FP16 = "fp16"
@@ -42,10 +42,10 @@ class DDPCommunicationHookType(BaseEnum):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of ``torch.nn.parallel.DistributedDataParallel`` (see there), and how gradients travel.
+    """Options of ``torch.nn.parallel.DistributedDataParallel`` (see there), and of its communication hook.
 
     Attributes:
-        comm_hook: compression of gradients on the way.
+        comm_hook: compression of gradients for the all-reduce.
         comm_wrapper: half precision around a ``comm_hook`` of the PowerSGD family.
         comm_state_option: arguments of ``PowerSGDState``.
     """
@@ -64,11 +64,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """The options of torch's class only."""
+        """Return the options of torch's class only."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: nn.Module) -> None:
-        """Sets the asked compression on a replicated model or on torch's own wrapper.
+        """Register the requested hook on a replicated model or on torch's own wrapper.
 
         Raises:
             SettingError: the hook and wrapper do not go together.
@@ -78,10 +78,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         replica = model if isinstance(model, DistributedDataParallel) else replica_of(model)
         if replica is None:
             raise PrepareError("a communication hook was asked for a model that is not replicated")
-        state, hook = self._hook(replica)
+        state, hook = self._build_hook(replica)
         replica.register_comm_hook(state, hook)
 
-    def _hook(self, replica: DistributedDataParallel) -> tuple[Any, Callable[..., Any]]:
+    def _build_hook(self, replica: DistributedDataParallel) -> tuple[Any, Callable[..., Any]]:
         halves = {
             DDPCommunicationHookType.FP16: (
                 default_hooks.fp16_compress_hook,
@@ -109,7 +109,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 # Torch reads the annotations of hooks as objects and refuses text, which they are in this file: none here.
 def _bf16_compress(group, bucket):
-    """bfloat16 on the way; torch's own hook of this kind refuses every back end but NCCL and XCCL."""
+    # All-reduces in bfloat16; torch's own hook of this kind refuses every back end but NCCL and XCCL.
     shared: Any = group if group is not None else torch.distributed.group.WORLD
     whole = bucket.buffer()
     half = whole.to(torch.bfloat16).div_(shared.size())
@@ -119,25 +119,25 @@ def _bf16_compress(group, bucket):
 
 
 def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(state, bucket):
+    def compress_and_call(state, bucket):
         whole = bucket.buffer()
         bucket.set_buffer(whole.to(torch.bfloat16))
         return hook(state, bucket).then(lambda done: whole.copy_(done.value()))
 
-    return wrapped
+    return compress_and_call
 
 
-class Replicated:
-    """What a replicated module does around a call; the first base of its class.
+class ReplicatedModule:
+    """The first base of a replicated module's class: runs DDP's work around a call.
 
-    A copied or pickled one is a plain module: the copy is not replicated.
+    A copied or pickled replica is a plain module: the copy is not replicated.
     """
 
     _replica: ClassVar[DistributedDataParallel]
     _user_module: ClassVar[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward between torch's work before and after it."""
+        """Run the forward between DDP's work before and after it."""
         replica = self._replica
         args, kwargs = replica._pre_forward(*args, **kwargs)
         DistributedDataParallel._active_ddp_module = replica
@@ -148,20 +148,20 @@ class Replicated:
         return replica._post_forward(output)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self._user_module,)
+        return _return_module, (self._user_module,)
 
 
-def _itself(module: nn.Module) -> nn.Module:
+def _return_module(module: nn.Module) -> nn.Module:
     return module
 
 
 def replica_of(module: nn.Module) -> DistributedDataParallel | None:
-    """Torch's object behind a replicated module, or None."""
-    return module._replica if isinstance(module, Replicated) else None
+    """Return the ``DistributedDataParallel`` behind a replicated module, or None."""
+    return module._replica if isinstance(module, ReplicatedModule) else None
 
 
 def replicate(module: nn.Module, **options: Any) -> nn.Module:
-    """A replicated view of ``module``: another object of (a subclass of) its class over the same state.
+    """Return a replicated view of ``module``: an object of a subclass of its class over the same state.
 
     Args:
         module: the model, on its device; equal on all ranks afterwards (rank 0's values).
@@ -170,67 +170,69 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
     own = type(module)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     parts = {"_replica": DistributedDataParallel(module, **options), "_user_module": module}
-    view: Any = object.__new__(type(own.__name__, (Replicated, own), {**names, **parts}))
+    view: Any = object.__new__(type(own.__name__, (ReplicatedModule, own), {**names, **parts}))
     view.__dict__ = module.__dict__
     return view
 
 
 class DDP(Strategy):
-    """Replicated data parallel training by torch's reducer."""
+    """Data parallel training with replicas, by torch's reducer."""
 
     name: ClassVar[str] = "ddp"
-    replicates: ClassVar[bool] = True
+    replicates_model: ClassVar[bool] = True
     priority: ClassVar[int] = 1
     handler_class: ClassVar[type[KwargsHandler] | None] = DistributedDataParallelKwargs
 
     @classmethod
-    def claims(cls, request: Request) -> bool:
-        """Several processes and no other wish."""
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Return whether there are several ranks; any other request has a higher priority."""
         return request.world.size > 1
 
-    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
-        """Read back from torch's reducers."""
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Return the status of each option, read from torch's reducers."""
         replicas = [replica for replica in map(_replica, models) if replica is not None]
-        for option in differing(self.handler):
+        for option in non_default_options(self.handler):
             if option.name == "check_reduction":
-                yield option.failed("torch ignores it")
+                yield option.report_not_applied("torch ignores it")
             elif not replicas:
-                yield option.pending("no model that trains is prepared")
+                yield option.report_pending("no model that trains is prepared")
             else:
-                yield option.seen(next(filter(None, (_differs(option, r) for r in replicas)), ""))
+                yield option.report_unless(
+                    next(filter(None, (_describe_difference(option, r) for r in replicas)), "")
+                )
 
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """Replicate every model that trains."""
-        if bundle.training and any(_trains(model) for model in bundle.of("model")):
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Return the step that replicates every model that trains."""
+        if bundle.training and any(_has_trained_params(model) for model in bundle.objects_of("model")):
             size = self.world.size
-            yield Step(
+            yield PrepareStep(
                 "replicate", f"{size} processes average their gradients during backward", self._replicate_all
             )
 
     def _replicate_all(self, bundle: Bundle) -> None:
-        bundle.replace("model", self._replicated)
+        bundle.replace("model", self._replicate_model)
 
-    def _replicated(self, model: nn.Module) -> nn.Module:
-        if not _trains(model) or _replica(model) is not None:
+    def _replicate_model(self, model: nn.Module) -> nn.Module:
+        if not _has_trained_params(model) or _replica(model) is not None:
             return model
         devices = None if self.world.device.type == "cpu" else [self.world.device]
         view = replicate(model, device_ids=devices, **self.handler.to_kwargs())
         self.handler.register_comm_hook(view)
         return view
 
-    def accumulating(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
-        """Without ``sync`` the reducers stay quiet."""
-        return NOTHING if sync else _quiet(models)
+    def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
+        """Return torch's ``no_sync`` where ``sync`` is False."""
+        return NO_CONTEXT if sync else _no_sync(models)
 
-    def apart(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Also buffers stay: the reducer would send them once more in the first forward."""
+    def local_steps(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return ``no_sync``, and skip the reducer's broadcast of buffers in the first forward."""
         replica = _replica(model)
         if replica is not None:
             replica.require_forward_param_sync = False
-        return self.accumulating((model,), sync=False)
+        return self.accumulation_context((model,), sync=False)
 
-    def synchronises(self, model: nn.Module) -> bool:
-        """Unless ``no_sync`` is around it."""
+    def reduces_gradients(self, model: nn.Module) -> bool:
+        """Return whether no ``no_sync`` is active."""
         replica = _replica(model)
         return replica is None or replica.require_backward_grad_sync
 
@@ -241,9 +243,9 @@ class DDP(Strategy):
         reached: set[torch.Tensor],
         loss: torch.Tensor,
     ) -> None:
-        """The reducer waits for every parameter, but for those that it has found unused itself."""
+        """Run a zero backward over all parameters that the reducer waits for."""
         replicas = [replica for replica in map(_replica, models) if replica is not None]
-        if any(map(_learning, replicas)):
+        if any(map(_is_learning_static_graph, replicas)):
             raise PrepareError(
                 "the first micro-batch that reduces gradients has num_items=0, and static_graph=True",
                 why="torch learns a static graph from the first backward through the model",
@@ -255,19 +257,19 @@ class DDP(Strategy):
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
-        """Arms the reducer for a backward whose forward ran quietly."""
+        """Prepare the reducer for a backward whose forward ran under ``no_sync``."""
         replica = _replica(model)
         if replica is not None:
             replica.require_backward_grad_sync = True
             replica.require_forward_param_sync = True
             replica.reducer.prepare_for_backward([])
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """With the prefix that torch's wrapper gives to names, so that checkpoints can be exchanged."""
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state with the prefix ``module.``, as torch's wrapper saves it."""
         return {f"{_PREFIX}{name}": value for name, value in self.unwrap(model).state_dict().items()}
 
-    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """With or without that prefix."""
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a state with or without the prefix ``module.``."""
         plain = {name.removeprefix(_PREFIX): value for name, value in state.items()}
         module = self.unwrap(model)
         own = module.state_dict().keys()
@@ -275,13 +277,13 @@ class DDP(Strategy):
         return module.load_state_dict(plain if plain.keys() & own or not own else state, strict=strict)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own object, also inside torch's wrapper when the user made one."""
-        if isinstance(model, Replicated):
+        """Return the user's own module, also inside a wrapper that the user made."""
+        if isinstance(model, ReplicatedModule):
             return model._user_module
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _trains(model: nn.Module) -> bool:
+def _has_trained_params(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -289,31 +291,30 @@ def _replica(model: nn.Module) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else replica_of(model)
 
 
-def _differs(option: Option, replica: DistributedDataParallel) -> str:
-    """What torch's reducer has instead of an option; empty when it has it."""
-    found: dict[str, Any] = replica._get_ddp_logging_data()
+def _describe_difference(option: RequestedOption, replica: DistributedDataParallel) -> str:
+    logged: dict[str, Any] = replica._get_ddp_logging_data()
     if option.name == "comm_hook":
-        hooked = found.get("comm_hook", "")
+        hooked = logged.get("comm_hook", "")
         return "" if hooked else "no communication hook is registered"
     if option.name in ("comm_wrapper", "comm_state_option"):
         return "" if replica._comm_hooks else "there is no comm_hook that it could belong to"
-    name, here = option.name, found.get(option.name, getattr(replica, option.name, None))
+    name, here = option.name, logged.get(option.name, getattr(replica, option.name, None))
     if name == "bucket_cap_mb":
-        here = found["bucket_cap_bytes"] // 2**20
+        here = logged["bucket_cap_bytes"] // 2**20
     return "" if here == option.value else f"the reducer has {here}"
 
 
-def _learning(replica: DistributedDataParallel) -> bool:
-    """Whether a static graph is still to be learnt: torch does that in a backward that reduces."""
+def _is_learning_static_graph(replica: DistributedDataParallel) -> bool:
+    # Torch learns a static graph in the first backward that reduces.
     return replica.static_graph and not getattr(replica, "_static_graph_delay_allreduce_enqueued", False)
 
 
 @contextmanager
-def _quiet(models: Iterable[nn.Module]) -> Iterator[None]:
+def _no_sync(models: Iterable[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for model in models:
             replica = _replica(model)
-            if replica is not None and not _learning(replica):
+            if replica is not None and not _is_learning_static_graph(replica):
                 stack.enter_context(replica.no_sync())
         yield
 

@@ -1,49 +1,49 @@
-"""Fully sharded data parallel: every process holds a part of parameters, gradients and optimizer state."""
+"""FSDP2: every rank holds a shard of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar
 
-from accelerate.core.effects import Option
-from accelerate.core.setting import load
-from accelerate.strategy.base import Request
+from accelerate.core.option_report import RequestedOption
+from accelerate.core.setting import load_settings
+from accelerate.strategy.base import StrategyRequest
 from accelerate.strategy.settings.fsdp import FSDPSwitch
-from accelerate.strategy.sharding.base import asked, plugin_of
-from accelerate.strategy.sharding.fsdp2 import Sharding
+from accelerate.strategy.sharding.base import find_plugin, fsdp_options
+from accelerate.strategy.sharding.fsdp2 import FSDP2Strategy
 from accelerate.world.world import World
 
 
-def _wanted(request: Request) -> bool:
-    return plugin_of(request) is not None or load(FSDPSwitch).value.use_fsdp
+def _is_requested(request: StrategyRequest) -> bool:
+    return find_plugin(request) is not None or load_settings(FSDPSwitch).value.use_fsdp
 
 
-class FSDP(Sharding):
-    """Cut over all processes, by torch's ``fully_shard``."""
+class FSDP(FSDP2Strategy):
+    """FSDP2 over all ranks, by torch's ``fully_shard``."""
 
     name: ClassVar[str] = "fsdp"
     priority: ClassVar[int] = 10
 
     @classmethod
-    def claims(cls, request: Request) -> bool:
-        """Several processes, and the plugin or the launcher's variable; one process has nothing to shard."""
-        return request.world.size > 1 and _wanted(request)
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Return whether there are several ranks, and the plugin or the launcher asks for FSDP."""
+        return request.world.size > 1 and _is_requested(request)
 
     @classmethod
-    def idle(cls, request: Request) -> str:
-        """In a world of one."""
-        if request.world.size > 1 or not _wanted(request):
+    def unused_reason(cls, request: StrategyRequest) -> str:
+        """Return why FSDP is not used in a world of one."""
+        if request.world.size > 1 or not _is_requested(request):
             return ""
         return "one process has nothing to shard, so it trains as a single process does"
 
     @classmethod
-    def asked(cls, request: Request) -> Iterator[Option]:
-        """The switch or the plugin, for one process; else the options are looked at one by one."""
-        return asked(request)
+    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
+        """Return the switch and the plugin."""
+        return fsdp_options(request)
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
-        """The contract's name, on any device."""
+        """Return ``"FSDP"``, on any device."""
         return "FSDP"
 
 

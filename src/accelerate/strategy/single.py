@@ -1,32 +1,32 @@
-"""One process: the bundle stays as it is."""
+"""The strategy of one process: the bundle stays as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar
 
-from accelerate.strategy.base import Bundle, Request, Step, Strategy
+from accelerate.strategy.base import Bundle, PrepareStep, Strategy, StrategyRequest
 from accelerate.world.world import World
 
 
 class Single(Strategy):
-    """One process on one device."""
+    """Training of one process on one device."""
 
     name: ClassVar[str] = "single"
-    replicates: ClassVar[bool] = True
+    replicates_model: ClassVar[bool] = True
 
     @classmethod
-    def claims(cls, request: Request) -> bool:
-        """A world of one process."""
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Return whether the world size is 1."""
         return request.world.size == 1
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
-        """Nothing is distributed."""
+        """Return ``"NO"``."""
         return "NO"
 
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """None."""
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Return no steps."""
         return iter(())
 
 

@@ -1,9 +1,9 @@
-"""Trackers: where the numbers of a run go. A file of this folder is a tracker.
+"""Trackers: the libraries that log the metrics of a run. A file of this folder is a tracker.
 
-TRACKERS        the registry of the files
-classes()       every class by name, with those that users registered
-choose(...)     what ``log_with=`` means here
-make(...)       the trackers of one run, not started
+TRACKERS               the registry of the files
+tracker_classes()      every class by name, with those that users registered
+choose_trackers(...)   the names and trackers that ``log_with=`` selects
+make_trackers(...)     the trackers of one run, not started
 """
 
 from __future__ import annotations
@@ -16,121 +16,121 @@ from typing import Any, TypeVar
 
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.registry import Registry
-from accelerate.track.base import GeneralTracker, lacking
+from accelerate.track.base import GeneralTracker, missing_attributes
 
 TRACKERS: Registry[type[GeneralTracker]] = Registry(
-    "tracker", "accelerate.track", "accelerate.trackers", exclude=("base", "running")
+    "tracker", "accelerate.track", "accelerate.trackers", exclude=("base", "open_runs")
 )
-# The word that means every tracker that is installed.
+# The name that selects every installed tracker.
 ALL = "all"
 Class = TypeVar("Class", bound=type[GeneralTracker])
 
 
 @cache
-def classes() -> dict[str, type[GeneralTracker]]:
-    """Every tracker by its name. What is put into this dict is known from then on."""
+def tracker_classes() -> dict[str, type[GeneralTracker]]:
+    """Return every tracker class by its name. A class added to this dict is known from then on."""
     return {name: TRACKERS.get(name) for name in TRACKERS.names()}
 
 
 def register_tracker_class(tracker_class: Class) -> Class:
-    """Makes a tracker known by its ``name``, for ``log_with="name"``.
+    """Register a tracker class by its ``name``, for ``log_with="name"``.
 
     Raises:
-        SettingError: it is no class of trackers, or lacks an attribute that every tracker has.
+        SettingError: it is not a tracker class, or lacks an attribute that every tracker has.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise SettingError(
             f"{tracker_class!r} is not a class of trackers",
             fix="derive it from accelerate.tracking.GeneralTracker, and register the class itself",
         )
-    if missing := lacking(tracker_class):
+    if missing := missing_attributes(tracker_class):
         raise SettingError(
             f"the tracker {tracker_class.__name__} has no {', '.join(missing)}",
             fix="define them in the class",
         )
-    before = classes().get(tracker_class.name, tracker_class)
+    before = tracker_classes().get(tracker_class.name, tracker_class)
     if before is not tracker_class:
         warnings.warn(
             f"log_with={tracker_class.name!r} means {tracker_class.__name__} now, not {before.__name__}",
             stacklevel=2,
         )
-    classes()[tracker_class.name] = tracker_class
+    tracker_classes()[tracker_class.name] = tracker_class
     return tracker_class
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that no tracker has.
+    """Refuse a name that no tracker has.
 
     Raises:
-        UnknownNameError: the nearest is suggested.
+        UnknownNameError: no tracker has the name; the nearest is suggested.
     """
-    if name not in classes():
-        raise UnknownNameError("tracker", name, [*classes(), ALL])
+    if name not in tracker_classes():
+        raise UnknownNameError("tracker", name, [*tracker_classes(), ALL])
 
 
-def available(logging_dir: object = None) -> list[str]:
-    """Names of the trackers whose package is installed; those that need a folder only if there is one."""
+def available_trackers(logging_dir: object = None) -> list[str]:
+    """Return names of installed trackers; without ``logging_dir`` only of those that need no folder."""
     return [
         name
-        for name, known in classes().items()
-        if known.available() and (logging_dir is not None or not known.requires_logging_directory)
+        for name, known in tracker_classes().items()
+        if known.is_available() and (logging_dir is not None or not known.requires_logging_directory)
     ]
 
 
-def choose(asked: Any, logging_dir: object = None) -> list[str | GeneralTracker]:
-    """What ``log_with=asked`` means: names and trackers, each once, in the order given.
+def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | GeneralTracker]:
+    """Return the names and trackers that ``log_with`` selects, each once, in the given order.
 
     Args:
-        asked: None, a name, a tracker, or several of them; ``"all"`` stands for every one that can be used.
+        log_with: None, a name, a tracker, or several of them; ``"all"`` selects every usable one.
         logging_dir: the folder for logs.
 
     Raises:
         UnknownNameError: there is no such tracker.
         MissingExtraError: a package is not installed.
-        SettingError: a tracker needs a folder, or something given is neither a name nor a tracker.
+        SettingError: a tracker needs a folder, or an item is neither a name nor a tracker.
     """
-    given = asked if isinstance(asked, list | tuple) else [] if asked is None else [asked]
+    requested = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
     chosen: list[str | GeneralTracker] = []
-    for each in given:
+    for each in requested:
         if isinstance(each, GeneralTracker):
             chosen += [] if any(each is known for known in chosen) else [each]
             continue
         if not isinstance(each, str):
             raise SettingError(
                 f"log_with={each!r} is neither a tracker nor the name of one",
-                why=f"names: {', '.join([*classes(), ALL])}",
+                why=f"names: {', '.join([*tracker_classes(), ALL])}",
                 fix="give a name, or an object of a class derived from GeneralTracker",
             )
         name = str(each)
         if name == ALL:
-            chosen += [known for known in available(logging_dir) if known not in chosen]
+            chosen += [known for known in available_trackers(logging_dir) if known not in chosen]
             continue
         check_name(name)
-        classes()[name].check(logging_dir)
+        tracker_classes()[name].check(logging_dir)
         chosen += [] if name in chosen else [name]
     return chosen
 
 
-def make(
+def make_trackers(
     chosen: Iterable[str | GeneralTracker],
     project_name: str,
     logging_dir: str | os.PathLike[str] | None,
     options: Mapping[str, Mapping[str, Any]],
 ) -> list[GeneralTracker]:
-    """The trackers of a run; nothing is started.
+    """Make the trackers of a run; nothing is started.
 
     Args:
-        chosen: what ``choose`` returned. A tracker stands for itself.
+        chosen: the result of ``choose_trackers``. A tracker object is used as it is.
         project_name: first argument of each class.
-        logging_dir: second argument of those that require one.
+        logging_dir: second argument of classes that require it.
         options: more arguments, by the tracker's name.
     """
-    made: list[GeneralTracker] = []
+    trackers: list[GeneralTracker] = []
     for each in chosen:
         if isinstance(each, GeneralTracker):
-            made.append(each)
+            trackers.append(each)
             continue
-        known = classes()[each]
+        known = tracker_classes()[each]
         folder = (logging_dir,) if known.requires_logging_directory else ()
-        made.append(known(project_name, *folder, **options.get(each, {})))  # type: ignore[call-arg]
-    return made
+        trackers.append(known(project_name, *folder, **options.get(each, {})))  # type: ignore[call-arg]
+    return trackers

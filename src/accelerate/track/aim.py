@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
 
 
 class AimTracker(GeneralTracker):
@@ -34,7 +34,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Opens the run."""
+        """Open the run."""
         import aim
 
         self.writer: Any = aim.Run(repo=self.aim_repo_path, **self.init_kwargs)
@@ -42,13 +42,13 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the configuration as ``hparams``; what the library cannot store is stored as text."""
-        self.writer["hparams"] = plain(values)
+        """Store the configuration as ``hparams``; what the library cannot store is stored as text."""
+        self.writer["hparams"] = to_json_types(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs numbers, and dicts of them as ``name/key``; ``kwargs`` go to ``Run.track``."""
-        for key, value in scalars(values).items():
+        """Log numbers, and dicts of them as ``name/key``; ``kwargs`` go to ``Run.track``."""
+        for key, value in unwrap_scalars(values).items():
             if isinstance(value, dict):
                 self.log({f"{key}/{inner}": each for inner, each in value.items()}, step, **kwargs)
             elif value is None:
@@ -64,7 +64,7 @@ class AimTracker(GeneralTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Logs images, each alone or as ``(image, caption)``.
+        """Log images, each alone or as ``(image, caption)``.
 
         Args:
             values: name -> image: an array, a PIL image, a path.
@@ -81,7 +81,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Closes the run."""
+        """Close the run."""
         self.writer.close()
 
 

@@ -1,7 +1,7 @@
-"""What a tracker is: a thin sink for the numbers of one run.
+"""The tracker protocol: a thin adapter that sends the metrics of one run to a library.
 
 A tracker is made without starting anything, begins its run in ``start`` and ends it in ``finish``. Each file
-of this folder is one; users derive their own from ``GeneralTracker``.
+of this folder is a tracker; users derive their own from ``GeneralTracker``.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UnfinishedTrackerError(SettingError, NotImplementedError):
-    """A class of trackers lacks a part that every tracker has."""
+    """A tracker class lacks an attribute that every tracker has."""
 
 
 class GeneralTracker:
-    """Base of all trackers.
+    """The base of all trackers.
 
     A subclass defines ``name``, ``requires_logging_directory`` and ``tracker``, and overrides the methods.
     Its constructor takes the name of the run, then the folder for logs if it requires one, then options.
 
     Attributes:
-        name: what ``log_with=`` and ``get_tracker`` call it.
+        name: its name for ``log_with=`` and ``get_tracker``.
         requires_logging_directory: whether the constructor's second argument is the folder for logs.
-        tracker: the library's own object of the run, for what is not covered here.
-        main_process_only: what is decorated with ``on_main_process`` runs on rank 0 only. An ``Accelerator``
-            uses trackers on rank 0 whatever this says; it matters where a script makes trackers itself.
+        tracker: the library's own object of the run, for features without a method here.
+        main_process_only: methods decorated with ``on_main_process`` run on rank 0 only. An ``Accelerator``
+            always uses trackers on rank 0; this matters where a script makes trackers itself.
         packages: modules of which one must be installed; the first is the one to install.
         failed: set before ``finish`` when the script ends by an error.
 
     Args:
-        _blank: make one that does nothing.
+        _blank: make a tracker that does nothing.
 
     Raises:
         UnfinishedTrackerError: the class lacks one of the three attributes.
@@ -55,13 +55,13 @@ class GeneralTracker:
     packages: ClassVar[tuple[str, ...]] = ()
     failed: bool = False
 
-    if TYPE_CHECKING:  # a subclass that lacks it must be told from one that has it
+    if TYPE_CHECKING:  # so that a subclass without it is recognized at run time
 
         @property
         def tracker(self) -> Any: ...
 
     def __init__(self, _blank: bool = False) -> None:
-        missing = [] if _blank else lacking(self)
+        missing = [] if _blank else missing_attributes(self)
         if missing:
             raise UnfinishedTrackerError(
                 f"the tracker {type(self).__name__} has no {', '.join(missing)}",
@@ -70,31 +70,31 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begins the run."""
+        """Begin the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the hyperparameters of the run."""
+        """Store the hyperparameters of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs ``values``, at ``step`` if there is one; ``kwargs`` are the library's own options."""
+        """Log ``values``, at ``step`` if there is one; ``kwargs`` are the library's own options."""
 
     def finish(self) -> None:
-        """Ends the run; everything logged is written."""
+        """End the run; everything logged is written."""
 
     @classmethod
-    def available(cls) -> bool:
-        """Whether its package is installed."""
-        return not cls.packages or any(map(packages.installed, cls.packages))
+    def is_available(cls) -> bool:
+        """Return True when its package is installed."""
+        return not cls.packages or any(map(packages.is_installed, cls.packages))
 
     @classmethod
     def check(cls, logging_dir: object) -> None:
-        """Refuses what would fail later.
+        """Refuse a set-up that would fail later.
 
         Raises:
             MissingExtraError: its package is not installed.
             SettingError: it needs a folder and there is none.
         """
-        if not cls.available():
+        if not cls.is_available():
             raise MissingExtraError(cls.packages[0], f'log_with="{cls.name}"')
         if cls.requires_logging_directory and logging_dir is None:
             raise SettingError(
@@ -103,18 +103,18 @@ class GeneralTracker:
             )
 
     def refuse(self, key: str, value: object) -> None:
-        """Says, once for a key, that a value is left out because the library has no way to log it."""
-        said = self.__dict__.setdefault("_refused", set())
-        if key not in said:
-            said.add(key)
+        """Warn, once for a key, that the library cannot log a value and that it is left out."""
+        refused = self.__dict__.setdefault("_refused", set())
+        if key not in refused:
+            refused.add(key)
             kind = type(value).__name__
             warnings.warn(f"{self.name} cannot log {key!r}: a {kind} is left out", stacklevel=2)
 
 
 class BlankTracker(GeneralTracker):
-    """Stands for a tracker on processes that have none: whatever is called on it does nothing.
+    """The tracker of ranks that have none: every call on it does nothing.
 
-    So ``accelerator.get_tracker("name").log_images(...)`` may stand in a script without a branch on ranks.
+    So a script may call ``accelerator.get_tracker("name").log_images(...)`` without a branch on ranks.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class BlankTracker(GeneralTracker):
         return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -141,76 +141,77 @@ class BlankTracker(GeneralTracker):
         return False
 
 
-def lacking(tracker: GeneralTracker | type[GeneralTracker]) -> list[str]:
-    """Which of the three attributes that each tracker defines are missing."""
+def missing_attributes(tracker: GeneralTracker | type[GeneralTracker]) -> list[str]:
+    """Return which of the three attributes of every tracker are missing."""
     known = dir(tracker)
     return [name for name in ("name", "requires_logging_directory", "tracker") if name not in known]
 
 
-def is_main() -> bool:
-    """Whether this is rank 0: by the open world, else by what the launcher says, else a lone process."""
-    here = world.current() or clusters.detect(environ.snapshot())
-    return here is None or here.rank == 0
+def is_main_process() -> bool:
+    """Return True on rank 0, by the process group, else by the launcher's variables, else always."""
+    info = world.current() or clusters.detect(environ.snapshot())
+    return info is None or info.rank == 0
 
 
 def on_main_process(function: F) -> F:
-    """A decorator for methods of trackers: they run on rank 0 only, unless ``main_process_only`` is False."""
+    """Decorate a tracker's method: it runs on rank 0 only, unless ``main_process_only`` is False."""
 
     @functools.wraps(function)
-    def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs) if not self.main_process_only or is_main() else None
+    def wrapper(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs) if not self.main_process_only or is_main_process() else None
 
-    return guarded  # type: ignore[return-value]
-
-
-# --- values as libraries take them
+    return wrapper  # type: ignore[return-value]
 
 
-def simple(value: Any) -> Any:
-    """A tensor or array of one element as the number in it; anything else as it is."""
+# --- conversion of values for libraries
+
+
+def unwrap_scalar(value: Any) -> Any:
+    """Return the number of a one-element tensor or array; any other value unchanged."""
     item = getattr(value, "item", None)
     return item() if callable(item) and math.prod(getattr(value, "shape", (0,))) == 1 else value
 
 
-def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with tensors and arrays of one element as numbers, also one level down."""
+def unwrap_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with one-element tensors and arrays as numbers, also in nested mappings."""
     return {
-        key: scalars(value) if isinstance(value, Mapping) else simple(value) for key, value in values.items()
+        key: unwrap_scalars(value) if isinstance(value, Mapping) else unwrap_scalar(value)
+        for key, value in values.items()
     }
 
 
-def plain(value: Any) -> Any:
-    """A configuration in the types of JSON: what is none of them, such as a path or a dtype, as its text.
+def to_json_types(value: Any) -> Any:
+    """Convert a configuration to the types of JSON: other values, such as paths and dtypes, become text.
 
-    Namespaces and dataclasses are dicts of their fields.
+    Namespaces and dataclasses become dicts of their fields.
     """
-    value = simple(value)
+    value = unwrap_scalar(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
         value = vars(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_json_types(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
+        return [to_json_types(each) for each in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
     return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """A configuration without nesting: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``; lists are text."""
-    found: dict[str, Any] = {}
-    for key, value in plain(values).items():
+def flatten_config(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a configuration: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; lists become text."""
+    flat: dict[str, Any] = {}
+    for key, value in to_json_types(values).items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flat |= flatten_config(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
 
 
 class ProjectTracker(GeneralTracker):
-    """Base of trackers whose library begins a run by ``init(project=...)`` and gives an object of that run.
+    """The base of trackers whose library begins a run by ``init(project=...)`` and returns the run.
 
     Args:
         run_name: name of the project.
@@ -226,26 +227,26 @@ class ProjectTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The run."""
+        """The library's object of the run."""
         return self.run
 
     @on_main_process
     def start(self) -> None:
-        """Begins the run."""
+        """Begin the run."""
         library: Any = importlib.import_module(self.packages[0])
         self.run: Any = library.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the configuration, nested as it is."""
-        self.run.config.update(plain(values))
+        """Store the configuration with its nesting."""
+        self.run.config.update(to_json_types(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs whatever the library takes; ``kwargs`` go to the run's ``log``."""
-        self.run.log(scalars(values), step=step, **kwargs)
+        """Log all values that the library supports; ``kwargs`` go to the run's ``log``."""
+        self.run.log(unwrap_scalars(values), step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
-        """Ends the run."""
+        """End the run."""
         self.run.finish()

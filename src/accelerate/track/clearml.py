@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
 
 # Prefixes of names that are the series of a plot, as scripts write them: eval_loss is loss of "eval".
 SERIES = ("eval", "test", "train")
@@ -38,7 +38,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Opens the task, or takes the one that is open."""
+        """Open the task, or takes the one that is open."""
         from clearml import Task
 
         self.task: Any = Task.current_task()
@@ -52,17 +52,17 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the configuration, nested as it is."""
-        self.task.connect_configuration(plain(values))
+        """Store the configuration, nested as it is."""
+        self.task.connect_configuration(to_json_types(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs numbers: ``eval_loss`` is the series eval of the plot loss; without a step, a single value.
+        """Log numbers: ``eval_loss`` is the series eval of the plot loss; without a step, a single value.
 
         A dict of numbers is one plot, its keys are the series. ``kwargs`` go to the method that reports.
         """
         report = self.task.get_logger()
-        for key, value in scalars(values).items():
+        for key, value in unwrap_scalars(values).items():
             rows = value if isinstance(value, dict) else {None: value}
             for inner, each in rows.items():
                 title, series = self._get_title_series(key) if inner is None else (key, inner)
@@ -76,11 +76,11 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs images, each an array or a PIL image, or a list of them; ``kwargs`` go to ``report_image``."""
+        """Log images, each an array or a PIL image, or a list of them; ``kwargs`` go to ``report_image``."""
         report = self.task.get_logger()
-        for key, given in values.items():
+        for key, pictures in values.items():
             title, series = self._get_title_series(key)
-            for image in given if isinstance(given, list | tuple) else [given]:
+            for image in pictures if isinstance(pictures, list | tuple) else [pictures]:
                 report.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
 
     @on_main_process
@@ -93,7 +93,7 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Logs a table, given by its rows or as a data frame; ``kwargs`` go to ``report_table``.
+        """Log a table, given by its rows or as a data frame; ``kwargs`` go to ``report_table``.
 
         Raises:
             SettingError: neither rows nor a data frame are given.
@@ -108,7 +108,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Closes the task, unless the script opened it; one that failed is marked so."""
+        """Close the task, unless the script opened it; one that failed is marked so."""
         if self._initialized_externally:
             return
         if self.failed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
 
 
 class CometMLTracker(GeneralTracker):
@@ -30,22 +30,22 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begins the experiment."""
+        """Begin the experiment."""
         import comet_ml
 
         self.writer: Any = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the configuration; the library removes its nesting."""
-        self.writer.log_parameters(plain(values))
+        """Store the configuration; the library removes its nesting."""
+        self.writer.log_parameters(to_json_types(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs numbers, dicts of numbers, and texts; ``kwargs`` go to the method that logs each."""
+        """Log numbers, dicts of numbers, and texts; ``kwargs`` go to the method that logs each."""
         if step is not None:
             self.writer.set_step(step)
-        for key, value in scalars(values).items():
+        for key, value in unwrap_scalars(values).items():
             if isinstance(value, int | float):
                 self.writer.log_metric(key, value, step=step, **kwargs)
             elif isinstance(value, str):
@@ -57,14 +57,14 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs lists of images: arrays, PIL images, paths; ``kwargs`` go to ``log_image``."""
+        """Log lists of images: arrays, PIL images, paths; ``kwargs`` go to ``log_image``."""
         for key, images in values.items():
             for image in images:
                 self.writer.log_image(image, name=key, step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
-        """Ends the experiment."""
+        """End the experiment."""
         self.writer.end()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, plain, scalars
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
 
 
 class DVCLiveTracker(GeneralTracker):
@@ -32,26 +32,26 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Opens the folder."""
+        """Open the folder."""
         from dvclive import Live
 
         self.live = self.live if self.live is not None else Live(**self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Writes the configuration, nested as it is."""
-        self.tracker.log_params(plain(values))
+        """Write the configuration, nested as it is."""
+        self.tracker.log_params(to_json_types(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs numbers and texts, and dicts of them as ``name/key``; then the step is over.
+        """Log numbers and texts, and dicts of them as ``name/key``; then the step is over.
 
         ``kwargs`` go to ``log_metric``.
         """
         live = self.tracker
         if step is not None:
             live.step = step
-        self._metrics(scalars(values), kwargs)
+        self._metrics(unwrap_scalars(values), kwargs)
         live.next_step()
 
     def _metrics(self, values: dict[str, Any], options: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Writes images, each an array, a PIL image, a figure or a path.
+        """Write images, each an array, a PIL image, a figure or a path.
 
         The name is the file's name; it becomes a PNG unless the name ends in another format.
         """
@@ -76,7 +76,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Writes the summary."""
+        """Write the summary."""
         self.tracker.end()
 
 

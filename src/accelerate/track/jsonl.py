@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from accelerate.core.errors import SettingError
-from accelerate.track.base import GeneralTracker, on_main_process, plain
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
 
 
 class JSONLTracker(GeneralTracker):
@@ -48,19 +48,19 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Opens the file."""
+        """Open the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", encoding="utf-8")
         self._write(start=self.run_name)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Writes the configuration; what JSON has no type for is written as text."""
+        """Write the configuration; what JSON has no type for is written as text."""
         self._write(config=values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Writes one line.
+        """Write one line.
 
         Raises:
             SettingError: there are ``kwargs``: a file has no options.
@@ -78,14 +78,14 @@ class JSONLTracker(GeneralTracker):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Writes a table, given by its rows or as a data frame."""
+        """Write a table, given by its rows or as a data frame."""
         if dataframe is not None:
             columns, data = list(dataframe.columns), dataframe.to_numpy().tolist()
         self._write(step=step, table=table_name, columns=columns or [], rows=data or [])
 
     @on_main_process
     def finish(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._write(end="failed" if self.failed else "finished")
             self._file.close()
@@ -94,7 +94,7 @@ class JSONLTracker(GeneralTracker):
     def _write(self, **record: Any) -> None:
         if self._file is None:
             raise SettingError(f"the run {self.run_name!r} is not open", fix="call start() first")
-        line = json.dumps(_finite(plain({"time": time.time(), **record})), allow_nan=False)
+        line = json.dumps(_finite(to_json_types({"time": time.time(), **record})), allow_nan=False)
         self._file.write(f"{line}\n")
         self._file.flush()
 

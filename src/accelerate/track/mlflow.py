@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.track.base import GeneralTracker, flat, on_main_process, scalars
+from accelerate.track.base import GeneralTracker, flatten_config, on_main_process, unwrap_scalars
 
 # A server takes no more parameters in one request (mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH).
 BATCH = 100
@@ -31,7 +31,7 @@ class MLflowTracker(GeneralTracker):
         description: the run's description.
 
     Raises:
-        SettingError: the tags are no JSON object.
+        SettingError: the tags are not a JSON object.
     """
 
     name = "mlflow"
@@ -52,11 +52,11 @@ class MLflowTracker(GeneralTracker):
         self.experiment_name = environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self.run_id = environ.get("MLFLOW_RUN_ID", run_id)
-        given = environ.get("MLFLOW_TAGS") or tags
-        self.tags: dict[str, Any] | None = _tags(given) if isinstance(given, str) else given
+        tags = environ.get("MLFLOW_TAGS") or tags
+        self.tags: dict[str, Any] | None = _parse_tags(tags) if isinstance(tags, str) else tags
         nested = environ.get("MLFLOW_NESTED_RUN") or nested_run
         self.nested_run = (
-            environ.truth(nested, where="nested_run") if isinstance(nested, str) else bool(nested)
+            environ.parse_bool(nested, where="nested_run") if isinstance(nested, str) else bool(nested)
         )
         self.run_name, self.description = run_name, description
 
@@ -67,7 +67,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begins the run."""
+        """Begin the run."""
         import mlflow
 
         known = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
@@ -89,20 +89,20 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the configuration as parameters, without nesting, in batches that a server takes."""
+        """Store the configuration as parameters, without nesting, in batches that a server takes."""
         import mlflow
 
-        rows = iter(flat(values).items())
+        rows = iter(flatten_config(values).items())
         while batch := dict(islice(rows, BATCH)):
             mlflow.log_params(batch)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs numbers, and dicts of them as ``name/key``; ``kwargs`` go to ``log_metrics``."""
+        """Log numbers, and dicts of them as ``name/key``; ``kwargs`` go to ``log_metrics``."""
         import mlflow
 
         metrics: dict[str, Any] = {}
-        for key, value in scalars(values).items():
+        for key, value in unwrap_scalars(values).items():
             if isinstance(value, int | float):
                 metrics[key] = value
             elif isinstance(value, dict):
@@ -113,7 +113,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Stores a figure of matplotlib or plotly as ``artifact_file``, saved with ``save_kwargs``."""
+        """Store a figure of matplotlib or plotly as ``artifact_file``, saved with ``save_kwargs``."""
         import mlflow
 
         options = {"save_kwargs": save_kwargs} if save_kwargs else {}
@@ -121,21 +121,21 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Stores a file, in the folder ``artifact_path`` of the run."""
+        """Store a file, in the folder ``artifact_path`` of the run."""
         import mlflow
 
         mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Stores what a folder holds, in the folder ``artifact_path`` of the run."""
+        """Store what a folder holds, in the folder ``artifact_path`` of the run."""
         import mlflow
 
         mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def finish(self) -> None:
-        """Ends the run; one that failed is marked so."""
+        """End the run; one that failed is marked so."""
         import mlflow
 
         if self.failed:
@@ -144,14 +144,14 @@ class MLflowTracker(GeneralTracker):
             mlflow.end_run()
 
 
-def _tags(text: str) -> dict[str, Any]:
+def _parse_tags(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        tags = json.loads(text)
     except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+        tags = None
+    if not isinstance(tags, dict):
         raise SettingError(f"the tags {text!r} are no JSON object", fix='write them as {"name": "value"}')
-    return found
+    return tags
 
 
 PLUGIN = MLflowTracker

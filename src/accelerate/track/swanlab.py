@@ -20,15 +20,15 @@ class SwanLabTracker(ProjectTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs lists of images: arrays, PIL images, paths."""
+        """Log lists of images: arrays, PIL images, paths."""
         import swanlab
 
-        images = {key: [swanlab.Image(image) for image in given] for key, given in values.items()}
+        images = {key: [swanlab.Image(image) for image in pictures] for key, pictures in values.items()}
         self.run.log(images, step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
-        """Ends the run; one that failed is marked so."""
+        """End the run; one that failed is marked so."""
         if self.failed:
             self.run.finish(state="crashed", error="the script ended by an error")
         else:

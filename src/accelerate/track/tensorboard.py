@@ -10,7 +10,13 @@ from typing import Any
 import yaml
 
 from accelerate.core import packages
-from accelerate.track.base import GeneralTracker, flat, on_main_process, plain, scalars
+from accelerate.track.base import (
+    GeneralTracker,
+    flatten_config,
+    on_main_process,
+    to_json_types,
+    unwrap_scalars,
+)
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -38,8 +44,8 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Opens the event file."""
-        if packages.installed("tensorboard"):
+        """Open the event file."""
+        if packages.is_installed("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
         else:
             from tensorboardX import SummaryWriter
@@ -47,17 +53,17 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the configuration as hyperparameters, without nesting, and as it is in ``hparams.yml``."""
-        self.writer.add_hparams(flat(values), metric_dict={})
+        """Store the configuration as hyperparameters, without nesting, and as it is in ``hparams.yml``."""
+        self.writer.add_hparams(flatten_config(values), metric_dict={})
         self.writer.flush()
         folder = Path(self.logging_dir, str(time.time()))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hparams.yml").write_text(yaml.safe_dump(plain(values)), encoding="utf-8")
+        (folder / "hparams.yml").write_text(yaml.safe_dump(to_json_types(values)), encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs numbers, texts, and dicts of numbers; ``kwargs`` go to ``add_scalar`` and its kin."""
-        for key, value in scalars(values).items():
+        """Log numbers, texts, and dicts of numbers; ``kwargs`` go to ``add_scalar`` and similar methods."""
+        for key, value in unwrap_scalars(values).items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
             elif isinstance(value, str):
@@ -70,13 +76,13 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs batches of images, ``(n, 3, height, width)`` unless ``dataformats="NHWC"`` is given."""
+        """Log batches of images, ``(n, 3, height, width)`` unless ``dataformats="NHWC"`` is given."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self.writer.close()
 
 

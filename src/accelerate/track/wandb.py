@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.track.base import ProjectTracker, on_main_process, plain
+from accelerate.track.base import ProjectTracker, on_main_process, to_json_types
 
 
 class WandBTracker(ProjectTracker):
@@ -20,15 +20,15 @@ class WandBTracker(ProjectTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Stores the configuration, nested as it is."""
-        self.run.config.update(plain(values), allow_val_change=True)
+        """Store the configuration, nested as it is."""
+        self.run.config.update(to_json_types(values), allow_val_change=True)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Logs lists of images: arrays, PIL images, paths."""
+        """Log lists of images: arrays, PIL images, paths."""
         import wandb
 
-        images = {key: [wandb.Image(image) for image in given] for key, given in values.items()}
+        images = {key: [wandb.Image(image) for image in pictures] for key, pictures in values.items()}
         self.log(images, step=step, **kwargs)
 
     @on_main_process
@@ -41,7 +41,7 @@ class WandBTracker(ProjectTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Logs a table, given by its rows or as a data frame."""
+        """Log a table, given by its rows or as a data frame."""
         import wandb
 
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
@@ -49,7 +49,7 @@ class WandBTracker(ProjectTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Ends the run; one that failed is marked so."""
+        """End the run; one that failed is marked so."""
         if self.failed:
             self.run.finish(exit_code=1)
         else:

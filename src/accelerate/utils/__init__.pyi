@@ -1,12 +1,6 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.export import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-from accelerate.checkpoint.export import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-from accelerate.checkpoint.export import id_tensor_storage as id_tensor_storage
-from accelerate.checkpoint.export import load as load
-from accelerate.checkpoint.export import load_state_dict as load_state_dict
-from accelerate.checkpoint.export import save as save
 from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
 from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
@@ -22,36 +16,46 @@ from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accelerate.checkpoint.names import WEIGHTS_NAME as WEIGHTS_NAME
 from accelerate.checkpoint.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
+from accelerate.checkpoint.weight_files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.checkpoint.weight_files import (
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+)
+from accelerate.checkpoint.weight_files import id_tensor_storage as id_tensor_storage
+from accelerate.checkpoint.weight_files import load as load
+from accelerate.checkpoint.weight_files import load_state_dict as load_state_dict
+from accelerate.checkpoint.weight_files import save as save
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
-from accelerate.cli.functions import env_var_path_add as env_var_path_add
-from accelerate.cli.functions import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accelerate.cli.functions import (
+from accelerate.cli.launcher_functions import env_var_path_add as env_var_path_add
+from accelerate.cli.launcher_functions import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.cli.launcher_functions import (
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
 )
-from accelerate.cli.functions import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accelerate.cli.functions import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
-from accelerate.cli.functions import prepare_tpu as prepare_tpu
-from accelerate.cli.functions import setup_fp8_env as setup_fp8_env
+from accelerate.cli.launcher_functions import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.cli.launcher_functions import (
+    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
+)
+from accelerate.cli.launcher_functions import prepare_tpu as prepare_tpu
+from accelerate.cli.launcher_functions import setup_fp8_env as setup_fp8_env
 from accelerate.core.enums import BaseEnum as BaseEnum
 from accelerate.core.enums import EnumWithContains as EnumWithContains
-from accelerate.core.handler import KwargsHandler as KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.core.units import show_bytes as convert_bytes
 from accelerate.core.versions import OPERATIONS as STR_OPERATION_TO_FUNC
 from accelerate.core.versions import compare_versions as compare_versions
 from accelerate.core.versions import is_torch_version as is_torch_version
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
-from accelerate.facade.available import is_fp16_available as is_fp16_available
-from accelerate.facade.available import is_torch_distributed_available as is_torch_distributed_available
-from accelerate.facade.big import load_checkpoint_in_model as load_checkpoint_in_model
-from accelerate.facade.compile import TorchDynamoPlugin as TorchDynamoPlugin
-from accelerate.facade.compile import compile_regions as compile_regions
-from accelerate.facade.compile import compile_regions as compile_regions_deepspeed
-from accelerate.facade.compile import compile_regions as compile_regions_fsdp2
-from accelerate.facade.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from accelerate.facade.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from accelerate.facade.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from accelerate.facade.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
+from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.facade.compilation import compile_regions as compile_regions
+from accelerate.facade.compilation import compile_regions as compile_regions_deepspeed
+from accelerate.facade.compilation import compile_regions as compile_regions_fsdp2
+from accelerate.facade.deepspeed_wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.facade.deepspeed_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.facade.deepspeed_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.facade.deepspeed_wrappers import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.facade.device_checks import is_fp16_available as is_fp16_available
+from accelerate.facade.device_checks import is_torch_distributed_available as is_torch_distributed_available
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.facade.enums import CustomDtype as CustomDtype
 from accelerate.facade.enums import DistributedType as DistributedType
@@ -76,17 +80,17 @@ from accelerate.facade.fp8 import AORecipeKwargs as AORecipeKwargs
 from accelerate.facade.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accelerate.facade.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.facade.fp8 import TERecipeKwargs as TERecipeKwargs
-from accelerate.facade.fsdp_files import load_fsdp_model as load_fsdp_model
-from accelerate.facade.fsdp_files import load_fsdp_optimizer as load_fsdp_optimizer
-from accelerate.facade.fsdp_files import save_fsdp_model as save_fsdp_model
-from accelerate.facade.fsdp_files import save_fsdp_optimizer as save_fsdp_optimizer
+from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
+from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
+from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.facade.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.facade.hardware import check_os_kernel as check_os_kernel
 from accelerate.facade.hardware import get_driver_version as get_driver_version
 from accelerate.facade.hardware import get_gpu_info as get_gpu_info
 from accelerate.facade.hardware import has_p2p_and_infiniband as check_cuda_p2p_ib_support
-from accelerate.facade.megatron_lm import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
-from accelerate.facade.megatron_lm import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+from accelerate.facade.megatron_lm_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accelerate.facade.megatron_lm_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
@@ -100,64 +104,66 @@ from accelerate.facade.modules import is_compiled_module as is_compiled_module
 from accelerate.facade.modules import is_peft_model as is_peft_model
 from accelerate.facade.modules import is_repeated_blocks as is_repeated_blocks
 from accelerate.facade.modules import model_has_dtensor as model_has_dtensor
-from accelerate.facade.objects import get_pretty_name as get_pretty_name
-from accelerate.facade.objects import merge_dicts as merge_dicts
-from accelerate.facade.objects import recursive_getattr as recursive_getattr
+from accelerate.facade.object_utils import get_pretty_name as get_pretty_name
+from accelerate.facade.object_utils import merge_dicts as merge_dicts
+from accelerate.facade.object_utils import recursive_getattr as recursive_getattr
 from accelerate.facade.precision import get_grad_scaler as get_grad_scaler
 from accelerate.facade.precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accelerate.launch.notebook.prepare import PrepareForLaunch as PrepareForLaunch
-from accelerate.offload.assign import align_module_device as align_module_device
-from accelerate.offload.assign import check_device_same as check_device_same
-from accelerate.offload.assign import get_state_dict_from_offload as get_state_dict_from_offload
-from accelerate.offload.assign import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-from accelerate.offload.assign import has_offloaded_params as has_offloaded_params
-from accelerate.offload.assign import load_offloaded_weights as load_offloaded_weights
-from accelerate.offload.assign import retie_parameters as retie_parameters
-from accelerate.offload.assign import set_module_tensor_to_device as set_module_tensor_to_device
-from accelerate.offload.casting import LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
-from accelerate.offload.folder import OffloadedWeightsLoader as OffloadedWeightsLoader
-from accelerate.offload.folder import PrefixedDataset as PrefixedDataset
-from accelerate.offload.folder import extract_submodules_state_dict as extract_submodules_state_dict
-from accelerate.offload.folder import load_offloaded_weight as load_offloaded_weight
-from accelerate.offload.folder import offload_state_dict as offload_state_dict
-from accelerate.offload.folder import offload_weight as offload_weight
-from accelerate.offload.folder import save_offload_index as save_offload_index
-from accelerate.offload.maps import check_device_map as check_device_map
-from accelerate.offload.maps import (
+from accelerate.offload.device_maps import check_device_map as check_device_map
+from accelerate.offload.device_maps import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
 )
-from accelerate.offload.maps import clean_device_map as clean_device_map
-from accelerate.offload.maps import fallback_allocate as fallback_allocate
-from accelerate.offload.maps import get_balanced_memory as get_balanced_memory
-from accelerate.offload.maps import get_max_memory as get_max_memory
-from accelerate.offload.maps import infer_auto_device_map as infer_auto_device_map
-from accelerate.offload.measure import calculate_maximum_sizes as calculate_maximum_sizes
-from accelerate.offload.measure import check_tied_parameters_in_config as check_tied_parameters_in_config
-from accelerate.offload.measure import compute_module_sizes as compute_module_sizes
-from accelerate.offload.measure import compute_module_total_buffer_size as compute_module_total_buffer_size
-from accelerate.offload.measure import dtype_byte_size as dtype_byte_size
-from accelerate.offload.measure import find_tied_parameters as find_tied_parameters
-from accelerate.offload.measure import get_max_layer_size as get_max_layer_size
-from accelerate.offload.measure import get_module_leaves as get_module_leaves
-from accelerate.offload.measure import get_module_size_with_ties as get_module_size_with_ties
-from accelerate.offload.measure import get_non_persistent_buffers as get_non_persistent_buffers
-from accelerate.offload.measure import named_module_tensors as named_module_tensors
+from accelerate.offload.device_maps import clean_device_map as clean_device_map
+from accelerate.offload.device_maps import fallback_allocate as fallback_allocate
+from accelerate.offload.device_maps import get_balanced_memory as get_balanced_memory
+from accelerate.offload.device_maps import get_max_memory as get_max_memory
+from accelerate.offload.device_maps import infer_auto_device_map as infer_auto_device_map
+from accelerate.offload.layerwise_casting import CASTABLE_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from accelerate.offload.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
+from accelerate.offload.module_sizes import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accelerate.offload.module_sizes import compute_module_sizes as compute_module_sizes
+from accelerate.offload.module_sizes import (
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
+)
+from accelerate.offload.module_sizes import dtype_byte_size as dtype_byte_size
+from accelerate.offload.module_sizes import find_tied_parameters as find_tied_parameters
+from accelerate.offload.module_sizes import get_max_layer_size as get_max_layer_size
+from accelerate.offload.module_sizes import get_module_leaves as get_module_leaves
+from accelerate.offload.module_sizes import get_module_size_with_ties as get_module_size_with_ties
+from accelerate.offload.module_sizes import get_non_persistent_buffers as get_non_persistent_buffers
+from accelerate.offload.module_sizes import named_module_tensors as named_module_tensors
+from accelerate.offload.module_tensors import align_module_device as align_module_device
+from accelerate.offload.module_tensors import check_device_same as check_device_same
+from accelerate.offload.module_tensors import get_state_dict_from_offload as get_state_dict_from_offload
+from accelerate.offload.module_tensors import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accelerate.offload.module_tensors import has_offloaded_params as has_offloaded_params
+from accelerate.offload.module_tensors import load_offloaded_weights as load_offloaded_weights
+from accelerate.offload.module_tensors import retie_parameters as retie_parameters
+from accelerate.offload.module_tensors import set_module_tensor_to_device as set_module_tensor_to_device
+from accelerate.offload.offload_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accelerate.offload.offload_folder import PrefixedDataset as PrefixedDataset
+from accelerate.offload.offload_folder import extract_submodules_state_dict as extract_submodules_state_dict
+from accelerate.offload.offload_folder import load_offloaded_weight as load_offloaded_weight
+from accelerate.offload.offload_folder import offload_state_dict as offload_state_dict
+from accelerate.offload.offload_folder import offload_weight as offload_weight
+from accelerate.offload.offload_folder import save_offload_index as save_offload_index
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
-from accelerate.strategy.deepspeed.tree import DummyOptim as DummyOptim
-from accelerate.strategy.deepspeed.tree import DummyScheduler as DummyScheduler
-from accelerate.strategy.deepspeed.tree import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accelerate.strategy.deepspeed.tree import (
+from accelerate.strategy.deepspeed.config_tree import DummyOptim as DummyOptim
+from accelerate.strategy.deepspeed.config_tree import DummyScheduler as DummyScheduler
+from accelerate.strategy.deepspeed.config_tree import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.strategy.deepspeed.config_tree import (
     map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
+from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
 from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
 from accelerate.strategy.megatron.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accelerate.strategy.megatron.functions import (
@@ -175,6 +181,7 @@ from accelerate.strategy.megatron.functions import (
 )
 from accelerate.strategy.megatron.functions import prepare_optimizer as prepare_optimizer
 from accelerate.strategy.megatron.functions import prepare_scheduler as prepare_scheduler
+from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )
@@ -187,11 +194,10 @@ from accelerate.strategy.megatron.parsers import parse_gpt2_config as parse_gpt2
 from accelerate.strategy.megatron.parsers import parse_llama_config as parse_llama_config
 from accelerate.strategy.megatron.parsers import parse_t5_config as parse_t5_config
 from accelerate.strategy.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
-from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from accelerate.strategy.megatron.step import AbstractTrainStep as AbstractTrainStep
-from accelerate.strategy.megatron.step import BertTrainStep as BertTrainStep
-from accelerate.strategy.megatron.step import GPTTrainStep as GPTTrainStep
-from accelerate.strategy.megatron.step import T5TrainStep as T5TrainStep
+from accelerate.strategy.megatron.train_step import AbstractTrainStep as AbstractTrainStep
+from accelerate.strategy.megatron.train_step import BertTrainStep as BertTrainStep
+from accelerate.strategy.megatron.train_step import GPTTrainStep as GPTTrainStep
+from accelerate.strategy.megatron.train_step import T5TrainStep as T5TrainStep
 from accelerate.strategy.parallelism.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
@@ -199,26 +205,26 @@ from accelerate.strategy.parallelism.config import ParallelismConfig as Parallel
 from accelerate.strategy.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accelerate.strategy.parallelism.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
-from accelerate.strategy.sharding.functions import (
+from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig as PipelineParallelConfig
+from accelerate.strategy.sharding.fsdp_utils import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
-from accelerate.strategy.sharding.functions import (
+from accelerate.strategy.sharding.fsdp_utils import (
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
 )
-from accelerate.strategy.sharding.functions import ensure_weights_retied as ensure_weights_retied
-from accelerate.strategy.sharding.functions import fsdp2_apply_ac as fsdp2_apply_ac
-from accelerate.strategy.sharding.functions import fsdp2_canonicalize_names as fsdp2_canonicalize_names
-from accelerate.strategy.sharding.functions import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
-from accelerate.strategy.sharding.functions import (
+from accelerate.strategy.sharding.fsdp_utils import ensure_weights_retied as ensure_weights_retied
+from accelerate.strategy.sharding.fsdp_utils import fsdp2_apply_ac as fsdp2_apply_ac
+from accelerate.strategy.sharding.fsdp_utils import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accelerate.strategy.sharding.fsdp_utils import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accelerate.strategy.sharding.fsdp_utils import (
     fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
 )
-from accelerate.strategy.sharding.functions import fsdp2_prepare_model as fsdp2_prepare_model
-from accelerate.strategy.sharding.functions import (
+from accelerate.strategy.sharding.fsdp_utils import fsdp2_prepare_model as fsdp2_prepare_model
+from accelerate.strategy.sharding.fsdp_utils import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
-from accelerate.strategy.sharding.functions import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
-from accelerate.strategy.sharding.functions import get_parameters_from_modules as get_parameters_from_modules
+from accelerate.strategy.sharding.fsdp_utils import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.strategy.sharding.fsdp_utils import get_parameters_from_modules as get_parameters_from_modules
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
@@ -363,13 +369,13 @@ from accelerate.utils.transformer_engine import apply_fp8_autowrap as apply_fp8_
 from accelerate.utils.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
 from accelerate.utils.transformer_engine import convert_model as convert_model
 from accelerate.utils.transformer_engine import has_transformer_engine_layers as has_transformer_engine_layers
+from accelerate.watch.batch_size_search import clear_device_cache as clear_device_cache
+from accelerate.watch.batch_size_search import find_executable_batch_size as find_executable_batch_size
+from accelerate.watch.batch_size_search import release_memory as release_memory
+from accelerate.watch.batch_size_search import should_reduce_batch_size as should_reduce_batch_size
 from accelerate.watch.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.watch.progress import tqdm as tqdm
-from accelerate.watch.retry import clear_device_cache as clear_device_cache
-from accelerate.watch.retry import find_executable_batch_size as find_executable_batch_size
-from accelerate.watch.retry import release_memory as release_memory
-from accelerate.watch.retry import should_reduce_batch_size as should_reduce_batch_size
 from accelerate.world.affinity import override_numa_affinity as override_numa_affinity
 from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
@@ -383,13 +389,13 @@ from accelerate.world.collective import gather_tensor_shape as gather_tensor_sha
 from accelerate.world.collective import pad_across_processes as pad_across_processes
 from accelerate.world.collective import reduce as reduce
 from accelerate.world.collective import verify_operation as verify_operation
-from accelerate.world.copies import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.ports import get_free_port as get_free_port
 from accelerate.world.ports import is_port_in_use as is_port_in_use
+from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.rng import set_seed as set_seed
 from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
-from accelerate.world.stop import PreemptionKwargs as PreemptionKwargs
+from accelerate.world.tensor_copy import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accelerate.world.tensors import TensorInformation as TensorInformation

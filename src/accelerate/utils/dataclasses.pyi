@@ -4,9 +4,9 @@
 from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
 from accelerate.core.enums import BaseEnum as BaseEnum
 from accelerate.core.enums import EnumWithContains as EnumWithContains
-from accelerate.core.handler import KwargsHandler as KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
-from accelerate.facade.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.facade.enums import CustomDtype as CustomDtype
 from accelerate.facade.enums import DistributedType as DistributedType
@@ -45,12 +45,12 @@ from accelerate.strategy.parallelism.config import (
 from accelerate.strategy.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accelerate.strategy.parallelism.pipeline_options import PipelineParallelConfig as PipelineParallelConfig
+from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
-from accelerate.world.stop import PreemptionKwargs as PreemptionKwargs
+from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.tensors import TensorInformation as TensorInformation
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
 from typing import Any

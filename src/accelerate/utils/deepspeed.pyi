@@ -1,14 +1,14 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.facade.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from accelerate.facade.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from accelerate.facade.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from accelerate.facade.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from accelerate.strategy.deepspeed.tree import DummyOptim as DummyOptim
-from accelerate.strategy.deepspeed.tree import DummyScheduler as DummyScheduler
-from accelerate.strategy.deepspeed.tree import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accelerate.strategy.deepspeed.tree import (
+from accelerate.facade.deepspeed_wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.facade.deepspeed_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.facade.deepspeed_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.facade.deepspeed_wrappers import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.strategy.deepspeed.config_tree import DummyOptim as DummyOptim
+from accelerate.strategy.deepspeed.config_tree import DummyScheduler as DummyScheduler
+from accelerate.strategy.deepspeed.config_tree import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.strategy.deepspeed.config_tree import (
     map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
 )
 from typing import Any

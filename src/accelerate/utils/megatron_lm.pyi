@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.facade.megatron_lm import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
-from accelerate.facade.megatron_lm import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+from accelerate.facade.megatron_lm_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accelerate.facade.megatron_lm_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
 from accelerate.strategy.megatron.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accelerate.strategy.megatron.functions import (
@@ -20,11 +20,11 @@ from accelerate.strategy.megatron.functions import (
 )
 from accelerate.strategy.megatron.functions import prepare_optimizer as prepare_optimizer
 from accelerate.strategy.megatron.functions import prepare_scheduler as prepare_scheduler
-from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from accelerate.strategy.megatron.step import AbstractTrainStep as AbstractTrainStep
-from accelerate.strategy.megatron.step import BertTrainStep as BertTrainStep
-from accelerate.strategy.megatron.step import GPTTrainStep as GPTTrainStep
-from accelerate.strategy.megatron.step import T5TrainStep as T5TrainStep
+from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.strategy.megatron.train_step import AbstractTrainStep as AbstractTrainStep
+from accelerate.strategy.megatron.train_step import BertTrainStep as BertTrainStep
+from accelerate.strategy.megatron.train_step import GPTTrainStep as GPTTrainStep
+from accelerate.strategy.megatron.train_step import T5TrainStep as T5TrainStep
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

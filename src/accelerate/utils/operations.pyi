@@ -15,7 +15,7 @@ from accelerate.world.collective import gather_tensor_shape as gather_tensor_sha
 from accelerate.world.collective import pad_across_processes as pad_across_processes
 from accelerate.world.collective import reduce as reduce
 from accelerate.world.collective import verify_operation as verify_operation
-from accelerate.world.copies import copy_tensor_to_devices as copy_tensor_to_devices
+from accelerate.world.tensor_copy import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accelerate.world.tensors import concatenate as concatenate

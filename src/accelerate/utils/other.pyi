@@ -1,14 +1,16 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.export import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-from accelerate.checkpoint.export import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-from accelerate.checkpoint.export import load as load
-from accelerate.checkpoint.export import save as save
+from accelerate.checkpoint.weight_files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.checkpoint.weight_files import (
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+)
+from accelerate.checkpoint.weight_files import load as load
+from accelerate.checkpoint.weight_files import save as save
 from accelerate.core.units import show_bytes as convert_bytes
-from accelerate.facade.compile import compile_regions as compile_regions
-from accelerate.facade.compile import compile_regions as compile_regions_deepspeed
-from accelerate.facade.compile import compile_regions as compile_regions_fsdp2
+from accelerate.facade.compilation import compile_regions as compile_regions
+from accelerate.facade.compilation import compile_regions as compile_regions_deepspeed
+from accelerate.facade.compilation import compile_regions as compile_regions_fsdp2
 from accelerate.facade.hardware import check_os_kernel as check_os_kernel
 from accelerate.facade.modules import extract_model_from_parallel as extract_model_from_parallel
 from accelerate.facade.modules import get_model_tp_size as get_model_tp_size
@@ -18,9 +20,9 @@ from accelerate.facade.modules import has_repeated_blocks as has_repeated_blocks
 from accelerate.facade.modules import is_compiled_module as is_compiled_module
 from accelerate.facade.modules import is_repeated_blocks as is_repeated_blocks
 from accelerate.facade.modules import model_has_dtensor as model_has_dtensor
-from accelerate.facade.objects import get_pretty_name as get_pretty_name
-from accelerate.facade.objects import merge_dicts as merge_dicts
-from accelerate.facade.objects import recursive_getattr as recursive_getattr
+from accelerate.facade.object_utils import get_pretty_name as get_pretty_name
+from accelerate.facade.object_utils import merge_dicts as merge_dicts
+from accelerate.facade.object_utils import recursive_getattr as recursive_getattr
 from accelerate.world.collective import barrier as wait_for_everyone
 from accelerate.world.ports import get_free_port as get_free_port
 from accelerate.world.ports import is_port_in_use as is_port_in_use

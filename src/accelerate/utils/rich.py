@@ -2,7 +2,7 @@
 
 from accelerate.watch.console import console as console
 from accelerate.watch.console import progress as progress
-from accelerate.watch.console import require as _require
+from accelerate.watch.console import require_rich_enabled as _require
 from accelerate.watch.console import track as track
 
 _require()

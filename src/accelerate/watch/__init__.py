@@ -1,1 +1,1 @@
-"""Watching a run: logs, progress bars, profiles, and trying again with less memory."""
+"""Tools around a run: logs, progress bars, profiles, and the search for a batch size that fits memory."""

@@ -1,4 +1,4 @@
-"""Progress and consoles by rich, shown by one process of each machine.
+"""Progress bars and consoles of rich, shown by one process of each machine.
 
 The module ``accelerate.utils.rich`` shows these, and only when ``ACCELERATE_ENABLE_RICH`` is set, as in 1.x.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
-from accelerate.watch.place import place
+from accelerate.watch.rank_info import get_rank_info
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 class RichDisabledError(AccelerateError, ModuleNotFoundError):
-    """The module is there only when its variable is set."""
+    """``accelerate.utils.rich`` was imported without its environment variable."""
 
 
-def require() -> None:
-    """Refuses when the variable is not set.
+def require_rich_enabled() -> None:
+    """Refuse the import when ``ACCELERATE_ENABLE_RICH`` is not set.
 
     Raises:
-        RichDisabledError: it is not.
+        RichDisabledError: the variable is not set.
     """
-    if not environ.flag("ACCELERATE_ENABLE_RICH"):
+    if not environ.get_flag("ACCELERATE_ENABLE_RICH"):
         raise RichDisabledError(
             "accelerate.utils.rich is switched off",
             why="programs that ask is_rich_available() must opt in",
@@ -38,7 +38,7 @@ def require() -> None:
 
 
 def console(*, main_process_only: bool = True, **options: Any) -> Console:
-    """A ``rich.console.Console`` that is quiet on all processes but the first of each machine.
+    """Return a ``rich.console.Console`` that is quiet on all processes but the first of each machine.
 
     Args:
         main_process_only: False lets every process write.
@@ -46,22 +46,22 @@ def console(*, main_process_only: bool = True, **options: Any) -> Console:
     """
     from rich.console import Console
 
-    if main_process_only and place()[1] != 0:
+    if main_process_only and get_rank_info()[1] != 0:
         options["quiet"] = True
     return Console(**options)
 
 
 def progress(*columns: str | ProgressColumn, main_process_only: bool = True, **options: Any) -> Progress:
-    """A ``rich.progress.Progress`` that is shown by one process of each machine.
+    """Return a ``rich.progress.Progress`` that is shown by one process of each machine.
 
     Args:
-        columns: what its lines show; rich's own choice when none is given.
+        columns: the columns of its lines; rich's default when none is given.
         main_process_only: False shows it on every process.
         options: arguments of the class; ``disable=True`` hides it everywhere.
     """
     from rich.progress import Progress
 
-    if main_process_only and place()[1] != 0:
+    if main_process_only and get_rank_info()[1] != 0:
         options["disable"] = True
     return Progress(*columns, **options)
 
@@ -69,16 +69,16 @@ def progress(*columns: str | ProgressColumn, main_process_only: bool = True, **o
 def track(
     sequence: Iterable[T], description: str = "Working...", *, main_process_only: bool = True, **options: Any
 ) -> Iterable[T]:
-    """``rich.progress.track``, shown by one process of each machine.
+    """Iterate with the bar of ``rich.progress.track``, shown by one process of each machine.
 
     Args:
-        sequence: what is iterated over, on every process.
+        sequence: the iterable, on every process.
         description: the text beside the bar.
         main_process_only: False shows it on every process.
         options: arguments of that function; ``disable=True`` hides it everywhere.
     """
-    from rich.progress import track as tracked
+    from rich.progress import track as rich_track
 
-    if main_process_only and place()[1] != 0:
+    if main_process_only and get_rank_info()[1] != 0:
         options["disable"] = True
-    return tracked(sequence, description, **options)
+    return rich_track(sequence, description, **options)

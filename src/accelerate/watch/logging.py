@@ -1,4 +1,4 @@
-"""Loggers that know about ranks: by default only the main process speaks."""
+"""Loggers that know about ranks: by default only the main process logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.core.errors import UnknownNameError, WorldError
-from accelerate.watch.place import place
+from accelerate.watch.rank_info import get_rank_info
 from accelerate.world import world
 
 if TYPE_CHECKING:
@@ -20,27 +20,27 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class MultiProcessAdapter(_Adapter):
-    """A logger whose records begin with ``[RANK n]`` and come from the ranks that are asked for.
+    """A logger whose records begin with ``[RANK n]`` and come from the selected ranks.
 
     Every logging method takes two more keywords:
 
         main_process_only: only rank 0 logs; True unless ``in_order`` is.
         in_order: all ranks log, one after the other. A collective call: every rank must make it.
 
-    Before a world is open the rank is the one the launcher gave, or 0.
+    Before the process group is open the rank is the launcher's, or 0.
     """
 
     def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
         super().__init__(logger, extra)
-        self._said: set[tuple[Any, ...]] = set()
+        self._logged: set[tuple[Any, ...]] = set()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The message with its rank in front."""
+        """Return the message with its rank in front."""
         msg, kwargs = super().process(msg, kwargs)
-        return f"[RANK {place()[0]}] {msg}", kwargs
+        return f"[RANK {get_rank_info()[0]}] {msg}", kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs on the ranks that are asked for (see the class).
+        """Log on the selected ranks (see the class).
 
         Raises:
             WorldError: ``in_order`` among several processes before their group is open.
@@ -50,26 +50,26 @@ class MultiProcessAdapter(_Adapter):
         # The record names the caller's line, not this one.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if in_order and not main_only:
-            self._in_turn(level, msg, args, kwargs)
+            self._log_in_rank_order(level, msg, args, kwargs)
         elif self.isEnabledFor(level) and self._should_log(main_only):
             msg, processed = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **processed)
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
-        return not main_process_only or place()[0] == 0
+        return not main_process_only or get_rank_info()[0] == 0
 
-    def _in_turn(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rank, _, size = place()
+    def _log_in_rank_order(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rank, _, size = get_rank_info()
         if size > 1 and world.current() is None:
             raise WorldError(
                 "a log with in_order=True needs all ranks, and their group is not open yet",
                 fix="create PartialState() or Accelerator() first",
             )
-        from accelerate.world import collective  # torch: loggers are made where it is not wanted
+        from accelerate.world import collective  # it imports torch: loggers are also made without torch
 
         kwargs["stacklevel"] += 1
-        # Every rank passes every barrier, whatever its level lets through: levels may differ between ranks.
+        # Every rank enters every barrier, also when its level hides the record: levels may differ by rank.
         for turn in range(size):
             if turn == rank and self.isEnabledFor(level):
                 message, processed = self.process(msg, dict(kwargs))
@@ -77,20 +77,20 @@ class MultiProcessAdapter(_Adapter):
             collective.barrier()
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """A warning that is given once for the same message and arguments."""
-        said = (*map(str, args), kwargs.get("main_process_only"))
-        if said not in self._said:
-            self._said.add(said)
+        """Log a warning once for the same message and arguments."""
+        key = (*map(str, args), kwargs.get("main_process_only"))
+        if key not in self._logged:
+            self._logged.add(key)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.warning(*args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger that by default speaks on the main process only.
+    """Return a logger that by default logs on the main process only.
 
     Args:
         name: usually ``__name__``.
-        log_level: the least severe level to show, for example ``"INFO"``; None takes
+        log_level: the lowest level to show, for example ``"INFO"``; None takes
             ``ACCELERATE_LOG_LEVEL``, and without that leaves all levels as they are. A level that is given
             is set on the root logger too, so that other libraries follow.
 

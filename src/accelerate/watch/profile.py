@@ -1,4 +1,4 @@
-"""What to profile, handed to torch.profiler; traces and pictures of the memory, one per process."""
+"""Profiles by torch.profiler: one trace and one picture of the memory per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
-from accelerate.core.handler import KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -26,16 +26,16 @@ class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile`` (see there).
 
     Attributes:
-        activities: what to record, by the names of ``torch.profiler.ProfilerActivity`` in any case
-            (``"cpu"`` and the accelerator's); None records all that this torch supports here.
+        activities: the activities to record, by the names of ``torch.profiler.ProfilerActivity`` in any case
+            (``"cpu"`` and the accelerator's); None records all that torch supports here.
         schedule_option: arguments of ``torch.profiler.schedule``; ``active`` is needed. None records from
             the start to the end.
         on_trace_ready: called with the profiler whenever a recorded cycle is complete.
         output_trace_dir: where ``Accelerator.profile`` writes one Chrome trace per process,
             ``profile_<rank>.json``, when a cycle is complete; a later cycle replaces it. None writes none.
         memory_timeline: beside each trace, ``memory_<rank>.png``: which kinds of tensors fill the memory of
-            each device over time. Turns on ``profile_memory``, ``record_shapes`` and ``with_stack``, from
-            which the kinds are told. Needs matplotlib.
+            each device over time. Turns on ``profile_memory``, ``record_shapes`` and ``with_stack``, which
+            tell the kinds. Needs matplotlib.
     """
 
     activities: list[str] | None = None
@@ -50,12 +50,12 @@ class ProfileKwargs(KwargsHandler):
     memory_timeline: bool = False
 
     def build(self) -> profile:
-        """The profiler, not started yet.
+        """Return the profiler, not started yet.
 
         Raises:
             UnknownNameError: torch has no such activity.
-            SettingError: a memory timeline is asked for and no folder is given.
-            MissingExtraError: it needs matplotlib.
+            SettingError: a memory timeline is requested without a folder.
+            MissingExtraError: the memory timeline needs matplotlib.
         """
         import torch
 
@@ -64,7 +64,9 @@ class ProfileKwargs(KwargsHandler):
             self._check_pictures()
         schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
         return torch.profiler.profile(
-            activities=None if self.activities is None else [_activity(name) for name in self.activities],
+            activities=None
+            if self.activities is None
+            else [_find_activity(name) for name in self.activities],
             schedule=schedule,
             on_trace_ready=self.on_trace_ready,
             record_shapes=self.record_shapes or pictures,
@@ -80,22 +82,22 @@ class ProfileKwargs(KwargsHandler):
                 "memory_timeline=True draws a picture, and no folder is given for it",
                 fix="ProfileKwargs(memory_timeline=True, output_trace_dir='traces')",
             )
-        if not packages.installed("matplotlib"):
+        if not packages.is_installed("matplotlib"):
             raise MissingExtraError("matplotlib", "ProfileKwargs(memory_timeline=True)")
 
 
 @contextmanager
-def recording(options: ProfileKwargs, rank: int) -> Generator[profile]:
-    """Profiles the block, and writes what ``options`` ask for whenever a cycle is complete.
+def record_profile(options: ProfileKwargs, rank: int) -> Generator[profile]:
+    """Profile the block, and write the files of ``options`` whenever a cycle is complete.
 
-    A file is whole or absent. What was recorded before an error in the block is written too.
+    A file is complete or absent. Records from before an error in the block are written too.
 
     Args:
-        options: what to record and where to.
-        rank: this process, in the names of the files.
+        options: the activities to record and the folder for files.
+        rank: the rank of this process, for the names of the files.
 
     Raises:
-        SettingError: ``on_trace_ready`` has exported a trace that is to be exported here as well.
+        SettingError: ``on_trace_ready`` has exported a trace that this function must export as well.
     """
     profiler = options.build()
     folder = options.output_trace_dir
@@ -103,16 +105,16 @@ def recording(options: ProfileKwargs, rank: int) -> Generator[profile]:
         with profiler:
             yield profiler
         return
-    written = ending = False
+    wrote_files = ending = False
 
     def write(ready: profile) -> None:
-        nonlocal written
+        nonlocal wrote_files
         if options.on_trace_ready is not None:
             options.on_trace_ready(ready)
-        # A cycle that the end of the block cuts short does not replace a complete one.
-        if not (ending and written):
-            _write(ready, Path(folder), rank, pictures=options.memory_timeline)
-            written = True
+        # A cycle that is cut short by the end of the block does not replace a complete one.
+        if not (ending and wrote_files):
+            _write_files(ready, Path(folder), rank, pictures=options.memory_timeline)
+            wrote_files = True
 
     profiler.on_trace_ready = write
     with profiler:
@@ -120,7 +122,7 @@ def recording(options: ProfileKwargs, rank: int) -> Generator[profile]:
             yield profiler
         finally:
             ending = True
-    if not written:
+    if not wrote_files:
         warnings.warn(
             f"no trace was written to {folder}: the profile ended before a cycle of schedule_option="
             f"{options.schedule_option} began to record; call profiler.step() after every step",
@@ -128,14 +130,17 @@ def recording(options: ProfileKwargs, rank: int) -> Generator[profile]:
         )
 
 
-def _write(profiler: profile, folder: Path, rank: int, *, pictures: bool) -> None:
+def _write_files(profiler: profile, folder: Path, rank: int, *, pictures: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _whole(folder / PROFILE_PATTERN_NAME.format(suffix=rank), lambda path: _export(profiler, path))
+    _write_atomically(folder / PROFILE_PATTERN_NAME.format(suffix=rank), lambda path: _export(profiler, path))
     if pictures:
-        from accelerate.watch import timeline  # numpy and torch: only where a picture is drawn
+        from accelerate.watch import memory_timeline  # numpy and torch: only where a picture is drawn
 
-        lines = timeline.read(profiler)
-        _whole(folder / MEMORY_PATTERN_NAME.format(suffix=rank), lambda path: timeline.draw(lines, path))
+        lines = memory_timeline.read_timelines(profiler)
+        _write_atomically(
+            folder / MEMORY_PATTERN_NAME.format(suffix=rank),
+            lambda path: memory_timeline.draw_timelines(lines, path),
+        )
 
 
 def _export(profiler: profile, path: Path) -> None:
@@ -151,8 +156,8 @@ def _export(profiler: profile, path: Path) -> None:
         ) from error
 
 
-def _whole(path: Path, fill: Callable[[Path], None]) -> None:
-    """The file at ``path``, written beside and renamed when it is whole."""
+def _write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
+    """Write the file at ``path`` under another name, and rename it when it is complete."""
     part = path.with_name(f".{path.name}")
     try:
         fill(part)
@@ -161,7 +166,7 @@ def _whole(path: Path, fill: Callable[[Path], None]) -> None:
         part.unlink(missing_ok=True)
 
 
-def _activity(name: str) -> Any:
+def _find_activity(name: str) -> Any:
     from torch.profiler import ProfilerActivity, supported_activities
 
     known: dict[str, Any] = {each.lower(): value for each, value in ProfilerActivity.__members__.items()}

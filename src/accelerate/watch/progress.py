@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.core.errors import SettingError
-from accelerate.watch.place import place
+from accelerate.watch.rank_info import get_rank_info
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, shown by one process of each machine.
+    """Return ``tqdm.auto.tqdm``, shown by one process of each machine.
 
     Args:
         args: as for tqdm; the first is the iterable.
@@ -26,6 +26,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
             f"the first argument of tqdm is {args[0]}, which cannot be iterated over",
             fix=f"tqdm(iterable, main_process_only={args[0]})",
         )
-    if main_process_only and place()[1] != 0:
+    if main_process_only and get_rank_info()[1] != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)

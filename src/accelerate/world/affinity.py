@@ -1,4 +1,4 @@
-"""Binding a process to the cores next to its device (NUMA).
+"""CPU affinity: binds a process to the cores next to its device (NUMA).
 
 A process whose threads and memory are on the other socket than its device pays for every copy. Linux says in
 sysfs which cores are near a PCI device and which belong to a NUMA node; elsewhere nothing is bound.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import WorldError
-from accelerate.core.setting import load
+from accelerate.core.setting import load_settings
 from accelerate.device.machine import Machine
 from accelerate.world import world as worlds
 from accelerate.world.settings import WorldSettings
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """``"0-3,8,10-11"`` as ``[0, 1, 2, 3, 8, 10, 11]``; the kernel's way to write a set of cores."""
+    """Parse the kernel's list of cores: ``"0-3,8,10-11"`` is ``[0, 1, 2, 3, 8, 10, 11]``."""
     cores: list[int] = []
     for part in text.replace(",", " ").split():
         first, _, last = part.partition("-")
@@ -36,7 +36,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def near_cores(device: Device, index: int, local_size: int, machine: Machine) -> list[int]:
-    """The cores that process ``index`` of this machine should use; empty when nothing is known.
+    """Return the cores that process ``index`` of this machine should use; empty when unknown.
 
     A process with a PCI device gets the cores near it. Without one, the processes of the machine are dealt
     out over its NUMA nodes, neighbours to the same node.
@@ -44,7 +44,7 @@ def near_cores(device: Device, index: int, local_size: int, machine: Machine) ->
     if device.type != "cpu":
         address = _pci_address(device, index)
         return parse_cpu_list(machine.read(f"sys/bus/pci/devices/{address}/local_cpulist")) if address else []
-    nodes = machine.nodes("sys/devices/system/node/node*")
+    nodes = machine.find_device_nodes("sys/devices/system/node/node*")
     if len(nodes) < 2:
         return []
     nodes.sort(key=lambda path: int(path.name.removeprefix("node")))
@@ -52,7 +52,7 @@ def near_cores(device: Device, index: int, local_size: int, machine: Machine) ->
 
 
 def _pci_address(device: Device, index: int) -> str:
-    """``"0000:3b:00.0"``; empty when torch does not tell it for this device."""
+    """Return the PCI address, ``"0000:3b:00.0"``; empty when torch does not tell it for this device."""
     ask = getattr(device.module, "get_device_properties", None)
     facts = ask(index) if ask else None
     bus = getattr(facts, "pci_bus_id", None)
@@ -63,7 +63,7 @@ def _pci_address(device: Device, index: int) -> str:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Binds this process to the cores near its device, whatever was bound before.
+    """Bind this process to the cores near its device, whatever was bound before.
 
     Args:
         local_process_index: this process among those of its machine, which is also its device's index.
@@ -75,7 +75,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if local_process_index < 0:
         raise WorldError(f"there is no process of index {local_process_index} on this machine")
     if verbose is None:
-        verbose = environ.flag("ACCELERATE_DEBUG_MODE")
+        verbose = environ.get_flag("ACCELERATE_DEBUG_MODE")
     bind = getattr(os, "sched_setaffinity", None)
     if bind is None:
         logger.warning("this system cannot bind a process to cores: nothing is bound")
@@ -100,11 +100,11 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """``override_numa_affinity``, once per process: calls with the same arguments do nothing more."""
+    """Call ``override_numa_affinity`` once per process: repeated calls do nothing."""
     override_numa_affinity(local_process_index, verbose)
 
 
-def bind_if_asked(local_rank: int) -> None:
-    """Binds this process when ``ACCELERATE_CPU_AFFINITY`` says so; once, however often it is called."""
-    if load(WorldSettings).value.enable_cpu_affinity:
+def bind_if_enabled(local_rank: int) -> None:
+    """Bind this process if ``ACCELERATE_CPU_AFFINITY`` is set; repeated calls do nothing."""
+    if load_settings(WorldSettings).value.enable_cpu_affinity:
         set_numa_affinity(local_rank)

@@ -1,15 +1,15 @@
-"""Who started this process: torchrun, a scheduler, or nobody. Pure functions of the environment.
+"""Detection of the launcher of this process: torchrun, a scheduler, or none. Pure functions.
 
-``detect(env)`` looks for the variables of each launcher, the most specific first, and returns the place
-of this process as one frozen value. Nothing here asks the network, a scheduler or torch, so a plan for
-any cluster can be computed and tested anywhere.
+``detect(env)`` looks for the variables of each launcher, the most specific first, and returns rank, world
+size and machine of this process as one frozen value. Nothing here uses the network, a scheduler or torch, so
+a dry run for any cluster can be computed and tested anywhere.
 
 Order of precedence: torchrun's protocol (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``), which our launcher
 writes too; LSF's jsrun, Open MPI, MVAPICH and Hydra (MPICH, Intel MPI), whose daemons may have been
-started by SLURM and then inherit the daemon's variables; SLURM; Kubeflow. What the protocol leaves out
-is filled in from a scheduler that tells the same rank and size.
+started by SLURM and then inherit the daemon's variables; SLURM; Kubeflow. Values missing from the protocol
+are taken from a scheduler with the same rank and world size.
 
-``WORLD_SIZE`` is law: when it is set to two or more, the result has that size or there is an error.
+``WORLD_SIZE`` is binding: when it is set to two or more, the result has that size or there is an error.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from __future__ import annotations
 from dataclasses import fields
 
 from accelerate.core.errors import WorldError
-from accelerate.core.frozen import frozen
-from accelerate.world.hosts import expand_counts, expand_nodes
-from accelerate.world.variables import DEFAULT_PORT, Env, is_loopback, job_port, node_of, number
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.world.slurm_lists import expand_counts, expand_nodes
+from accelerate.world.variables import DEFAULT_PORT, Env, derive_node, is_loopback, job_port, read_number
 
 
-@frozen
+@frozen_dataclass
 class Cluster:
-    """The place of one process among those started with it.
+    """The rank and machine of one process in a launched group, and the rendezvous address.
 
     Attributes:
-        name: who started it.
-        rank, size: this process among all.
-        local_rank, local_size: this process among those of its machine.
-        node, nodes: this machine among all.
-        address, port: where rank 0 listens.
-        narrows: the scheduler may show each process only devices of its own, so that the local rank is
-            no device index there.
+        name: the launcher.
+        rank, size: rank of this process and world size.
+        local_rank, local_size: rank on this machine, and number of processes on it.
+        node, nodes: index of this machine, and number of machines.
+        address, port: address that rank 0 listens on.
+        hides_devices: the scheduler may show each process only its own devices, so that the local rank is
+            no device index.
     """
 
     name: str
@@ -45,20 +45,20 @@ class Cluster:
     nodes: int
     address: str
     port: int
-    narrows: bool = False
+    hides_devices: bool = False
 
 
-class Scheduler:
-    """One launcher: how to recognise it, and how it writes each value.
+class ClusterEnvironment:
+    """A launcher: how to detect it, and the variables that it sets.
 
     A getter returns None when the launcher does not tell; ``cluster`` then derives the value or says
     which variable is missing.
     """
 
     name = ""
-    narrows = True
-    # Each process that it starts is a rank for sure, also where there is one on each machine.
-    counts_ranks = False
+    hides_devices = True
+    # Each process that it starts is a rank, also when there is only one per machine.
+    starts_ranks = False
     rank_names: tuple[str, ...] = ()
     size_names: tuple[str, ...] = ()
     local_rank_names: tuple[str, ...] = ()
@@ -73,40 +73,40 @@ class Scheduler:
 
     @classmethod
     def detect(cls, env: Env) -> bool:
-        """Whether this launcher started the process."""
-        return number(env, *cls.rank_names) is not None and number(env, *cls.size_names) is not None
+        """Return True if this launcher started the process."""
+        return read_number(env, *cls.rank_names) is not None and read_number(env, *cls.size_names) is not None
 
     def rank(self) -> int | None:
-        return number(self.env, *self.rank_names)
+        return read_number(self.env, *self.rank_names)
 
     def size(self) -> int | None:
-        return number(self.env, *self.size_names)
+        return read_number(self.env, *self.size_names)
 
     def local_rank(self) -> int | None:
-        return number(self.env, *self.local_rank_names)
+        return read_number(self.env, *self.local_rank_names)
 
     def local_size(self) -> int | None:
-        return number(self.env, *self.local_size_names)
+        return read_number(self.env, *self.local_size_names)
 
     def node(self) -> int | None:
-        return number(self.env, *self.node_names, *NODE)
+        return read_number(self.env, *self.node_names, *NODE)
 
     def nodes(self) -> int | None:
-        return number(self.env, *self.nodes_names, *NODES)
+        return read_number(self.env, *self.nodes_names, *NODES)
 
     def address(self) -> str | None:
         return self.env.get("MASTER_ADDR") or None
 
     def port(self) -> int | None:
-        return number(self.env, "MASTER_PORT")
+        return read_number(self.env, "MASTER_PORT")
 
     def cluster(self) -> Cluster:
-        """The values, completed and checked.
+        """Return the complete and validated values.
 
         Raises:
             WorldError: a value is missing and cannot be derived, or two contradict each other.
         """
-        rank, size, local_rank, local_size, node, nodes = self.place()
+        rank, size, local_rank, local_size, node, nodes = self.resolve_place()
         address = self.address() or ("127.0.0.1" if nodes == 1 else None)
         if address is None:
             raise WorldError(
@@ -117,26 +117,28 @@ class Scheduler:
             )
         port = self.port()
         port = DEFAULT_PORT if port is None else port
-        return _checked(
-            Cluster(self.name, rank, size, local_rank, local_size, node, nodes, address, port, self.narrows)
+        return _validate(
+            Cluster(
+                self.name, rank, size, local_rank, local_size, node, nodes, address, port, self.hides_devices
+            )
         )
 
-    def place(self) -> tuple[int, int, int, int, int, int]:
-        """(rank, size, local rank, local size, node, nodes), completed.
+    def resolve_place(self) -> tuple[int, int, int, int, int, int]:
+        """Return (rank, size, local rank, local size, node, nodes), with missing values derived.
 
         Raises:
             WorldError: one of them is missing and cannot be derived.
         """
-        rank = self._need("rank", self.rank(), self.rank_names)
-        size = self._need("size", self.size(), self.size_names)
-        local_rank, local_size = self._local(rank, size)
-        return rank, size, local_rank, local_size, *self._place(rank, size, local_rank, local_size)
+        rank = self._require("rank", self.rank(), self.rank_names)
+        size = self._require("size", self.size(), self.size_names)
+        local_rank, local_size = self._resolve_local(rank, size)
+        return rank, size, local_rank, local_size, *self._resolve_node(rank, size, local_rank, local_size)
 
-    def source(self, names: tuple[str, ...]) -> str:
-        """The first of ``names`` that is set; the launcher's own name when the value was derived."""
+    def find_variable(self, names: tuple[str, ...]) -> str:
+        """Return the first variable of ``names`` that is set, or the launcher's name if none is."""
         return next((name for name in names if self.env.get(name)), self.name)
 
-    def _local(self, rank: int, size: int) -> tuple[int, int]:
+    def _resolve_local(self, rank: int, size: int) -> tuple[int, int]:
         local_rank, local_size = self.local_rank(), self.local_size()
         alone = size == 1 or self.nodes() == 1 or is_loopback(self.address())
         if local_size is None:
@@ -151,20 +153,20 @@ class Scheduler:
         if local_rank is None and alone:
             local_rank = rank
         return (
-            self._need("local rank", local_rank, self.local_rank_names),
-            self._need("local size", local_size, self.local_size_names),
+            self._require("local rank", local_rank, self.local_rank_names),
+            self._require("local size", local_size, self.local_size_names),
         )
 
-    def _place(self, rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-        """(node, nodes), derived from an even spread over the machines where the launcher does not tell."""
+    def _resolve_node(self, rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
+        """Return (node, nodes); derived from equally filled machines if the launcher does not set them."""
         nodes, node = self.nodes(), self.node()
         if nodes is None:
             nodes = -(-size // max(1, local_size))
         if node is None:
-            node = node_of(rank, local_rank, local_size, size, nodes)
-        return self._need("machine", node, NODE), nodes
+            node = derive_node(rank, local_rank, local_size, size, nodes)
+        return self._require("machine", node, NODE), nodes
 
-    def _need(self, what: str, value: int | None, names: tuple[str, ...]) -> int:
+    def _require(self, what: str, value: int | None, names: tuple[str, ...]) -> int:
         if value is not None:
             return value
         raise WorldError(
@@ -178,22 +180,22 @@ NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE", "AZUREML_NODE_COUNT")
 
 
-class Torchrun(Scheduler):
-    """torchrun's variables, whoever wrote them: torchrun, our launcher, DeepSpeed's, a user's script.
+class TorchrunEnvironment(ClusterEnvironment):
+    """The variables of torchrun, also written by our launcher, DeepSpeed's and users' scripts.
 
     Source: PyTorch documentation, "torchrun (Elastic Launch)", Environment Variables.
     """
 
     name = "torchrun"
-    narrows = False
-    counts_ranks = True
+    hides_devices = False
+    starts_ranks = True
     rank_names = ("RANK",)
     size_names = ("WORLD_SIZE",)
     local_rank_names = ("LOCAL_RANK",)
     local_size_names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
-class Lsf(Scheduler):
+class LSFEnvironment(ClusterEnvironment):
     """IBM LSF with the job step manager (``jsrun``).
 
     Source: IBM Spectrum LSF, "Environment variable reference" (LSB_JOBID, LSB_MCPU_HOSTS); IBM Job Step
@@ -213,7 +215,7 @@ class Lsf(Scheduler):
         return "LSB_JOBID" in env and super().detect(env)
 
     def hosts(self) -> list[str]:
-        """The machines of the job, in order: ``LSB_MCPU_HOSTS`` is ``"host slots host slots ..."``."""
+        """Return the hosts of the job, in order: ``LSB_MCPU_HOSTS`` is ``"host slots host slots ..."``."""
         words = self.env.get("LSB_MCPU_HOSTS", "").split()[::2] or self.env.get("LSB_HOSTS", "").split()
         return list(dict.fromkeys(words))
 
@@ -224,11 +226,11 @@ class Lsf(Scheduler):
         return super().address() or (hosts[first] if hosts else None)
 
     def port(self) -> int | None:
-        told = super().port()
-        return job_port(self.env, "LSB_JOBID") if told is None else told
+        port = super().port()
+        return job_port(self.env, "LSB_JOBID") if port is None else port
 
 
-class OpenMpi(Scheduler):
+class OpenMPIEnvironment(ClusterEnvironment):
     """Open MPI's ``mpirun``. Source: Open MPI FAQ, "environment variables set at run time"."""
 
     name = "Open MPI"
@@ -239,10 +241,10 @@ class OpenMpi(Scheduler):
     local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
 
     def nodes(self) -> int | None:
-        return number(self.env, *NODES, *self.nodes_names)
+        return read_number(self.env, *NODES, *self.nodes_names)
 
 
-class Mvapich(Scheduler):
+class MVAPICHEnvironment(ClusterEnvironment):
     """MVAPICH2's ``mpirun_rsh``. Source: MVAPICH2 User Guide, "Runtime parameters"."""
 
     name = "MVAPICH"
@@ -252,7 +254,7 @@ class Mvapich(Scheduler):
     local_size_names = ("MV2_COMM_WORLD_LOCAL_SIZE",)
 
 
-class Hydra(Scheduler):
+class HydraEnvironment(ClusterEnvironment):
     """MPICH's and Intel MPI's ``mpiexec``, and Cray's PALS.
 
     Source: MPICH wiki, "Using the Hydra Process Manager"; Intel MPI Developer Reference; PALS mpiexec(1).
@@ -267,11 +269,11 @@ class Hydra(Scheduler):
     @classmethod
     def detect(cls, env: Env) -> bool:
         # srun --mpi=pmi2 sets the first two alone; SLURM then tells more.
-        own = number(env, *cls.local_rank_names) is not None or "SLURM_PROCID" not in env
+        own = read_number(env, *cls.local_rank_names) is not None or "SLURM_PROCID" not in env
         return own and super().detect(env)
 
 
-class Slurm(Scheduler):
+class SLURMEnvironment(ClusterEnvironment):
     """SLURM: a task of a job step, that is, a process started by ``srun``.
 
     A shell of ``salloc`` and the script of ``sbatch`` have the job's variables too, SLURM_NTASKS among
@@ -290,59 +292,60 @@ class Slurm(Scheduler):
     nodes_names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     hosts_names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     job_names = ("SLURM_JOB_ID",)
-    step = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID")
+    step_variables = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID")
 
     @classmethod
     def detect(cls, env: Env) -> bool:
-        in_step = any(name in env for name in cls.step) or env.get("ENVIRONMENT") != "BATCH"
+        in_step = any(name in env for name in cls.step_variables) or env.get("ENVIRONMENT") != "BATCH"
         return in_step and super().detect(env)
 
-    def counts(self) -> list[int]:
-        """Tasks on each machine of the step, in order; empty when SLURM does not tell."""
+    def task_counts(self) -> list[int]:
+        """Return the number of tasks on each machine of the step, in order; empty if SLURM does not tell."""
         for name in self.local_size_names[:2]:
             if self.env.get(name):
                 return expand_counts(self.env[name], where=name)
-        each, nodes = number(self.env, "SLURM_NTASKS_PER_NODE"), self.nodes()
+        each, nodes = read_number(self.env, "SLURM_NTASKS_PER_NODE"), self.nodes()
         return [each] * nodes if each and nodes else []
 
     def hosts(self) -> list[str]:
-        """Machines of the step, in order."""
+        """Return the hosts of the step, in order."""
         for name in self.hosts_names:
             if self.env.get(name):
                 return expand_nodes(self.env[name], where=name)
         return []
 
     def local_size(self) -> int | None:
-        counts, node = self.counts(), self.node()
-        if not counts:
+        task_counts, node = self.task_counts(), self.node()
+        if not task_counts:
             return None
-        if sum(counts) != self.size():
+        if sum(task_counts) != self.size():
             raise WorldError(
-                f"SLURM started {self.size()} tasks, but its machines hold {sum(counts)}",
-                why=f"{self._told(self.size_names)} contradicts {self._told(self.local_size_names)}",
+                f"SLURM started {self.size()} tasks, but its machines hold {sum(task_counts)}",
+                why=f"{self._source_text(self.size_names)} contradicts "
+                f"{self._source_text(self.local_size_names)}",
                 fix="start the tasks with one srun, or set both in the job",
             )
-        return counts[node] if node is not None and node < len(counts) else None
+        return task_counts[node] if node is not None and node < len(task_counts) else None
 
     def node(self) -> int | None:
-        return number(self.env, *self.node_names)
+        return read_number(self.env, *self.node_names)
 
     def nodes(self) -> int | None:
-        return number(self.env, *self.nodes_names)
+        return read_number(self.env, *self.nodes_names)
 
     def address(self) -> str | None:
         hosts = self.hosts() if self.nodes() != 1 else []
         return super().address() or (hosts[0] if hosts else None)
 
     def port(self) -> int | None:
-        told = super().port()
-        return job_port(self.env, "SLURM_JOB_ID", "SLURM_STEP_ID") if told is None else told
+        port = super().port()
+        return job_port(self.env, "SLURM_JOB_ID", "SLURM_STEP_ID") if port is None else port
 
-    def _told(self, names: tuple[str, ...]) -> str:
+    def _source_text(self, names: tuple[str, ...]) -> str:
         return next((f"{name}={self.env[name]}" for name in names if self.env.get(name)), names[0])
 
 
-class Kubeflow(Scheduler):
+class KubeflowEnvironment(ClusterEnvironment):
     """A pod of a Kubeflow PyTorchJob that runs the script itself, one process per pod.
 
     The operator writes RANK (the pod's number), WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and no local
@@ -350,7 +353,7 @@ class Kubeflow(Scheduler):
     """
 
     name = "Kubeflow"
-    narrows = False
+    hides_devices = False
     rank_names = ("RANK",)
     size_names = ("WORLD_SIZE",)
 
@@ -360,7 +363,9 @@ class Kubeflow(Scheduler):
 
     def local_rank(self) -> int | None:
         per_pod = (
-            number(self.env, "PET_NPROC_PER_NODE") if self.env.get("PET_NPROC_PER_NODE", "").isdigit() else 1
+            read_number(self.env, "PET_NPROC_PER_NODE")
+            if self.env.get("PET_NPROC_PER_NODE", "").isdigit()
+            else 1
         )
         if per_pod and per_pod > 1:
             raise WorldError(
@@ -380,42 +385,48 @@ class Kubeflow(Scheduler):
         return self.size()
 
 
-class Machines(Kubeflow):
-    """A launcher that is told the number of its machine by torchrun's names, as in pods of any cluster."""
+class NodeLevelTorchrunEnvironment(KubeflowEnvironment):
+    """A launcher per machine that gets the index of its machine in torchrun's variables, as in pods."""
 
-    name = Torchrun.name
+    name = TorchrunEnvironment.name
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
-        if Kubeflow.detect(env):
-            self.name = Kubeflow.name
+        if KubeflowEnvironment.detect(env):
+            self.name = KubeflowEnvironment.name
 
     def local_rank(self) -> int:
         return 0
 
 
-SCHEDULERS: tuple[type[Scheduler], ...] = (Lsf, OpenMpi, Mvapich, Hydra, Slurm)
+SCHEDULERS: tuple[type[ClusterEnvironment], ...] = (
+    LSFEnvironment,
+    OpenMPIEnvironment,
+    MVAPICHEnvironment,
+    HydraEnvironment,
+    SLURMEnvironment,
+)
 
 
 def detect(env: Env) -> Cluster | None:
-    """The place of this process, or None when it was started alone.
+    """Detect rank and machine of this process; None when it was started alone.
 
-    A task of a scheduler that runs one process in all counts as alone; torchrun's protocol with
-    ``WORLD_SIZE=1`` gives a group of one.
+    The only task of a scheduler's job counts as started alone; torchrun's protocol with ``WORLD_SIZE=1``
+    gives a group of one.
 
     Raises:
         WorldError: the variables are incomplete or contradict each other.
     """
-    found = scheduler(env)
-    rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
+    scheduler = find_scheduler(env)
+    rank, size = read_number(env, "RANK"), read_number(env, "WORLD_SIZE")
     if rank is not None and size is not None:
-        if Kubeflow.detect(env) and found is None:
-            return Kubeflow(env).cluster()
-        return protocol(env).cluster()
-    if found is None:
+        if KubeflowEnvironment.detect(env) and scheduler is None:
+            return KubeflowEnvironment(env).cluster()
+        return torchrun_protocol(env).cluster()
+    if scheduler is None:
         _refuse_partial(env, rank, size)
         return None
-    cluster = found.cluster()
+    cluster = scheduler.cluster()
     if size not in (None, cluster.size):
         raise WorldError(
             f"WORLD_SIZE={size}, but {cluster.name} started {cluster.size} processes",
@@ -424,43 +435,43 @@ def detect(env: Env) -> Cluster | None:
     return cluster if cluster.size > 1 else None
 
 
-def scheduler(env: Env) -> Scheduler | None:
-    """The scheduler or MPI that started this process; None when none did. Torchrun is no scheduler."""
-    return next((found(env) for found in SCHEDULERS if found.detect(env)), None)
+def find_scheduler(env: Env) -> ClusterEnvironment | None:
+    """Return the scheduler or MPI that started this process, or None. torchrun is no scheduler."""
+    return next((scheduler(env) for scheduler in SCHEDULERS if scheduler.detect(env)), None)
 
 
-def around(env: Env) -> Scheduler | None:
-    """Who started a launcher; None when it was started alone.
+def detect_outer_scheduler(env: Env) -> ClusterEnvironment | None:
+    """Detect the scheduler that started a launcher; None when it was started alone.
 
-    Torchrun's protocol without a local rank counts machines for a launcher, whoever wrote it: a process that
-    could be a rank would have been told which of its machine it is.
+    torchrun's protocol without a local rank counts machines for a launcher, whoever wrote it: a process that
+    could be a rank would have a local rank.
     """
-    found, spoken = scheduler(env), Torchrun(env)
-    rank, size = spoken.rank(), spoken.size()
+    scheduler, torchrun = find_scheduler(env), TorchrunEnvironment(env)
+    rank, size = torchrun.rank(), torchrun.size()
     if rank is None or size is None:
-        return found
+        return scheduler
     exported = "TORCHELASTIC_RUN_ID" not in env
-    if found is not None and exported and (found.rank(), found.size()) == (rank, size):
-        return found
-    return spoken if env.get("LOCAL_RANK") else Machines(env)
+    if scheduler is not None and exported and (scheduler.rank(), scheduler.size()) == (rank, size):
+        return scheduler
+    return torchrun if env.get("LOCAL_RANK") else NodeLevelTorchrunEnvironment(env)
 
 
-def protocol(env: Env) -> Scheduler:
-    """Torchrun's protocol; a scheduler below that tells the same rank and size fills in what it leaves out.
+def torchrun_protocol(env: Env) -> ClusterEnvironment:
+    """Return torchrun's protocol; missing values come from a scheduler with the same rank and world size.
 
-    Such a scheduler may also have narrowed the devices that this process sees.
+    Such a scheduler may also hide devices from this process.
     """
-    found = scheduler(env)
-    spoken = Torchrun(env)
-    if found is None or (found.rank(), found.size()) != (spoken.rank(), spoken.size()):
-        return spoken
+    scheduler = find_scheduler(env)
+    torchrun = TorchrunEnvironment(env)
+    if scheduler is None or (scheduler.rank(), scheduler.size()) != (torchrun.rank(), torchrun.size()):
+        return torchrun
     if not all(env.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")):
-        spoken = Torchrun({**_as_protocol(found.cluster()), **env})
-    spoken.narrows = found.narrows
-    return spoken
+        torchrun = TorchrunEnvironment({**_torchrun_variables(scheduler.cluster()), **env})
+    torchrun.hides_devices = scheduler.hides_devices
+    return torchrun
 
 
-def _as_protocol(cluster: Cluster) -> dict[str, str]:
+def _torchrun_variables(cluster: Cluster) -> dict[str, str]:
     return {
         "LOCAL_RANK": str(cluster.local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.local_size),
@@ -472,13 +483,13 @@ def _as_protocol(cluster: Cluster) -> dict[str, str]:
 
 
 def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
-    """No launcher is recognised: then a part of torchrun's protocol is a mistake, unless it says 'alone'."""
-    local_rank = number(env, "LOCAL_RANK")
+    """Refuse incomplete torchrun variables without a launcher, unless they mean a single process."""
+    local_rank = read_number(env, "LOCAL_RANK")
     if rank is None and (size or 1) == 1 and not local_rank:
         return
-    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
-    present = ", ".join(f"{name}={value}" for name, value in told.items() if value is not None)
-    missing = [name for name in ("RANK", "WORLD_SIZE") if told[name] is None]
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+    present = ", ".join(f"{name}={value}" for name, value in variables.items() if value is not None)
+    missing = [name for name in ("RANK", "WORLD_SIZE") if variables[name] is None]
     raise WorldError(
         f"{present} is set, but {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not",
         why="a process of a group needs RANK, WORLD_SIZE and LOCAL_RANK",
@@ -486,13 +497,13 @@ def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
     )
 
 
-def _checked(cluster: Cluster) -> Cluster:
+def _validate(cluster: Cluster) -> Cluster:
     values = {item.name: getattr(cluster, item.name) for item in fields(cluster)}
     for part, whole in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):
         if not 0 <= values[part] < values[whole]:
             raise WorldError(
                 f"{cluster.name} says {part.replace('_', ' ')} {values[part]} of {values[whole]}",
-                why=f"{part} must be less than {whole}; all that was told: {values}",
+                why=f"{part} must be less than {whole}; all values: {values}",
             )
     if cluster.local_size > cluster.size or cluster.nodes > cluster.size:
         raise WorldError(

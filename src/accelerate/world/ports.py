@@ -6,11 +6,11 @@ import socket
 
 from accelerate.world.variables import DEFAULT_PORT
 
-LOCAL = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
-def in_use(port: int, host: str = LOCAL) -> bool:
-    """Whether something listens on ``host:port``; a host that cannot be reached has no listener.
+def is_listening(port: int, host: str = LOOPBACK) -> bool:
+    """Return True if something listens on ``host:port``; an unreachable host has no listener.
 
     It is a snapshot: the answer may be stale when it is read, so whoever needs a port binds it and
     handles the refusal.
@@ -21,9 +21,9 @@ def in_use(port: int, host: str = LOCAL) -> bool:
 
 
 def free_port(host: str = "") -> int:
-    """A port that was free a moment ago, given by the operating system.
+    """Ask the operating system for a free port.
 
-    ``host`` is the address to bind; empty means every address of the machine.
+    ``host`` is the address to bind; empty means all addresses. Another process may take the port any time.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.bind((host, 0))
@@ -31,10 +31,10 @@ def free_port(host: str = "") -> int:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether something on this machine listens on ``port`` (default: 29500)."""
-    return in_use(DEFAULT_PORT if port is None else port)
+    """Return True if something on this machine listens on ``port`` (default: 29500)."""
+    return is_listening(DEFAULT_PORT if port is None else port)
 
 
 def get_free_port() -> int:
-    """A free port of this machine."""
+    """Return a free port of this machine."""
     return free_port()

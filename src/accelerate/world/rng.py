@@ -1,7 +1,7 @@
 """Random numbers: named streams, the state of all generators, and seeding.
 
-One number, the seed of a run, gives every stream by ``derive``; a stream is told by its name and its
-counters, never by how often a generator was used, so the numbers do not depend on what ran before.
+``derive`` gives the seed of every stream from the seed of a run, the stream's name and its counters, never
+from how often a generator was used. So the numbers do not depend on what ran before.
 
     order   (epoch, ...)                the order of samples: the same on all ranks
     data    (rank, worker, epoch, ...)  augmentation: differs on every rank, worker and epoch
@@ -30,7 +30,7 @@ STREAMS = ("order", "data", "model")
 
 
 def derive(seed: int, stream: str, *counters: int) -> int:
-    """A number in [0, 2^63) for one point of a named stream.
+    """Derive a seed in [0, 2^63) for one point of a named stream.
 
     The first 63 bits of the BLAKE2b hash (RFC 7693) of ``seed/stream/counter/counter...`` in decimal:
     the same on every machine and version, and unrelated for any two different arguments.
@@ -46,14 +46,14 @@ def derive(seed: int, stream: str, *counters: int) -> int:
 
 
 def generator(seed: int, stream: str, *counters: int) -> torch.Generator:
-    """A CPU generator of torch at one point of a named stream."""
+    """Return a CPU generator of torch at one point of a named stream."""
     import torch
 
     return torch.Generator().manual_seed(derive(seed, stream, *counters))
 
 
 def seed_host(seed: int) -> None:
-    """Seeds Python, numpy and torch's CPU generator of this process; workers of a loader call it.
+    """Seed Python, numpy and torch's CPU generator of this process; also called in loader workers.
 
     numpy takes 32 bits, so it gets the seed modulo 2^32.
     """
@@ -66,7 +66,7 @@ def seed_host(seed: int) -> None:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python, numpy, torch and the devices.
+    """Seed Python, numpy, torch and the devices.
 
     Args:
         seed: the seed.
@@ -79,10 +79,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     import torch
 
     if device_specific:
-        seed += _rank()
-    device = _device()
+        seed += _current_rank()
+    device = _current_device_type()
     if deterministic:
-        device.deterministic()
+        device.make_deterministic()
         torch.use_deterministic_algorithms(True)
     seed_host(seed)
     # Also reaches accelerators in use that are not this process's main device.
@@ -91,7 +91,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def capture() -> dict[str, Any]:
-    """The state of every generator of this process, under the names of ``random_states_{rank}.pkl``.
+    """Return the states of all generators of this process, under the keys of ``random_states_{rank}.pkl``.
 
     ``random_state`` (Python), ``numpy_random_seed``, ``torch_manual_seed`` (CPU), and, with an
     accelerator, ``torch_<type>_manual_seed``: a list with the state of every visible device.
@@ -99,13 +99,13 @@ def capture() -> dict[str, Any]:
     import numpy as np
 
     state: dict[str, Any] = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
-    for device in _devices():
-        state[device.rng_key] = device.rng_all()
+    for device in _all_devices():
+        state[device.rng_key] = device.get_rng_state_all()
     return state
 
 
 def restore(state: Mapping[str, Any]) -> list[str]:
-    """Puts every generator back to what ``capture`` found; other keys of ``state`` are left alone.
+    """Restore every generator from a ``capture``; ignore other keys of ``state``.
 
     Returns:
         The names of generators of this process that ``state`` has nothing for; they are unchanged.
@@ -114,7 +114,7 @@ def restore(state: Mapping[str, Any]) -> list[str]:
 
     missing: list[str] = []
     setters: dict[str, Any] = {"random_state": random.setstate, "numpy_random_seed": np.random.set_state}
-    setters.update({device.rng_key: device.set_rng_all for device in _devices()})
+    setters.update({device.rng_key: device.set_rng_state_all for device in _all_devices()})
     for key, setter in setters.items():
         if key in state:
             setter(state[key])
@@ -124,7 +124,7 @@ def restore(state: Mapping[str, Any]) -> list[str]:
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Gives all ranks the generator state of rank 0.
+    """Broadcast a generator state from rank 0 to all ranks.
 
     Args:
         rng_type: ``"torch"`` (the CPU's), ``"generator"`` (the one given), or a device type, as text or
@@ -139,36 +139,36 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     if rng_type is None:
         return
     name = str(getattr(rng_type, "value", rng_type))
-    _require_open()
+    _require_open_world()
     if name == "generator":
         if generator is None:
             raise SettingError(
                 "rng_type 'generator' needs a generator", fix="pass generator=torch.Generator()"
             )
-        generator.set_state(_from_rank_0(generator.get_state()))
+        generator.set_state(_broadcast_state(generator.get_state()))
     elif name == "torch":
         cpu = devices.get("cpu")
-        cpu.set_rng(_from_rank_0(cpu.rng()))
-    elif name == _device().type:
+        cpu.set_rng_state(_broadcast_state(cpu.get_rng_state()))
+    elif name == _current_device_type().type:
         device = devices.get(name)
-        device.set_rng(_from_rank_0(device.rng()))
+        device.set_rng_state(_broadcast_state(device.get_rng_state()))
     elif name not in devices.DEVICES:
         raise UnknownNameError("random generator", name, ("torch", "generator", *devices.DEVICES.names()))
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """``synchronize_rng_state`` for each of ``rng_types``."""
+    """Call ``synchronize_rng_state`` for each of ``rng_types``."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator=generator)
 
 
-def _from_rank_0(state: Any) -> Any:
+def _broadcast_state(state: Any) -> Any:
     from accelerate.world import collective
 
-    return collective.agree(state)
+    return collective.broadcast_object(state)
 
 
-def _require_open() -> None:
+def _require_open_world() -> None:
     if current() is None and clusters.detect(environ.snapshot()) is not None:
         raise WorldError(
             "random states cannot be synchronized before the processes know each other",
@@ -176,8 +176,8 @@ def _require_open() -> None:
         )
 
 
-def _rank() -> int:
-    """This process's rank, also before the world is open."""
+def _current_rank() -> int:
+    """Return the rank of this process, also before the world is open."""
     world = current()
     if world is not None:
         return world.rank
@@ -185,12 +185,12 @@ def _rank() -> int:
     return cluster.rank if cluster else 0
 
 
-def _device() -> Device:
-    """The type of device this process computes on, or would."""
+def _current_device_type() -> Device:
+    """Return the device type of this process, also before the world is open."""
     world = current()
     return devices.get(world.device.type) if world is not None else devices.detect()
 
 
-def _devices() -> list[Device]:
-    cpu, mine = devices.get("cpu"), _device()
+def _all_devices() -> list[Device]:
+    cpu, mine = devices.get("cpu"), _current_device_type()
     return [cpu] if mine.type == cpu.type else [cpu, mine]

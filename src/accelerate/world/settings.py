@@ -1,17 +1,17 @@
-"""What one says about the world: the launcher's flags, their variables and file keys.
+"""Settings of the world: the launcher's flags, their environment variables and file keys.
 
-In a file of their own, so that a help text need not import what opens groups of processes.
+In a file of their own, so that help texts need not import what opens process groups.
 """
 
 from __future__ import annotations
 
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 
 
-@frozen
+@frozen_dataclass
 class WorldSettings:
-    """Where the processes run."""
+    """Settings of the devices that the processes run on."""
 
     __topic__ = "Hardware"
 

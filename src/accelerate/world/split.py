@@ -1,4 +1,4 @@
-"""Sharing out what every rank has whole: each rank takes its part, and nothing is sent."""
+"""Splitting a value that every rank has: each rank takes its part, without communication."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
-from accelerate.world.collective import rank, size
+from accelerate.world.collective import rank, world_size
 
 
 def split(items: Any, *, apply_padding: bool = False) -> Any:
-    """This rank's contiguous part of a list, tuple, range, tensor, or of each value of a dict.
+    """Return this rank's contiguous part of a list, tuple, range, tensor, or of each value of a dict.
 
     The parts are disjoint, complete and in order, and their sizes differ by at most one, the first ranks
     holding more. What has a ``select`` method (a ``datasets.Dataset``) gives a part of its own kind. A text
@@ -36,17 +36,17 @@ def split(items: Any, *, apply_padding: bool = False) -> Any:
             )
         return {key: split(value, apply_padding=apply_padding) for key, value in items.items()}
     length = _length(items)
-    if size() == 1:
+    if world_size() == 1:
         return items
-    share, rest = divmod(length, size())
+    share, rest = divmod(length, world_size())
     start = rank() * share + min(rank(), rest)
     stop = start + share + (rank() < rest)
     missing = share + (rest > 0) - (stop - start) if apply_padding and length else 0
-    return _part(items, start, stop, missing)
+    return _slice_items(items, start, stop, missing)
 
 
-def _part(items: Any, start: int, stop: int, missing: int) -> Any:
-    """Positions ``start`` to ``stop``, and the last item ``missing`` times more."""
+def _slice_items(items: Any, start: int, stop: int, missing: int) -> Any:
+    """Return items ``start`` to ``stop``, and the last item ``missing`` times more."""
     if callable(getattr(items, "select", None)) and not isinstance(items, torch.Tensor):
         return items.select([*range(start, stop), *[len(items) - 1] * missing])
     part = items[start:stop]

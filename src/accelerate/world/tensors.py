@@ -29,18 +29,18 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether it is a tensor."""
+    """Return True for a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether it is the description of a tensor."""
+    """Return True for a ``TensorInformation``."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
-    """A list, tuple or named tuple of ``obj``'s type holding what ``generator`` gives."""
-    return tree.same_type(obj, generator)
+    """Return a list, tuple or named tuple of ``obj``'s type with the items of ``generator``."""
+    return tree.make_same_type(obj, generator)
 
 
 def recursively_apply(
@@ -51,7 +51,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``data`` with ``func(leaf, *args, **kwargs)`` for every leaf that passes ``test_type``.
+    """Apply ``func(leaf, *args, **kwargs)`` to every leaf of ``data`` that passes ``test_type``.
 
     Raises:
         PrepareError: ``error_on_other_type`` and a leaf is of another type; None is always left alone.
@@ -77,11 +77,11 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
 ) -> Any:
-    """``tensor`` (any tree) on ``device``; anything with a ``to`` method moves by it.
+    """Move ``tensor`` (any tree) to ``device``; other objects with a ``to`` method are moved by it.
 
     Args:
         tensor: a tensor or a tree of tensors.
-        device: where to.
+        device: the target device.
         non_blocking: do not wait for the copy (needs pinned host memory to have an effect).
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
     """
@@ -102,9 +102,9 @@ def _move(value: Any, device: torch.device, non_blocking: bool, kept: tuple[str,
             key: item if key in kept else _move(item, device, non_blocking, kept)
             for key, item in value.items()
         }
-        return tree.like_mapping(value, moved)
+        return tree.make_mapping_like(value, moved)
     if tree.is_sequence(value):
-        return tree.same_type(value, [_move(item, device, non_blocking, kept) for item in value])
+        return tree.make_same_type(value, [_move(item, device, non_blocking, kept) for item in value])
     return value
 
 
@@ -118,17 +118,17 @@ def _move_by_method(value: Any, device: Any, non_blocking: bool) -> Any:
 
 
 def get_data_structure(data: Any) -> Any:
-    """``data`` with every tensor replaced by its ``TensorInformation``."""
+    """Return ``data`` with every tensor replaced by its ``TensorInformation``."""
     return recursively_apply(lambda t: TensorInformation(shape=t.shape, dtype=t.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """``data`` with every tensor replaced by its shape as a list."""
+    """Return ``data`` with every tensor replaced by its shape as a list."""
     return recursively_apply(lambda t: list(t.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Empty tensors for a tree of ``TensorInformation``."""
+    """Create uninitialized tensors for a tree of ``TensorInformation``."""
 
     def make(information: TensorInformation) -> torch.Tensor:
         return torch.empty(*information.shape, dtype=information.dtype)
@@ -138,14 +138,14 @@ def initialize_tensors(data_structure: Any) -> Any:
         return make(data_structure)
     if isinstance(data_structure, Mapping):
         made = {key: initialize_tensors(value) for key, value in data_structure.items()}
-        return tree.like_mapping(data_structure, made)
+        return tree.make_mapping_like(data_structure, made)
     if isinstance(data_structure, list | tuple):
-        return tree.same_type(data_structure, [initialize_tensors(v) for v in data_structure])
+        return tree.make_same_type(data_structure, [initialize_tensors(v) for v in data_structure])
     return data_structure
 
 
 def find_batch_size(data: Any) -> int:
-    """Length of dimension 0 of the first tensor in ``data``.
+    """Return the length of dimension 0 of the first tensor in ``data``.
 
     Raises:
         PrepareError: no tensor with a first dimension is in it.
@@ -160,19 +160,19 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Like ``find_batch_size``, but None where there is none."""
-    first = tree.find(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.dim() > 0, data)
+    """Return ``find_batch_size``, or None where it raises."""
+    first = tree.find_leaf(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.dim() > 0, data)
     return None if first is None else first.shape[0]
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor in ``data``, None without one."""
-    first = tree.find(is_torch_tensor, data)
+    """Return the device of the first tensor in ``data``, None without one."""
+    first = tree.find_leaf(is_torch_tensor, data)
     return None if first is None else first.device
 
 
 def listify(data: Any) -> Any:
-    """``data`` with every tensor as a plain (nested) list of Python numbers."""
+    """Return ``data`` with every tensor as a (nested) list of Python numbers."""
 
     def plain(tensor: torch.Tensor) -> Any:
         host = tensor.detach().cpu()
@@ -182,7 +182,7 @@ def listify(data: Any) -> Any:
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """A sequence of equal trees joined, tensor by tensor, along ``dim``.
+    """Concatenate a sequence of equal trees, tensor by tensor, along ``dim``.
 
     Raises:
         PrepareError: the items are not tensors, lists, tuples or mappings of tensors.
@@ -191,9 +191,13 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
     if isinstance(first, list | tuple):
-        return tree.same_type(first, [concatenate([d[i] for d in data], dim=dim) for i in range(len(first))])
+        return tree.make_same_type(
+            first, [concatenate([d[i] for d in data], dim=dim) for i in range(len(first))]
+        )
     if isinstance(first, Mapping):
-        return tree.like_mapping(first, {key: concatenate([d[key] for d in data], dim=dim) for key in first})
+        return tree.make_mapping_like(
+            first, {key: concatenate([d[key] for d in data], dim=dim) for key in first}
+        )
     raise PrepareError(
         f"values of type {type(first).__name__} cannot be concatenated", why="only tensors can"
     )
@@ -202,12 +206,12 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """``data`` with every tensor sliced along dimension 0 (the two last arguments are not needed)."""
+    """Slice every tensor of ``data`` along dimension 0 (the two last arguments are not used)."""
     return recursively_apply(lambda t: t[tensor_slice], data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """``tensor`` (any tree) with its half precision tensors in float32."""
+    """Convert the half precision tensors of ``tensor`` (any tree) to float32."""
 
     # Most models give one tensor: no walk for it.
     return _upcast(tensor) if isinstance(tensor, torch.Tensor) else tree.map_tree(_upcast, tensor)
@@ -230,20 +234,20 @@ class ConvertOutputsToFp32:
                 setattr(self, name, getattr(model_forward, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward and upcasts what comes out."""
+        """Run the forward and upcast its outputs."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ``__init__`` needs, no more."""
+        """Return the argument of ``__init__``."""
         return {"model_forward": self.model_forward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores by ``__init__``."""
+        """Restore the object by ``__init__``."""
         self.__init__(state["model_forward"])
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs ``model_forward`` and gives its half precision outputs in float32."""
+    """Wrap ``model_forward`` so that its half precision outputs become float32."""
     converter = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +260,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def pad_tensor(
     tensor: torch.Tensor, dim: int, length: int, value: float = 0, first: bool = False
 ) -> torch.Tensor:
-    """``tensor`` with ``dim`` grown to ``length`` by ``value``, at the end or (``first``) the beginning."""
+    """Pad ``dim`` of ``tensor`` to ``length`` with ``value``, at the end or (``first``) the beginning."""
     missing = length - tensor.shape[dim]
     if missing <= 0:
         return tensor
@@ -267,7 +271,7 @@ def pad_tensor(
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """A batch grown along ``dim`` by zeros, until it divides by ``num_processes``."""
+    """Pad a batch along ``dim`` with zeros to a multiple of ``num_processes``."""
     missing = -batch_size % num_processes
 
     def grow(leaf: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Numbers, machines and ports from the variables of a launcher; see ``clusters.py``."""
+"""Parsers of a launcher's environment variables: numbers, machines and ports; see ``clusters.py``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from accelerate.core.errors import WorldError
 
 DEFAULT_PORT = 29500
 # Ports derived from a job's number stay below 32768, where Linux begins to hand out its own.
-PORTS = 3000
+JOB_PORT_COUNT = 3000
 
 Env = Mapping[str, str]
 
 
-def number(env: Env, *names: str) -> int | None:
-    """The first of ``names`` that holds a number of zero or more; -1 means unset, as torch has it."""
+def read_number(env: Env, *names: str) -> int | None:
+    """Return the first number of zero or more in the variables ``names``; -1 means unset, as in torch."""
     for name in names:
         text = env.get(name, "").strip()
         if not text:
@@ -31,10 +31,10 @@ def number(env: Env, *names: str) -> int | None:
     return None
 
 
-def node_of(rank: int, local_rank: int, local_size: int, size: int, nodes: int) -> int | None:
-    """The machine of a rank: ranks fill the machines one by one, or are dealt to them in turn.
+def derive_node(rank: int, local_rank: int, local_size: int, size: int, nodes: int) -> int | None:
+    """Derive the machine of a rank: ranks fill the machines one by one (block), or in turn (cyclic).
 
-    Filling wins where both would explain the numbers, since it is every launcher's default. None where
+    Block wins if both explain the numbers, since it is every launcher's default. None if
     the machines hold different numbers: then a rank alone cannot tell.
     """
     if rank == local_rank:
@@ -51,7 +51,7 @@ def is_loopback(address: str | None) -> bool:
 
 
 def job_port(env: Env, job: str, step: str = "") -> int:
-    """A port that two jobs on one machine are unlikely to share, the same on every rank of a job."""
+    """Return a port that is the same on every rank of a job, and likely different for two jobs."""
     digits = re.sub(r"\D", "", env.get(job, ""))
-    job_number = int(digits or 0) * 8 + (number(env, step) or 0 if step else 0)
-    return DEFAULT_PORT + job_number % PORTS
+    job_number = int(digits or 0) * 8 + (read_number(env, step) or 0 if step else 0)
+    return DEFAULT_PORT + job_number % JOB_PORT_COUNT

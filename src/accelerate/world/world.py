@@ -1,7 +1,7 @@
-"""The world: which process this is, among how many, on which device.
+"""The world: rank, world size and device of this process, and its default process group.
 
-One frozen value, opened once per process. What torchrun, a scheduler or our launcher says about the world is
-law: ``WORLD_SIZE=2`` gives a group of two processes on any device, the CPU included, or an error.
+One frozen value, opened once per process. The variables of torchrun, a scheduler or our launcher are binding:
+``WORLD_SIZE=2`` gives a group of two processes on any device, the CPU included, or an error.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import WorldError
-from accelerate.core.handler import KwargsHandler
-from accelerate.core.setting import load
-from accelerate.world import clusters, together
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.setting import load_settings
+from accelerate.world import clusters, watchdog
 from accelerate.world.settings import WorldSettings
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the group of processes is opened; passed to ``torch.distributed.init_process_group``.
+    """Arguments of ``torch.distributed.init_process_group``.
 
     Attributes:
         backend: communication backend; None or the default takes the device's own.
@@ -45,15 +45,15 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class World:
-    """One process's view of all processes.
+    """One process's view of the world.
 
     Attributes:
-        rank, size: this process among all.
-        local_rank, local_size: this process among those of its machine.
-        node, nodes: this machine among all.
-        device: where this process computes.
+        rank, size: rank of this process and world size.
+        local_rank, local_size: rank on this machine, and number of processes on it.
+        node, nodes: index of this machine, and number of machines.
+        device: the device that this process computes on.
         backend: name of the communication backend, None without a group.
-        address, port: where rank 0 listens, None without a group.
+        address, port: address that rank 0 listens on, None without a group.
         timeout: longest a collective may wait, None for torch's default.
         debug: collectives check shapes first.
         owns_group: the process group was opened here and is destroyed by ``close``.
@@ -75,32 +75,32 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """True on the first process of each machine."""
         return self.local_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last rank."""
+        """True on the last rank."""
         return self.rank == self.size - 1
 
     @property
     def has_group(self) -> bool:
-        """Whether a process group stands behind it (also true for a launched world of one)."""
+        """True if a process group is open (also in a launched world of one)."""
         return self.backend is not None
 
     @property
     def hardware(self) -> Device:
-        """What this process knows about its device."""
+        """The back end of this process's device type."""
         return devices.get(self.device.type)
 
     @staticmethod
     def fake(size: int = 8, rank: int = 0, device: str = "meta", nodes: int = 1) -> World:
-        """A world for plans and tests: no process group, no communication."""
+        """Return a world for dry runs and tests: no process group, no communication."""
         import torch
 
         local = size // nodes
@@ -116,26 +116,27 @@ class World:
 
 
 _current: World | None = None
-# Whether the open process group is ours to destroy, also while no world stands on it.
-_opened_group = False
-# The store of the first group that was opened here, and how many were. Later groups stand on the same store:
-# a rank that opens a new one sooner than rank 0 would find the old one under the same address and port.
+# True if the open process group was created here, also while no world uses it.
+_owns_group = False
+# The store of the first group that was opened here, and the number of groups. Later groups use the same
+# store: a rank that opens a new one sooner than rank 0 would find the old one under the same address and
+# port.
 _store: Any = None
-_opened = 0
+_group_count = 0
 
 
-# What must be done while the ranks can still talk.
-_before_close: list[Callable[[], None]] = []
+# Called while the ranks can still communicate.
+_close_actions: list[Callable[[], None]] = []
 
 
-def before_close(action: Callable[[], None]) -> None:
-    """Calls ``action`` whenever a world closes, before its group is destroyed."""
-    if action not in _before_close:
-        _before_close.append(action)
+def add_close_action(action: Callable[[], None]) -> None:
+    """Register ``action`` to be called when a world closes, before its group is destroyed."""
+    if action not in _close_actions:
+        _close_actions.append(action)
 
 
 def current() -> World | None:
-    """The open world, or None."""
+    """Return the open world, or None."""
     return _current
 
 
@@ -146,7 +147,7 @@ def open(
     timeout: timedelta | None = None,
     **group: Any,
 ) -> World:
-    """Opens the world of this process, or returns the one that is open.
+    """Open the world of this process, or return the one that is open.
 
     Args:
         cpu: compute on the CPU; None reads ``ACCELERATE_USE_CPU``.
@@ -158,23 +159,23 @@ def open(
         WorldError: the environment contradicts itself, or asks for more processes than devices.
     """
     global _current
-    settings = load(WorldSettings, code={"use_cpu": cpu or None}).value
+    settings = load_settings(WorldSettings, code={"use_cpu": cpu or None}).value
     if _current is not None:
-        _current = _again(_current, settings, asked_cpu=bool(cpu))
+        _current = _reuse(_current, settings, asked_cpu=bool(cpu))
         return _current
     cluster = clusters.detect(environ.snapshot())
     adopted = _adopted_group()
     if adopted is None and cluster is None:
-        _current = _alone(settings)
+        _current = _open_single(settings)
     else:
-        _current = _together(cluster, settings, backend, timeout, group, adopted)
+        _current = _open_distributed(cluster, settings, backend, timeout, group, adopted)
     return _current
 
 
 def _close_at_exit() -> None:
-    """A group left open may abort the interpreter, when its threads outlive it.
+    """Close the world at exit: threads of an open group may abort the interpreter.
 
-    After an error only a host group is closed: a device's may wait for peers that are gone.
+    After an error only a CPU group is closed: a device's may wait for peers that are gone.
     """
     on_host = _current is None or _current.device.type == "cpu"
     if on_host or not hasattr(sys, "last_value"):
@@ -182,21 +183,21 @@ def _close_at_exit() -> None:
 
 
 def close() -> None:
-    """Closes the world; destroys the process group if it was opened here."""
-    global _current, _opened_group
-    for action in _before_close:
+    """Close the world; destroy the process group if it was created here."""
+    global _current, _owns_group
+    for action in _close_actions:
         action()
-    together.end()
-    if _opened_group and not environ.flag("FORK_LAUNCHED"):
+    watchdog.shut_down()
+    if _owns_group and not environ.get_flag("FORK_LAUNCHED"):
         import torch.distributed as dist
 
         if dist.is_initialized():
             dist.destroy_process_group()
-    _current, _opened_group = None, False
+    _current, _owns_group = None, False
 
 
 def forget() -> None:
-    """Closes the world but leaves its process group, for the next ``open`` to stand on.
+    """Close the world but keep its process group for the next ``open``.
 
     Some programs start afresh several times in one process. Destroying and opening the group each time would
     be slow, and ranks that are not at the same place would meet the wrong group.
@@ -205,8 +206,8 @@ def forget() -> None:
     _current = None
 
 
-def _again(world: World, settings: WorldSettings, *, asked_cpu: bool) -> World:
-    """An open world asked for once more: the same, unless another device is wanted by a lone process."""
+def _reuse(world: World, settings: WorldSettings, *, asked_cpu: bool) -> World:
+    """Return the open world, moved to the CPU if a single process asks for that."""
     if not asked_cpu or world.device.type == "cpu":
         return world
     if world.size > 1:
@@ -215,18 +216,18 @@ def _again(world: World, settings: WorldSettings, *, asked_cpu: bool) -> World:
             why="the device of a group of processes cannot change while it is open",
             fix="create the first Accelerator or PartialState with cpu=True",
         )
-    return dataclasses.replace(world, device=_take(devices.get("cpu"), 0))
+    return dataclasses.replace(world, device=_bind_device(devices.get("cpu"), 0))
 
 
-def _alone(settings: WorldSettings) -> World:
-    device = _device(settings)
+def _open_single(settings: WorldSettings) -> World:
+    device = _select_device(settings)
     return World(
         rank=0, size=1, local_rank=0, local_size=1, node=0, nodes=1, device=device, debug=settings.debug
     )
 
 
 def _adopted_group() -> tuple[int, int] | None:
-    """(rank, size) of a process group that the user has already opened."""
+    """Return (rank, world size) of a process group that the user has already opened."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -234,7 +235,7 @@ def _adopted_group() -> tuple[int, int] | None:
     return None
 
 
-def _together(
+def _open_distributed(
     cluster: clusters.Cluster | None,
     settings: WorldSettings,
     backend: str | None,
@@ -244,7 +245,7 @@ def _together(
 ) -> World:
     import torch.distributed as dist
 
-    global _opened_group
+    global _owns_group
     if cluster is None:
         # The user opened the group by hand and no launcher described it: all ranks are taken to be local.
         rank, size = adopted or (0, 1)
@@ -257,34 +258,34 @@ def _together(
             "node": cluster.node,
             "nodes": cluster.nodes,
         }
-    narrows = cluster is not None and cluster.narrows
-    device = _device(settings, place["local_rank"], place["local_size"], narrows)
+    hides_devices = cluster is not None and cluster.hides_devices
+    device = _select_device(settings, place["local_rank"], place["local_size"], hides_devices)
     if adopted is None:
         assert cluster is not None
         _open_group(cluster, device, backend, timeout, group)
-        _opened_group = True
+        _owns_group = True
         atexit.register(_close_at_exit)
     elif adopted != (rank, size):
         raise WorldError(
             f"the open process group says rank {adopted[0]} of {adopted[1]}, "
             f"{cluster.name if cluster else 'the environment'} says rank {rank} of {size}"
         )
-    elif timeout is not None and _opened_group:
+    elif timeout is not None and _owns_group:
         dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # pyright: ignore[reportPrivateUsage]
-    _share_cores(device, place["local_size"])
+    _limit_threads(device, place["local_size"])
     if size > 1:
-        together.begin(rank, size, timeout)
+        watchdog.start(rank, size, timeout)
     return World(
         rank=rank,
         size=size,
         **place,
         device=device,
-        backend=_backend_of(device, dist.get_backend()),
+        backend=_backend_for(device, dist.get_backend()),
         address=cluster.address if cluster else None,
         port=cluster.port if cluster else None,
         timeout=timeout,
         debug=settings.debug,
-        owns_group=_opened_group,
+        owns_group=_owns_group,
     )
 
 
@@ -296,7 +297,7 @@ def _open_group(
     group: Mapping[str, Any],
 ) -> None:
     # torch and every library above it read these names; schedulers use others.
-    environ.write(
+    environ.set_variables(
         {
             "RANK": cluster.rank,
             "WORLD_SIZE": cluster.size,
@@ -311,31 +312,31 @@ def _open_group(
         # Host tensors and objects go over gloo whatever the device, so that gathering them needs no copy.
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
-    _join(cluster, {name: value for name, value in arguments.items() if value is not None})
+    _init_process_group(cluster, {name: value for name, value in arguments.items() if value is not None})
 
 
-def _join(cluster: clusters.Cluster, arguments: dict[str, Any]) -> None:
-    global _store, _opened
+def _init_process_group(cluster: clusters.Cluster, arguments: dict[str, Any]) -> None:
+    global _store, _group_count
     import torch.distributed as dist
 
-    _opened += 1
+    _group_count += 1
     if "init_method" in arguments or "store" in arguments:
         dist.init_process_group(**arguments)
     elif _store is None:
         dist.init_process_group(**arguments)
         _store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     else:
-        store = dist.distributed_c10d.PrefixStore(f"accelerate/group/{_opened}", _store)
+        store = dist.distributed_c10d.PrefixStore(f"accelerate/group/{_group_count}", _store)
         dist.init_process_group(store=store, rank=cluster.rank, world_size=cluster.size, **arguments)
 
 
-def _device(
-    settings: WorldSettings, local_rank: int = 0, local_size: int = 1, narrows: bool = False
+def _select_device(
+    settings: WorldSettings, local_rank: int = 0, local_size: int = 1, hides_devices: bool = False
 ) -> torch.device:
-    """Where this process computes, bound as the current device.
+    """Select the device of this process and make it the current one.
 
-    ``narrows``: the scheduler may show each process only devices of its own, so that fewer are visible than
-    processes share the machine. They are shared evenly then, if the machine has enough of them in all.
+    ``hides_devices``: the scheduler may show each process only devices of its own, so that fewer are visible
+    than processes share the machine. Then it is enough that the machine has enough devices in all.
     """
     fixed = environ.get("ACCELERATE_TORCH_DEVICE")
     if fixed:
@@ -346,30 +347,32 @@ def _device(
                 f"and {fixed} (ACCELERATE_TORCH_DEVICE)",
                 fix="keep one of them",
             )
-        return _take(devices.get(kind), int(index) if index.isdecimal() else 0)
+        return _bind_device(devices.get(kind), int(index) if index.isdecimal() else 0)
     hardware = devices.get("cpu") if settings.use_cpu else devices.detect()
     if hardware.type == "cpu":
-        return _take(hardware, 0)
+        return _bind_device(hardware, 0)
     count = hardware.count()
-    enough = local_size <= count or (narrows and local_size <= hardware.present(devices.Machine()))
+    enough = local_size <= count or (
+        hides_devices and local_size <= hardware.count_physical(devices.Machine())
+    )
     if not enough:
         raise WorldError(
             f"{local_size} processes share this machine, but it has {count} {hardware.type} device(s)",
             why="each process needs a device of its own",
             fix=f"start {count} process(es) here, or use the CPU: accelerate launch --cpu ...",
         )
-    return _take(hardware, local_rank % count)
+    return _bind_device(hardware, local_rank % count)
 
 
-def _take(hardware: devices.Device, index: int) -> torch.device:
-    """Makes a device the current one, in an environment as its processes need it."""
-    environ.write(environ.unset(hardware.environment))
+def _bind_device(hardware: devices.Device, index: int) -> torch.device:
+    """Make a device the current one, and set the environment variables that it needs."""
+    environ.set_variables(environ.filter_unset(hardware.environment))
     hardware.bind(index)
     return hardware.torch_device(index)
 
 
-def _backend_of(device: torch.device, joined: str) -> str:
-    """The part of ``"cpu:gloo,cuda:nccl"`` that serves ``device``; torch reports the joined name."""
+def _backend_for(device: torch.device, joined: str) -> str:
+    """Return the back end for ``device`` in torch's joined name, such as ``"cpu:gloo,cuda:nccl"``."""
     for part in joined.split(","):
         kind, _, name = part.rpartition(":")
         if not kind or kind == device.type:
@@ -377,8 +380,8 @@ def _backend_of(device: torch.device, joined: str) -> str:
     return joined
 
 
-def _share_cores(device: torch.device, local_size: int) -> None:
-    """Gives each CPU process its part of the cores, unless the user said how many threads."""
+def _limit_threads(device: torch.device, local_size: int) -> None:
+    """Divide the cores among the CPU processes of a machine, unless the user set the number of threads."""
     if device.type != "cpu" or local_size == 1 or environ.get("OMP_NUM_THREADS"):
         return
     import psutil

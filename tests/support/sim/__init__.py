@@ -31,7 +31,8 @@ that need it therefore lie in ``tests/sim``, and are plain tests: ``tests/sim/co
 process of its own where it is loaded from the start, and so it is in every process they start (ranks,
 scripts, loader workers). Any other process gets it by its environment:
 
-    subprocess.run(["accelerate", "launch", "script.py"], env=environ.child(sim.environment()))
+    environment = environ.make_child_environment(sim.environment())
+    subprocess.run(["accelerate", "launch", "script.py"], env=environment)
 
 To run and debug the tests without that process in between:
 

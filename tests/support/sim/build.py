@@ -75,7 +75,7 @@ def _build(home: Path) -> Any:
     # ninja comes with the test requirements, and lies beside a Python that need not be on PATH.
     path = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH") or os.defpath])
     try:
-        with environ.patched({"PATH": path}):
+        with environ.patch_environment({"PATH": path}):
             module = cpp_extension.load(
                 NAME,
                 [str(SOURCES / "sim.cpp")],

@@ -6,16 +6,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.cli.wizard.flow import Answers, Flow, Question, asked, classes, flow, keys
-from accelerate.cli.wizard.keys import refusal
+from accelerate.cli.wizard.config_keys import find_refusal
+from accelerate.cli.wizard.questions import (
+    QuestionFlow,
+    WizardAnswers,
+    WizardQuestion,
+    all_classes,
+    ask_everything,
+    asked_settings,
+    setting_path,
+)
 from accelerate.core.errors import AccelerateError, NotBuiltError, SettingError
-from accelerate.launch import writing
-from accelerate.launch.writing import Keys
+from accelerate.launch import config_writer
+from accelerate.launch.config_writer import KeyPath
 
-QUIET = "fg:ansibrightblack"
+DIM_STYLE = "fg:ansibrightblack"
 
 
-def run(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
+def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
     """Asks everything, shows the file, and asks whether it is right.
 
     Args:
@@ -30,29 +38,29 @@ def run(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     given: dict[str, int | str] = {}
     while True:
-        questions, answers = walk(flow, path, before, given)
-        values = complete(before, answers)
-        print_plain(f"\n{path}:\n\n{writing.text_of(values, Path('x.yaml'))}")
-        problem = refusal(values, path)
+        questions, answers = ask_questions(ask_everything, path, before, given)
+        values = merge_answers(before, answers)
+        print_plain(f"\n{path}:\n\n{config_writer.format_config(values, Path('x.yaml'))}")
+        problem = find_refusal(values, path)
         if problem is not None:
             print_plain(f"accelerate launch would refuse this file: {problem}\n")
-        decision = _select("Write this file?", ["yes", "change an answer", "throw it away"])
+        decision = _select_option("Write this file?", ["yes", "change an answer", "throw it away"])
         if decision == 0:
             return values
         if decision == 2:
             return None
-        texts = [f"{question.text}  {_shown(question, given[question.name])}" for question in questions]
-        changed = questions[_select("Which one?", texts)]
+        texts = [f"{question.text}  {_answer_text(question, given[question.name])}" for question in questions]
+        changed = questions[_select_option("Which one?", texts)]
         given[f"was {changed.name}"] = given.pop(changed.name)
 
 
-def walk(
-    way: Callable[[Answers], Flow],
+def ask_questions(
+    way: Callable[[WizardAnswers], QuestionFlow],
     path: Path,
     before: Mapping[str, Any],
     given: dict[str, int | str],
-    known: Mapping[Keys, Any] | None = None,
-) -> tuple[list[Question], Answers]:
+    known: Mapping[KeyPath, Any] | None = None,
+) -> tuple[list[WizardQuestion], WizardAnswers]:
     """Goes through questions; those that were answered before are not asked again.
 
     Args:
@@ -65,15 +73,15 @@ def walk(
     Returns:
         The questions on the way, and what their answers write.
     """
-    answers = Answers(before)
+    answers = WizardAnswers(before)
     answers.written |= known or {}
-    questions: list[Question] = []
+    questions: list[WizardQuestion] = []
     steps = way(answers)
     question = next(steps, None)
     while question is not None:
         if question.name not in given:
             offered = given.pop(f"was {question.name}", question.default)
-            given[question.name] = ask(question, offered, answers, path)
+            given[question.name] = ask_question(question, offered, answers, path)
         questions.append(question)
         answers.written |= question.writes(given[question.name])
         try:
@@ -83,13 +91,13 @@ def walk(
     return questions, answers
 
 
-def complete(before: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
+def merge_answers(before: Mapping[str, Any], answers: WizardAnswers) -> dict[str, Any]:
     """The values to write: the answers, and of the old file what nobody is asked about."""
-    tables = {getattr(cls, "__section__", "") for cls in classes()}
-    questions = {keys(row) for cls in classes() for row in asked(cls)}
+    tables = {getattr(cls, "__section__", "") for cls in all_classes()}
+    questions = {setting_path(row) for cls in all_classes() for row in asked_settings(cls)}
     mine = {"distributed_type", "use_cpu", *tables, *(path[0] for path in questions)}
     new = {key: value for key, value in before.items() if key not in mine}
-    for section, table in answers.table().items():
+    for section, table in answers.nested_values().items():
         old = before.get(section)
         if isinstance(table, dict) and isinstance(old, dict):
             rest = {key: value for key, value in old.items() if (section, key) not in questions}
@@ -98,48 +106,50 @@ def complete(before: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
     return dict(sorted(new.items()))
 
 
-def ask(question: Question, offered: Any, answers: Answers, path: Path) -> int | str:
+def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers, path: Path) -> int | str:
     """One question on the terminal: the number of the chosen option, or the text that was typed."""
     if question.help:
-        print_plain(question.help, QUIET)
+        print_plain(question.help, DIM_STYLE)
 
     def wrong(answer: int | str) -> AccelerateError | None:
         try:
             writes = question.writes(answer)
         except SettingError as error:
             return error
-        after = Answers(answers.before)
+        after = WizardAnswers(answers.before)
         after.written = answers.written | dict(writes)
-        error = refusal(after.table(), path)
+        error = find_refusal(after.nested_values(), path)
         # Others are about what was not asked yet.
         return error if error is not None and _is_about(error, question) else None
 
     if not question.options:
-        return _type(question.text, str(offered), wrong)
+        return _ask_text(question.text, str(offered), wrong)
     labels = [option.label for option in question.options]
     closed = {
         number: "not built yet" for number in range(len(labels)) if isinstance(wrong(number), NotBuiltError)
     }
     while True:
-        chosen = _select(question.text, labels, offered, closed)
+        chosen = _select_option(question.text, labels, offered, closed)
         error = wrong(chosen)
         if error is None:
             return chosen
         print_plain(str(error), "fg:ansired")
 
 
-def _is_about(error: AccelerateError, question: Question) -> bool:
+def _is_about(error: AccelerateError, question: WizardQuestion) -> bool:
     if isinstance(error, NotBuiltError):
         return True
-    name = question.row.name if question.row else question.name
+    name = question.setting.name if question.setting else question.name
     return name in error.what
 
 
-def _shown(question: Question, answer: Any) -> str:
+def _answer_text(question: WizardQuestion, answer: Any) -> str:
     return question.options[answer].label if question.options else str(answer) or "-"
 
 
-def _select(text: str, labels: list[str], offered: int = 0, closed: Mapping[int, str] | None = None) -> int:
+def _select_option(
+    text: str, labels: list[str], offered: int = 0, closed: Mapping[int, str] | None = None
+) -> int:
     """The number of the label that was chosen with the arrow keys."""
     import questionary
 
@@ -153,7 +163,7 @@ def _select(text: str, labels: list[str], offered: int = 0, closed: Mapping[int,
     return number
 
 
-def _type(text: str, offered: str, wrong: Callable[[str], AccelerateError | None]) -> str:
+def _ask_text(text: str, offered: str, wrong: Callable[[str], AccelerateError | None]) -> str:
     """A line that was typed and that nothing is wrong with."""
     import questionary
 

@@ -8,65 +8,75 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core import environ
-from accelerate.launch import report
+from accelerate.launch import failure_report
 from accelerate.launch.errors import RankError
-from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import startable
-from accelerate.launch.logs import Logs
+from accelerate.launch.kinds.local import explain_start_error
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.logs import RankLogs
 from accelerate.launch.plan import Variables
-from accelerate.launch.ranks import Command, End, Guard, Outcome, Ranks, Signals
-from accelerate.launch.watched import watched
+from accelerate.launch.rank_setup import rank_command
+from accelerate.launch.supervisor import (
+    GuardProcess,
+    JobOutcome,
+    ProcessExit,
+    ProcessSpec,
+    SignalListener,
+    WorkerSupervisor,
+)
 
 
-class Attempt(Ranks):
+class LocalAttempt(WorkerSupervisor):
     """Processes that may be called off, because another machine says so.
 
     Args:
         commands: one per rank of this machine.
         folder: where they leave their tracebacks.
-        called_off: asked again and again whether to stop all.
-        options: those of ``Ranks``.
+        should_cancel: asked again and again whether to stop all.
+        options: those of ``WorkerSupervisor``.
     """
 
     def __init__(
         self,
-        commands: Sequence[Command],
+        commands: Sequence[ProcessSpec],
         folder: Path,
-        called_off: Callable[[Attempt], bool],
+        should_cancel: Callable[[LocalAttempt], bool],
         **options: Any,
     ) -> None:
         super().__init__(commands, **options)
-        self.folder, self.called_off, self.was_called_off = folder, called_off, False
+        self.folder, self.should_cancel, self.was_cancelled = folder, should_cancel, False
 
     @property
-    def failing(self) -> bool:
-        """Whether a process has failed, or left a traceback and does not end."""
-        return self.stop_at is not None and not self.was_called_off
+    def has_failed(self) -> bool:
+        """Return whether a process has failed, or left a traceback and does not exit."""
+        return self.stop_at is not None and not self.was_cancelled
 
-    def age(self) -> float:
+    def seconds_since_failure(self) -> float:
         """Seconds since the first process failed."""
         now = time.monotonic_ns()
-        ends = [end for end in self.outcome.ends if end.code]
-        raised = [rank for rank in self.alive if report.error_file(self.folder, rank).is_file()]
-        ends += [End(rank, 1, now, asked=False) for rank in raised]
-        return max(((now - report.failure_of(end, self.folder).at) / 1e9 for end in ends), default=0.0)
+        ends = [end for end in self.outcome.exits if end.code]
+        raised = [rank for rank in self.alive if failure_report.error_file(self.folder, rank).is_file()]
+        ends += [ProcessExit(rank, 1, now, was_asked_to_stop=False) for rank in raised]
+        return max(
+            ((now - failure_report.read_failure(end, self.folder).failed_at) / 1e9 for end in ends),
+            default=0.0,
+        )
 
-    def _advance(self) -> None:
-        if not self.was_called_off and self.called_off(self):
-            self.was_called_off, self.listen = True, ()
+    def _apply_deadlines(self) -> None:
+        if not self.was_cancelled and self.should_cancel(self):
+            self.was_cancelled, self.wake_fds = True, ()
             self.stop_at = time.monotonic()
-        super()._advance()
+        super()._apply_deadlines()
 
-    def run_under(self, guard: Guard, signals: Signals) -> Outcome:
-        """See ``Ranks.run_under``. The guard forgets processes that are gone: their ids may be used again."""
-        outcome = super().run_under(guard, signals)
-        self._sweep()
+    def run_with(self, guard: GuardProcess, signals: SignalListener) -> JobOutcome:
+        """Run the processes, then let the guard forget their ids, which may be reused."""
+        outcome = super().run_with(guard, signals)
+        self._kill_leftovers()
         for process in self.processes.values():
-            guard.tell(f"-{process.pid}")
+            guard.write_line(f"-{process.pid}")
         return outcome
 
 
-class Attempts:
+class AttemptRunner:
     """Everything that all attempts of a job on this machine have in common.
 
     Args:
@@ -76,28 +86,35 @@ class Attempts:
         guard, signals: of the launcher.
     """
 
-    def __init__(self, request: Request, logs: Logs, folder: Path, guard: Guard, signals: Signals) -> None:
+    def __init__(
+        self,
+        request: LaunchRequest,
+        logs: RankLogs,
+        folder: Path,
+        guard: GuardProcess,
+        signals: SignalListener,
+    ) -> None:
         self.request, self.logs, self.folder = request, logs, folder
         self.guard, self.signals = guard, signals
         self.count = 0
 
     def run(
         self,
-        owns: Sequence[Variables],
+        variables: Sequence[Variables],
         *,
         size: int,
-        first: int = 0,
-        called_off: Callable[[Attempt], bool] = lambda attempt: False,
-        listen: Sequence[int] = (),
-    ) -> tuple[Attempt, RankError | None]:
+        first_rank: int = 0,
+        should_cancel: Callable[[LocalAttempt], bool] = lambda attempt: False,
+        wake_fds: Sequence[int] = (),
+    ) -> tuple[LocalAttempt, RankError | None]:
         """Runs the processes of this machine to their end.
 
         Args:
-            owns: the environment of each.
+            variables: the environment of each.
             size: of the world.
-            first: the rank of the first of them.
-            called_off: see ``Attempt``.
-            listen: descriptors to wake up for.
+            first_rank: the rank of the first of them.
+            should_cancel: see ``LocalAttempt``.
+            wake_fds: descriptors to wake up for.
 
         Returns:
             the attempt with its outcome, and the error that says how it failed.
@@ -107,26 +124,26 @@ class Attempts:
         self.count += 1
         settings = self.request.settings
         commands = [
-            Command(
-                watched(self.request, folder, rank),
-                environ.child({**own, "ACCELERATE_STOP_FOLDER": folder}),
+            ProcessSpec(
+                rank_command(self.request, folder, rank),
+                environ.make_child_environment({**own, "ACCELERATE_STOP_FOLDER": folder}),
                 *self.logs.pipes(rank),
             )
-            for rank, own in enumerate(owns, first)
+            for rank, own in enumerate(variables, first_rank)
         ]
-        attempt = Attempt(
+        attempt = LocalAttempt(
             commands,
             folder,
-            called_off,
+            should_cancel,
             stop_timeout=settings.stop_timeout,
-            raised=lambda rank, pid: report.raised(folder, rank, pid),
-            armed=lambda pid: report.armed(folder, pid),
-            grace=settings.preemption_grace,
-            started=self.logs.read,
-            first=first,
-            listen=listen,
+            has_traceback=lambda rank, pid: failure_report.has_traceback(folder, rank, pid),
+            graceful_stop=lambda pid: failure_report.read_graceful_stop(folder, pid),
+            grace_period=settings.preemption_grace,
+            on_start=self.logs.read,
+            first_rank=first_rank,
+            wake_fds=wake_fds,
         )
-        with startable(commands[0].program[0]):
-            outcome = attempt.run_under(self.guard, self.signals)
+        with explain_start_error(commands[0].program[0]):
+            outcome = attempt.run_with(self.guard, self.signals)
         self.logs.finish()
-        return attempt, report.failure(outcome, folder, size)
+        return attempt, failure_report.build_job_error(outcome, folder, size)

@@ -1,22 +1,22 @@
-"""What was asked of a job that starts again, or that runs on several machines."""
+"""The settings of jobs with restarts or on several machines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
-from accelerate.launch.job import Request
-from accelerate.launch.several import SEVERAL
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.multi_machine import MULTI_MACHINE
 
 STATIC, DYNAMIC = "static", "c10d"
-PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another
-JOIN = 600.0  # seconds that machines wait for each other, where nobody says another number
+DEFAULT_PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another
+DEFAULT_JOIN_TIMEOUT = 600.0  # seconds that machines wait for each other, where nobody says another number
 
 
-@frozen
-class Rendezvous:
+@frozen_dataclass
+class RendezvousSettings:
     """How machines find each other, and what happens when a process fails."""
 
     __topic__ = "Several machines, restarts"
@@ -26,7 +26,7 @@ class Rendezvous:
         help="how machines find each other: static, each knows its number; c10d, they number themselves; or "
         "another one that torch.distributed.elastic knows",
         question="How do they find each other?",
-        when=SEVERAL,
+        when=MULTI_MACHINE,
     )
     rdzv_endpoint: str | None = setting(
         None,
@@ -49,13 +49,13 @@ class Rendezvous:
         False,
         help="the machines share a network; they are reached by their addresses, shared or not",
         question="Do they share a network?",
-        when=SEVERAL,
+        when=MULTI_MACHINE,
     )
 
 
-@frozen
-class Endpoint:
-    """Where machines meet.
+@frozen_dataclass
+class RendezvousEndpoint:
+    """The host and port where machines meet.
 
     Attributes:
         host: a name or an address.
@@ -71,50 +71,50 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def configuration(request: Request) -> dict[str, str]:
+def parse_rdzv_conf(request: LaunchRequest) -> dict[str, str]:
     """``rdzv_conf`` as a table.
 
     Raises:
         SettingError: it is not written ``key=value,key=value``, or a number in it is none.
     """
-    text, where = request.of(Rendezvous).rdzv_conf or "", request.origin("rdzv_conf").where
-    found: dict[str, str] = {}
+    text, where = request.values_of(RendezvousSettings).rdzv_conf or "", request.origin("rdzv_conf").where
+    conf: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
             raise SettingError(f"{where} has the part {part!r}", fix="write key=value,key=value")
-        found[key.strip()] = value.strip()
-    if request.of(Rendezvous).rdzv_backend == STATIC:
-        for key in found:
+        conf[key.strip()] = value.strip()
+    if request.values_of(RendezvousSettings).rdzv_backend == STATIC:
+        for key in conf:
             if key not in ("timeout", "join_timeout", "rank"):
                 raise SettingError(
                     f"{where} sets {key}, which a static rendezvous does not read",
                     fix="it reads join_timeout; --rdzv_backend c10d reads more",
                 )
-    joining(found, where)
-    return found
+    parse_join_timeout(conf, where)
+    return conf
 
 
-def joining(conf: Mapping[str, str], where: str = "--rdzv_conf") -> float:
+def parse_join_timeout(conf: Mapping[str, str], where: str = "--rdzv_conf") -> float:
     """Seconds that the machines wait for each other.
 
     Raises:
         SettingError: it is no number.
     """
-    text = conf.get("join_timeout", conf.get("timeout", str(JOIN)))
+    text = conf.get("join_timeout", conf.get("timeout", str(DEFAULT_JOIN_TIMEOUT)))
     try:
         return float(text)
     except ValueError as error:
         raise SettingError(f"{where} has a join_timeout of {text!r}", fix="give seconds") from error
 
 
-def endpoint(request: Request) -> Endpoint:
-    """Where the machines of a request meet.
+def find_endpoint(request: LaunchRequest) -> RendezvousEndpoint:
+    """Return the endpoint where the machines of a request meet.
 
     Raises:
         SettingError: nobody says where, two settings disagree, or the port is none.
     """
-    asked, job = request.of(Rendezvous), request.settings
+    asked, job = request.values_of(RendezvousSettings), request.settings
     given, address = request.origin("rdzv_endpoint"), request.origin("main_process_ip")
     if asked.rdzv_endpoint is None and job.main_process_ip is None:
         raise SettingError(
@@ -122,10 +122,10 @@ def endpoint(request: Request) -> Endpoint:
             why="each of them must know where rank 0 is",
             fix="give all of them the same --main_process_ip and --main_process_port",
         )
-    default = job.main_process_port or PORTS.get(asked.rdzv_backend, PORTS[DYNAMIC])
+    default = job.main_process_port or DEFAULT_PORTS.get(asked.rdzv_backend, DEFAULT_PORTS[DYNAMIC])
     if asked.rdzv_endpoint is None:
-        return Endpoint(job.main_process_ip or "", default, address.where)
-    host, port = _parts(asked.rdzv_endpoint, given.where)
+        return RendezvousEndpoint(job.main_process_ip or "", default, address.where)
+    host, port = _split_endpoint(asked.rdzv_endpoint, given.where)
     # Where a scheduler would have them meet does not contradict what somebody wrote.
     written = job.main_process_ip is not None and address.source != "scheduler"
     both = asked.rdzv_backend == STATIC and written
@@ -135,10 +135,10 @@ def endpoint(request: Request) -> Endpoint:
             why="a static rendezvous meets at the address and port of rank 0",
             fix="keep one of them",
         )
-    return Endpoint(host, port or default, given.where)
+    return RendezvousEndpoint(host, port or default, given.where)
 
 
-def _parts(text: str, where: str) -> tuple[str, int | None]:
+def _split_endpoint(text: str, where: str) -> tuple[str, int | None]:
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, ""
@@ -149,13 +149,13 @@ def _parts(text: str, where: str) -> tuple[str, int | None]:
     return host.strip("[]"), int(port) if port else None
 
 
-def refuse(request: Request) -> None:
+def refuse_contradictions(request: LaunchRequest) -> None:
     """Refuses what contradicts itself.
 
     Raises:
         SettingError: two settings do not go together, or a number is out of its range.
     """
-    asked = request.of(Rendezvous)
+    asked = request.values_of(RendezvousSettings)
     least, most = request.machines
     for name in ("max_restarts", "monitor_interval", "machine_timeout"):
         if request.get(name) < 0:

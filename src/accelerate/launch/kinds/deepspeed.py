@@ -14,33 +14,33 @@ from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.core.frozen import frozen
-from accelerate.launch.base import Kind
-from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import startable
-from accelerate.launch.logs import Logs
-from accelerate.launch.plan import Plan, Start
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.launch.base import LaunchKind
+from accelerate.launch.kinds.local import explain_start_error
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.logs import RankLogs
+from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 PROGRAM = "deepspeed"
-STANDARD, ALONE, INHERITS = "standard", "nossh", "slurm"
-HOSTFILE = "/job/hostfile"  # where the engine's launcher looks when nobody names one
-NAME = "DS_ENV_FILE"
-ENVIRONMENT = ".deepspeed_env"
+STANDARD, NO_SSH, SLURM = "standard", "nossh", "slurm"
+HOSTFILE = "/job/hostfile"  # where DeepSpeed's launcher looks by default
+ENV_FILE_VARIABLE = "DS_ENV_FILE"
+ENV_FILE = ".deepspeed_env"
 
 
-@frozen
-class EnginePlan(Plan):
+@frozen_dataclass
+class DeepSpeedLaunchPlan(LaunchPlan):
     """One command that starts processes on all machines.
 
     Attributes:
-        exported: the lines that its file of variables gets: what the processes on other machines are told.
+        exported_lines: the lines of its file of variables for processes on other machines.
     """
 
-    exported: tuple[str, ...] = field(default=(), kw_only=True)
+    exported_lines: tuple[str, ...] = field(default=(), kw_only=True)
 
 
-class Engine(Kind[EnginePlan]):
-    """Several machines, started by the engine's own launcher."""
+class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
+    """Several machines, started by DeepSpeed's own launcher."""
 
     name: ClassVar[str] = "DeepSpeed's launcher"
     priority: ClassVar[int] = 20
@@ -50,60 +50,67 @@ class Engine(Kind[EnginePlan]):
         "deepspeed_exclusion_filter",
     )
 
-    def takes(self, request: Request) -> bool:
-        """Jobs of this engine on several machines, unless somebody wants the standard launcher."""
-        several = request.machines[1] > 1 and "use_deepspeed" in request.engines
+    def accepts(self, request: LaunchRequest) -> bool:
+        """Accept DeepSpeed jobs on several machines, unless the standard launcher is requested."""
+        several = request.machines[1] > 1 and "use_deepspeed" in request.strategy_switches
         return several and request.get("deepspeed_multinode_launcher") != STANDARD
 
-    def plan(self, request: Request) -> EnginePlan:
-        """Makes the command; see ``Kind.plan``.
+    def plan(self, request: LaunchRequest) -> DeepSpeedLaunchPlan:
+        """Makes the command; see ``LaunchKind.plan``.
 
         Raises:
-            MissingExtraError: the engine is not installed here.
+            MissingExtraError: DeepSpeed is not installed here.
             SettingError: the hostfile does not fit, or an option does not go with this launcher.
         """
         import shutil
 
-        _check(request)
+        _check_request(request)
         program = shutil.which(PROGRAM)
         if program is None:
             raise MissingExtraError(PROGRAM, f"a launch on {request.machines[1]} machines by its launcher")
-        told = dict(request.handed())
+        told = dict(request.script_variables())
         threads = request.settings.num_cpu_threads_per_process
         if threads is not None:
             told["OMP_NUM_THREADS"] = str(threads)
         started_by = request.get("deepspeed_multinode_launcher") or "pdsh"
-        exported = () if started_by == INHERITS else tuple(f"{name}={value}" for name, value in told.items())
-        return EnginePlan(
+        exported = () if started_by == SLURM else tuple(f"{name}={value}" for name, value in told.items())
+        return DeepSpeedLaunchPlan(
             kind=self.name,
             facts=(
                 ("machines", f"{request.machines[1]}, of {_hostfile(request)}"),
                 ("started by", started_by),
             ),
-            variables={**told, **({} if not exported else {NAME: "a file with these variables"})},
-            starts=(Start(PROGRAM, (program, *_options(request), *request.program)),),
+            variables={
+                **told,
+                **({} if not exported else {ENV_FILE_VARIABLE: "a file with these variables"}),
+            },
+            commands=(PlannedCommand(PROGRAM, (program, *_launcher_flags(request), *request.program)),),
             notes=(),
-            unused=tuple(_unused(request)),
-            exported=exported,
+            unused_settings=tuple(_unused_settings(request)),
+            exported_lines=exported,
         )
 
-    def run(self, request: Request, plan: EnginePlan, *, replace: bool) -> None:
-        """Starts the command and watches it; see ``Kind.run``."""
-        from accelerate.launch import report
-        from accelerate.launch.ranks import Command, Ranks
-        from accelerate.launch.watched import own_folder
+    def run(self, request: LaunchRequest, plan: DeepSpeedLaunchPlan, *, replace: bool) -> None:
+        """Starts the command and watches it; see ``LaunchKind.run``."""
+        from accelerate.launch import failure_report
+        from accelerate.launch.rank_setup import report_folder
+        from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
-        logs = Logs(request.settings.tee, request.settings.log_dir)
-        with own_folder() as folder:
+        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        with report_folder() as folder:
             told = dict(plan.variables)
-            if plan.exported:
-                told[NAME] = str(_write(folder, plan.exported))
-            command = Command(plan.starts[0].program, environ.child(told), *logs.pipes(0))
-            ranks = Ranks([command], stop_timeout=request.settings.stop_timeout, started=logs.read)
-            with startable(command.program[0]):
+            if plan.exported_lines:
+                told[ENV_FILE_VARIABLE] = str(_write_env_file(folder, plan.exported_lines))
+            command = ProcessSpec(
+                plan.commands[0].program, environ.make_child_environment(told), *logs.pipes(0)
+            )
+            ranks = WorkerSupervisor(
+                [command], stop_timeout=request.settings.stop_timeout, on_start=logs.read
+            )
+            with explain_start_error(command.program[0]):
                 outcome = ranks.run()
             logs.finish()
-            error = report.failure(outcome, folder)
+            error = failure_report.build_job_error(outcome, folder)
         if error is not None:
             if outcome.stopped_by is None:
                 error.what = error.what.replace("the script", f"the command {PROGRAM}", 1)
@@ -111,11 +118,11 @@ class Engine(Kind[EnginePlan]):
             raise error
 
 
-def _options(request: Request) -> Iterator[str]:
-    """The flags of the engine's launcher, before the script."""
+def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
+    """Yield the flags of DeepSpeed's launcher, before the script."""
     job, started_by = request.settings, request.get("deepspeed_multinode_launcher") or "pdsh"
     yield from ("--hostfile", str(_hostfile(request)), "--no_local_rank")
-    if started_by == ALONE:
+    if started_by == NO_SSH:
         yield from ("--no_ssh", "--node_rank", str(job.machine_rank))
     else:
         yield from ("--launcher", started_by)
@@ -137,7 +144,7 @@ def _options(request: Request) -> Iterator[str]:
     yield from (flag for flag, on in (("--module", job.module), ("--no_python", job.no_python)) if on)
 
 
-def _check(request: Request) -> None:
+def _check_request(request: LaunchRequest) -> None:
     started_by, machine = request.origin("deepspeed_multinode_launcher"), request.origin("machine_rank")
     least, most = request.machines
     if least != most:
@@ -146,22 +153,22 @@ def _check(request: Request) -> None:
             "but DeepSpeed's launcher needs one number",
             fix="write one number, or add --deepspeed_multinode_launcher standard",
         )
-    if started_by.value == ALONE and not request.settings.main_process_ip:
+    if started_by.value == NO_SSH and not request.settings.main_process_ip:
         raise SettingError(
-            f"{started_by.where} is {ALONE}, but nothing says where rank 0 is",
+            f"{started_by.where} is {NO_SSH}, but nothing says where rank 0 is",
             why="without ssh nobody can ask for its address",
             fix="add --main_process_ip, the address of the first machine of the hostfile",
         )
-    if started_by.value != ALONE and machine.value > 0:
+    if started_by.value != NO_SSH and machine.value > 0:
         raise SettingError(
             f"{machine.where} is {machine.value}, but DeepSpeed's launcher starts all machines from one",
             fix="launch on the first machine only, or add --deepspeed_multinode_launcher nossh or standard",
         )
     _check_filters(request)
-    _check_hosts(request)
+    _check_hostfile(request)
 
 
-def _check_filters(request: Request) -> None:
+def _check_filters(request: LaunchRequest) -> None:
     both = [request.origin(f"deepspeed_{kind}_filter") for kind in ("inclusion", "exclusion")]
     if all(origin.value for origin in both):
         raise SettingError(
@@ -179,8 +186,8 @@ def _check_filters(request: Request) -> None:
         )
 
 
-def _check_hosts(request: Request) -> None:
-    """Refuses a hostfile that has too few machines: the engine's launcher would use this one alone."""
+def _check_hostfile(request: LaunchRequest) -> None:
+    """Refuse a hostfile with too few machines: DeepSpeed's launcher would use this one alone."""
     path, origin = _hostfile(request), request.origin("deepspeed_hostfile")
     where = f"{origin.where} is {path}" if origin.value else f"the hostfile is {path} (the default)"
     try:
@@ -200,11 +207,11 @@ def _check_hosts(request: Request) -> None:
         )
 
 
-def _hostfile(request: Request) -> Path:
+def _hostfile(request: LaunchRequest) -> Path:
     return Path(request.get("deepspeed_hostfile") or HOSTFILE).expanduser()
 
 
-def _write(folder: Path, lines: tuple[str, ...]) -> Path:
+def _write_env_file(folder: Path, lines: tuple[str, ...]) -> Path:
     """The file of variables for processes on other machines: the user's own lines, then ours.
 
     Raises:
@@ -217,15 +224,15 @@ def _write(folder: Path, lines: tuple[str, ...]) -> Path:
             fix="make it one line, or add --deepspeed_multinode_launcher standard",
         )
     ours = {line.partition("=")[0] for line in lines}
-    kept = (line for line in _users_lines() if line.partition("=")[0].strip() not in ours)
-    file = folder / ENVIRONMENT.lstrip(".")
+    kept = (line for line in _user_env_lines() if line.partition("=")[0].strip() not in ours)
+    file = folder / ENV_FILE.lstrip(".")
     file.write_text("\n".join([*kept, *lines]) + "\n", encoding="utf-8")
     return file
 
 
-def _users_lines() -> Iterator[str]:
-    """What the user's own files say: in the home folder and here, as the engine's launcher reads them."""
-    named = environ.get(NAME) or ENVIRONMENT
+def _user_env_lines() -> Iterator[str]:
+    """Yield the lines of the user's own files, in the home folder and here, as DeepSpeed reads them."""
+    named = environ.get(ENV_FILE_VARIABLE) or ENV_FILE
     places = dict.fromkeys(Path(os.path.abspath(folder / named)) for folder in (Path.home(), Path()))
     for path in places:
         if path.is_file():
@@ -233,13 +240,13 @@ def _users_lines() -> Iterator[str]:
             yield from (line for line in lines if "=" in line)
 
 
-def _unused(request: Request) -> Iterator[tuple[str, str]]:
-    """What says nothing here; see ``Plan.unused``."""
-    if request.get("deepspeed_multinode_launcher") != ALONE:
+def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
+    """Yield the settings without use here; see ``LaunchPlan.unused_settings``."""
+    if request.get("deepspeed_multinode_launcher") != NO_SSH:
         yield "machine_rank", "one command starts all machines"
     yield "gpu_ids", "the hostfile and its filters say which devices are used"
-    yield "role", "the engine's launcher has no roles"
-    yield "preemption_grace", "the engine's launcher stops its processes itself"
+    yield "role", "DeepSpeed's launcher has no roles"
+    yield "preemption_grace", "DeepSpeed's launcher stops its processes itself"
 
 
-PLUGIN = Engine()
+PLUGIN = DeepSpeedLaunch()

@@ -8,101 +8,116 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device.machine import Machine
-from accelerate.launch.base import Kind, say
-from accelerate.launch.check import Place, place
+from accelerate.launch.base import LaunchKind, print_line
+from accelerate.launch.check import DeviceAllocation, allocate_devices
 from accelerate.launch.elastic import settings
-from accelerate.launch.elastic.settings import STATIC, Endpoint, Rendezvous
-from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import alone, own_variables, program_of, shared_variables
-from accelerate.launch.logs import Logs
-from accelerate.launch.plan import Plan, Start, Variables
+from accelerate.launch.elastic.settings import STATIC, RendezvousEndpoint, RendezvousSettings
+from accelerate.launch.kinds.local import (
+    ranks_variables,
+    script_command,
+    shared_variables,
+    single_process_variables,
+)
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.logs import RankLogs
+from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 
 
-@frozen
-class ElasticPlan(Plan):
+@frozen_dataclass
+class ElasticPlan(LaunchPlan):
     """Processes on this machine, among those of others.
 
     Attributes:
-        place: their devices, and how many there are here.
+        allocation: their devices, and how many there are here.
         endpoint: where the machines meet; None for one machine.
         conf: more about how they meet.
     """
 
-    place: Place
-    endpoint: Endpoint | None
+    allocation: DeviceAllocation
+    endpoint: RendezvousEndpoint | None
     conf: dict[str, str]
 
 
-class Elastic(Kind[ElasticPlan]):
+class ElasticLaunch(LaunchKind[ElasticPlan]):
     """Several machines, or processes that are started again when one fails."""
 
     name: ClassVar[str] = "several machines, restarts"
     priority: ClassVar[int] = 10
-    settings: ClassVar[tuple[type[Any], ...]] = (Rendezvous,)
+    settings: ClassVar[tuple[type[Any], ...]] = (RendezvousSettings,)
 
-    def takes(self, request: Request) -> bool:
+    def accepts(self, request: LaunchRequest) -> bool:
         """Jobs on several machines, and jobs that may start again."""
-        return request.machines != (1, 1) or request.of(Rendezvous).max_restarts > 0
+        return request.machines != (1, 1) or request.values_of(RendezvousSettings).max_restarts > 0
 
-    def plan(self, request: Request) -> ElasticPlan:
-        """Chooses devices, processes and the place to meet; see ``Kind.plan``."""
-        settings.refuse(request)
-        machine, conf = Machine(), settings.configuration(request)
-        where, several = place(request, machine), request.machines[1] > 1
-        endpoint = settings.endpoint(request) if several else None
+    def plan(self, request: LaunchRequest) -> ElasticPlan:
+        """Chooses devices, processes and the place to meet; see ``LaunchKind.plan``."""
+        settings.refuse_contradictions(request)
+        machine, conf = Machine(), settings.parse_rdzv_conf(request)
+        where, several = allocate_devices(request, machine), request.machines[1] > 1
+        endpoint = settings.find_endpoint(request) if several else None
         if endpoint is not None:
-            _check_number(request, endpoint)
+            _check_machine_rank(request, endpoint)
         return ElasticPlan(
             kind=self.name,
             facts=tuple(_facts(request, where, endpoint)),
             variables=shared_variables(request, where, machine),
-            starts=tuple(_starts(request, where, endpoint)),
+            commands=tuple(_planned_commands(request, where, endpoint)),
             notes=(),
-            place=where,
+            allocation=where,
             endpoint=endpoint,
             conf=conf,
-            unused=tuple(_unused(request)),
+            unused_settings=tuple(_unused_settings(request)),
         )
 
-    def run(self, request: Request, plan: ElasticPlan, *, replace: bool) -> None:
-        """Starts the job; see ``Kind.run``. This process stays: it watches."""
-        from accelerate.launch.elastic.attempt import Attempts
-        from accelerate.launch.ranks import Guard, Signals
-        from accelerate.launch.watched import own_folder
+    def run(self, request: LaunchRequest, plan: ElasticPlan, *, replace: bool) -> None:
+        """Starts the job; see ``LaunchKind.run``. This process stays: it watches."""
+        from accelerate.launch.elastic.attempt import AttemptRunner
+        from accelerate.launch.rank_setup import report_folder
+        from accelerate.launch.supervisor import GuardProcess, SignalListener
 
-        logs = Logs(request.settings.tee, request.settings.log_dir)
-        with own_folder() as folder, Guard(request.settings.stop_timeout) as guard, Signals() as signals:
-            attempts = Attempts(request, logs, folder, guard, signals)
-            run = _run_here if plan.endpoint is None else _run_machines
+        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        with (
+            report_folder() as folder,
+            GuardProcess(request.settings.stop_timeout) as guard,
+            SignalListener() as signals,
+        ):
+            attempts = AttemptRunner(request, logs, folder, guard, signals)
+            run = _run_single_machine if plan.endpoint is None else _run_multi_machine
             run(request, plan, attempts)
 
 
-def _run_here(request: Request, plan: ElasticPlan, attempts: Any) -> None:
+def _run_single_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any) -> None:
     from accelerate.launch.elastic import restarts
-    from accelerate.launch.watched import own_port
+    from accelerate.launch.rank_setup import reserve_port
 
-    size, most = plan.place.processes, request.of(Rendezvous).max_restarts
+    size, most = plan.allocation.processes, request.values_of(RendezvousSettings).max_restarts
     run_id = os.urandom(4).hex()
 
-    def owns(restart: int) -> list[Variables]:
+    def variables_of_restart(restart: int) -> list[Variables]:
         counted = {"TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_MAX_RESTARTS": most}
-        each = [alone(request)] if port is None else own_variables(request, size, port.number, run_id)
+        each = (
+            [single_process_variables(request)]
+            if port is None
+            else ranks_variables(request, size, port.number, run_id)
+        )
         return [{**plan.variables, **own, **counted} for own in each]
 
-    with own_port(request, size) as port:
-        restarts.run(attempts, size, most, owns, lambda line: say(request, line))
+    with reserve_port(request, size) as port:
+        restarts.run_with_restarts(
+            attempts, size, most, variables_of_restart, lambda line: print_line(request, line)
+        )
 
 
-def _run_machines(request: Request, plan: ElasticPlan, attempts: Any) -> None:
+def _run_multi_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any) -> None:
     from accelerate.launch import preflight
-    from accelerate.launch.elastic.link import Link
-    from accelerate.launch.elastic.machines import Machines
+    from accelerate.launch.elastic.agent_process import AgentProcess
+    from accelerate.launch.elastic.multi_machine_job import MultiMachineJob
 
     assert plan.endpoint is not None
-    asked, (least, most) = request.of(Rendezvous), request.machines
-    join, said, where = settings.joining(plan.conf), request.local_processes.value, plan.place
+    asked, (least, most) = request.values_of(RendezvousSettings), request.machines
+    join, said, where = settings.parse_join_timeout(plan.conf), request.local_processes.value, plan.allocation
     job = {
         "backend": asked.rdzv_backend,
         "host": plan.endpoint.host,
@@ -113,27 +128,32 @@ def _run_machines(request: Request, plan: ElasticPlan, attempts: Any) -> None:
         "least": least,
         "most": most,
         "machine_rank": request.settings.machine_rank,
-        "processes": plan.place.processes,
-        "facts": preflight.facts(where.device.type, None if isinstance(said, int) else where.processes),
+        "processes": plan.allocation.processes,
+        "facts": preflight.machine_facts(
+            where.device.type, None if isinstance(said, int) else where.processes
+        ),
         "max_restarts": asked.max_restarts,
         "monitor_interval": asked.monitor_interval,
         "machine_timeout": asked.machine_timeout,
     }
-    Machines(
+    MultiMachineJob(
         attempts,
-        Link(job, attempts.guard, request.settings.stop_timeout),
+        AgentProcess(job, attempts.guard, request.settings.stop_timeout),
         lambda world: [
-            {**plan.variables, **own} for own in _told(request, world, plan.place.processes, asked.rdzv_id)
+            {**plan.variables, **own}
+            for own in _torchrun_variables(request, world, plan.allocation.processes, asked.rdzv_id)
         ],
         timeout=asked.machine_timeout,
         join=join,
-        place=str(plan.endpoint),
-        static=asked.rdzv_backend == STATIC,
-        say=lambda line: say(request, line),
+        endpoint=str(plan.endpoint),
+        is_static=asked.rdzv_backend == STATIC,
+        print_line=lambda line: print_line(request, line),
     ).run()
 
 
-def _told(request: Request, world: dict[str, Any], count: int, run_id: str) -> Iterator[Variables]:
+def _torchrun_variables(
+    request: LaunchRequest, world: dict[str, Any], count: int, run_id: str
+) -> Iterator[Variables]:
     """torchrun's protocol for the processes of this machine, by what the machines agreed on.
 
     Source: PyTorch documentation, "torchrun (Elastic Launch)", section "Environment Variables".
@@ -161,12 +181,12 @@ def _told(request: Request, world: dict[str, Any], count: int, run_id: str) -> I
         yield {**job, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local}
 
 
-def _check_number(request: Request, endpoint: Endpoint) -> None:
+def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) -> None:
     """Refuses machine 0 by default where rank 0 is plainly elsewhere: the others would wait for ever."""
-    from accelerate.launch.elastic.meeting import is_here
+    from accelerate.launch.elastic.rendezvous import is_this_machine
 
-    asked, number = request.of(Rendezvous), request.origin("machine_rank")
-    if asked.rdzv_backend == STATIC and number.source == "default" and not is_here(endpoint.host):
+    asked, number = request.values_of(RendezvousSettings), request.origin("machine_rank")
+    if asked.rdzv_backend == STATIC and number.source == "default" and not is_this_machine(endpoint.host):
         raise SettingError(
             f"{endpoint.where} is {endpoint.host}, which is not this machine, "
             "but machine_rank is 0 (the default)",
@@ -175,8 +195,10 @@ def _check_number(request: Request, endpoint: Endpoint) -> None:
         )
 
 
-def _facts(request: Request, where: Place, endpoint: Endpoint | None) -> Iterator[tuple[str, str]]:
-    asked, (least, most) = request.of(Rendezvous), request.machines
+def _facts(
+    request: LaunchRequest, where: DeviceAllocation, endpoint: RendezvousEndpoint | None
+) -> Iterator[tuple[str, str]]:
+    asked, (least, most) = request.values_of(RendezvousSettings), request.machines
     here, device = where.processes, where.device.type
     yield "machines", str(most) if least == most else f"{least} to {most}"
     if endpoint is not None:
@@ -189,14 +211,20 @@ def _facts(request: Request, where: Place, endpoint: Endpoint | None) -> Iterato
     yield "restarts", str(asked.max_restarts)
 
 
-def _starts(request: Request, where: Place, endpoint: Endpoint | None) -> Iterator[Start]:
-    program, here = program_of(request), where.processes
+def _planned_commands(
+    request: LaunchRequest, where: DeviceAllocation, endpoint: RendezvousEndpoint | None
+) -> Iterator[PlannedCommand]:
+    program, here = script_command(request), where.processes
     if endpoint is None:
         port = request.settings.main_process_port or "a free port"
-        each = [alone(request)] if here == 1 else own_variables(request, here, port, "a new name")
-        yield from (Start(f"rank {rank}", program, told) for rank, told in enumerate(each))
+        each = (
+            [single_process_variables(request)]
+            if here == 1
+            else ranks_variables(request, here, port, "a new name")
+        )
+        yield from (PlannedCommand(f"rank {rank}", program, told) for rank, told in enumerate(each))
         return
-    asked, (_, most) = request.of(Rendezvous), request.machines
+    asked, (_, most) = request.values_of(RendezvousSettings), request.machines
     static = asked.rdzv_backend == STATIC
     number = request.settings.machine_rank
     world = {
@@ -210,14 +238,14 @@ def _starts(request: Request, where: Place, endpoint: Endpoint | None) -> Iterat
         "max_restarts": asked.max_restarts,
         "interface": None,
     }
-    for local, told in enumerate(_told(request, world, here, asked.rdzv_id)):
+    for local, told in enumerate(_torchrun_variables(request, world, here, asked.rdzv_id)):
         own = told if static else {**told, "RANK": "as they meet", "ROLE_RANK": "as they meet"}
-        yield Start(f"rank {told['RANK']}" if static else f"local rank {local}", program, own)
+        yield PlannedCommand(f"rank {told['RANK']}" if static else f"local rank {local}", program, own)
 
 
-def _unused(request: Request) -> Iterator[tuple[str, str]]:
-    """What says nothing in this job; see ``Plan.unused``."""
-    asked = request.of(Rendezvous)
+def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
+    """Yield the settings without use in this job; see ``LaunchPlan.unused_settings``."""
+    asked = request.values_of(RendezvousSettings)
     yield "same_network", "machines are reached by their addresses, on one network or not"
     if request.machines == (1, 1):
         why = "there is one machine"
@@ -229,4 +257,4 @@ def _unused(request: Request) -> Iterator[tuple[str, str]]:
         yield "machine_rank", f"{asked.rdzv_backend} numbers the machines as they meet"
 
 
-PLUGIN = Elastic()
+PLUGIN = ElasticLaunch()

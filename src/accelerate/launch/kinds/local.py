@@ -11,71 +11,75 @@ from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device.machine import Machine
-from accelerate.launch.base import Kind
-from accelerate.launch.check import Place, cores, place
-from accelerate.launch.job import Request
-from accelerate.launch.logs import Logs
-from accelerate.launch.plan import Plan, Start, Variables
+from accelerate.launch.base import LaunchKind
+from accelerate.launch.check import DeviceAllocation, allocate_devices, count_cores
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.logs import RankLogs
+from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
-@frozen
-class LocalPlan(Plan):
+@frozen_dataclass
+class LocalPlan(LaunchPlan):
     """Processes on this machine.
 
     Attributes:
-        place: their devices, and how many they are.
+        allocation: their devices, and how many they are.
     """
 
-    place: Place
+    allocation: DeviceAllocation
 
 
-class Local(Kind[LocalPlan]):
+class LocalLaunch(LaunchKind[LocalPlan]):
     """Processes on this machine, on any device, the CPU included."""
 
     name: ClassVar[str] = "this machine"
 
-    def takes(self, request: Request) -> bool:
+    def accepts(self, request: LaunchRequest) -> bool:
         """Every job on one machine."""
         return request.machines == (1, 1)
 
-    def plan(self, request: Request) -> LocalPlan:
-        """Chooses devices and processes; see ``Kind.plan``."""
+    def plan(self, request: LaunchRequest) -> LocalPlan:
+        """Chooses devices and processes; see ``LaunchKind.plan``."""
         machine = Machine()
-        where = place(request, machine)
+        where = allocate_devices(request, machine)
         device, count = where.device.type, where.processes
         guessed = count > 1 and request.local_processes.value is None
         note = f"{count} processes, one for each {device} device (--num_processes says another number)"
-        program = program_of(request)
+        program = script_command(request)
         port = request.settings.main_process_port or "a free port"
-        own = [alone(request)] if count == 1 else own_variables(request, count, port, "a new name")
+        own = (
+            [single_process_variables(request)]
+            if count == 1
+            else ranks_variables(request, count, port, "a new name")
+        )
         return LocalPlan(
             kind=self.name,
             facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
             variables=shared_variables(request, where, machine),
-            starts=tuple(Start(f"rank {rank}", program, told) for rank, told in enumerate(own)),
+            commands=tuple(PlannedCommand(f"rank {rank}", program, told) for rank, told in enumerate(own)),
             notes=(note,) if guessed else (),
-            place=where,
-            unused=tuple(_unused(request, where)),
-            effects=tuple(_effects(request, where)),
+            allocation=where,
+            unused_settings=tuple(_unused_settings(request, where)),
+            setting_effects=tuple(_setting_effects(request, where)),
         )
 
-    def run(self, request: Request, plan: LocalPlan, *, replace: bool) -> None:
-        """Starts the job; see ``Kind.run``."""
-        logs = Logs(request.settings.tee, request.settings.log_dir)
-        if plan.place.processes == 1 and replace and not logs.active:
+    def run(self, request: LaunchRequest, plan: LocalPlan, *, replace: bool) -> None:
+        """Starts the job; see ``LaunchKind.run``."""
+        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        if plan.allocation.processes == 1 and replace and not logs.is_active:
             # The folder of a launcher around this one is not for this process.
-            own: Variables = {**alone(request), "ACCELERATE_STOP_FOLDER": None}
-            become(request, environ.child({**plan.variables, **own}))
+            own: Variables = {**single_process_variables(request), "ACCELERATE_STOP_FOLDER": None}
+            replace_process(request, environ.make_child_environment({**plan.variables, **own}))
         else:
-            _supervise(request, plan.place.processes, plan.variables, logs)
+            _run_supervised(request, plan.allocation.processes, plan.variables, logs)
 
 
-def _unused(request: Request, where: Place) -> Iterator[tuple[str, str]]:
-    """What says nothing about processes on one machine; see ``Plan.unused``."""
+def _unused_settings(request: LaunchRequest, where: DeviceAllocation) -> Iterator[tuple[str, str]]:
+    """Yield the settings without use on one machine; see ``LaunchPlan.unused_settings``."""
     yield "machine_rank", "there is one machine"
     if not where.count:
         yield "gpu_ids", f"the processes run on the {where.device.type.upper()}"
@@ -87,8 +91,8 @@ def _unused(request: Request, where: Place) -> Iterator[tuple[str, str]]:
         yield "log_dir", f"{request.origin('tee').where} is 0: nothing is logged"
 
 
-def _effects(request: Request, where: Place) -> Iterator[tuple[str, str]]:
-    """What some options do here; see ``Plan.effects``."""
+def _setting_effects(request: LaunchRequest, where: DeviceAllocation) -> Iterator[tuple[str, str]]:
+    """Yield what some settings do here; see ``LaunchPlan.setting_effects``."""
     alone = where.processes == 1
     yield "num_processes", "one process" if alone else f"{where.processes} processes"
     if where.visible is not None:
@@ -99,16 +103,21 @@ def _effects(request: Request, where: Place) -> Iterator[tuple[str, str]]:
         yield "main_process_ip", f"MASTER_ADDR: {told}"
 
 
-def shared_variables(request: Request, where: Place, machine: Machine) -> dict[str, object | None]:
-    """What every process of the job is told; None removes a variable that it must not inherit."""
-    told: dict[str, object | None] = {**environ.unset(where.device.environment), **request.handed()}
+def shared_variables(
+    request: LaunchRequest, where: DeviceAllocation, machine: Machine
+) -> dict[str, object | None]:
+    """Return the variables of every process; None removes a variable that it must not inherit."""
+    told: dict[str, object | None] = {
+        **environ.filter_unset(where.device.environment),
+        **request.script_variables(),
+    }
     if where.device.type == "cpu" and request.get("distributed_type") == "MULTI_CPU":
         told["ACCELERATE_USE_CPU"] = "true"
     if where.visible is not None and where.device.visible_variable is not None:
         told[where.device.visible_variable] = where.visible
     threads = request.settings.num_cpu_threads_per_process
     if threads is None and where.processes > 1 and environ.get("OMP_NUM_THREADS") is None:
-        threads = max(1, cores(machine) // where.processes)
+        threads = max(1, count_cores(machine) // where.processes)
     if threads is not None:
         told["OMP_NUM_THREADS"] = threads
     return told
@@ -131,7 +140,7 @@ def rank_variables(rank: int, size: int) -> dict[str, object | None]:
     }
 
 
-def alone(request: Request) -> Variables:
+def single_process_variables(request: LaunchRequest) -> Variables:
     """A lone process opens no group; where it would, if it did, is told only if somebody said so."""
     port = request.settings.main_process_port
     return {
@@ -141,61 +150,69 @@ def alone(request: Request) -> Variables:
     }
 
 
-def program_of(request: Request) -> tuple[str, ...]:
+def script_command(request: LaunchRequest) -> tuple[str, ...]:
     """The command of a process that nobody watches."""
     if request.settings.no_python:
         return request.program
     return (sys.executable, *(("-m",) if request.settings.module else ()), *request.program)
 
 
-def become(request: Request, env: dict[str, str]) -> None:
+def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
     """Replaces this process by the script.
 
     Raises:
         LaunchError: the program cannot be started.
     """
-    program = program_of(request)
+    program = script_command(request)
     sys.stdout.flush()
     sys.stderr.flush()
-    with startable(program[0]):
+    with explain_start_error(program[0]):
         os.execvpe(program[0], program, env)
 
 
-def _supervise(request: Request, size: int, variables: Variables, logs: Logs) -> None:
+def _run_supervised(request: LaunchRequest, size: int, variables: Variables, logs: RankLogs) -> None:
     # A launcher that becomes its script watches nobody, and need not load what that takes.
-    from accelerate.launch import report
-    from accelerate.launch.ranks import Command, Ranks
-    from accelerate.launch.watched import keep_code, own_folder, own_port, watched
+    from accelerate.launch import failure_report
+    from accelerate.launch.rank_setup import rank_command, report_folder, reserve_port, write_compiled_script
+    from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
-    with own_folder() as folder, own_port(request, size) as port:
-        shared = environ.child({**variables, "ACCELERATE_STOP_FOLDER": folder})
+    with report_folder() as folder, reserve_port(request, size) as port:
+        shared = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
         if size > 1:
-            keep_code(request, folder)
+            write_compiled_script(request, folder)
         run_id = os.urandom(4).hex()
-        owns = [alone(request)] if port is None else own_variables(request, size, port.number, run_id)
+        owns = (
+            [single_process_variables(request)]
+            if port is None
+            else ranks_variables(request, size, port.number, run_id)
+        )
         commands = [
-            Command(watched(request, folder, rank), environ.child(own, shared), *logs.pipes(rank))
+            ProcessSpec(
+                rank_command(request, folder, rank),
+                environ.make_child_environment(own, shared),
+                *logs.pipes(rank),
+            )
             for rank, own in enumerate(owns)
         ]
-        ranks = Ranks(
+        ranks = WorkerSupervisor(
             commands,
             stop_timeout=request.settings.stop_timeout,
-            raised=lambda rank, pid: report.raised(folder, rank, pid),
-            armed=lambda pid: report.armed(folder, pid),
-            grace=request.settings.preemption_grace,
-            started=logs.read,
+            has_traceback=lambda rank, pid: failure_report.has_traceback(folder, rank, pid),
+            graceful_stop=lambda pid: failure_report.read_graceful_stop(folder, pid),
+            grace_period=request.settings.preemption_grace,
+            on_start=logs.read,
         )
-        with startable(commands[0].program[0]):
+        with explain_start_error(commands[0].program[0]):
             outcome = ranks.run()
         logs.finish()
-        error = report.failure(outcome, folder)
+        error = failure_report.build_job_error(outcome, folder)
     if error is not None:
         raise error
 
 
-def own_variables(request: Request, size: int, port: object, run_id: str) -> Iterator[Variables]:
+def ranks_variables(request: LaunchRequest, size: int, port: object, run_id: str) -> Iterator[Variables]:
     job = {
-        "MASTER_ADDR": request.settings.main_process_ip or HOST,
+        "MASTER_ADDR": request.settings.main_process_ip or LOOPBACK,
         "MASTER_PORT": port,
         "ROLE_NAME": request.settings.role,
         # Libraries ask by this name whether torchrun's protocol is spoken, and name their folders by it.
@@ -211,7 +228,7 @@ def own_variables(request: Request, size: int, port: object, run_id: str) -> Ite
 
 
 @contextmanager
-def startable(program: str) -> Iterator[None]:
+def explain_start_error(program: str) -> Iterator[None]:
     """Says in words that a program is none."""
     try:
         yield
@@ -225,4 +242,4 @@ def startable(program: str) -> Iterator[None]:
         ) from error
 
 
-PLUGIN = Local()
+PLUGIN = LocalLaunch()

@@ -15,30 +15,32 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.device.machine import Machine
-from accelerate.launch.base import Kind
-from accelerate.launch.check import Place, chosen, cores
+from accelerate.launch.base import LaunchKind
+from accelerate.launch.check import DeviceAllocation, count_cores, select_devices
 from accelerate.launch.errors import RankError
-from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import program_of, shared_variables, startable
-from accelerate.launch.plan import Plan, Start, Variables
-from accelerate.launch.several import SEVERAL
-from accelerate.world.variables import DEFAULT_PORT, PORTS
+from accelerate.launch.kinds.local import explain_start_error, script_command, shared_variables
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.multi_machine import MULTI_MACHINE
+from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
+from accelerate.world.variables import DEFAULT_PORT, JOB_PORT_COUNT
 
 # Variables of this process that the ranks get besides those of the job.
-PASSED = re.compile(r"ACCELERATE_\w+|HF_\w+|TORCH_\w+|GLOO_\w+|PYTHON\w+|OMP_\w+|KMP_\w+|CCL_\w+")
+FORWARDED_VARIABLES = re.compile(
+    r"ACCELERATE_\w+|HF_\w+|TORCH_\w+|GLOO_\w+|PYTHON\w+|OMP_\w+|KMP_\w+|CCL_\w+"
+)
 
 
-@frozen
-class Mpirun:
+@frozen_dataclass
+class MpirunSettings:
     """Starting the ranks with mpirun."""
 
     __section__ = "mpirun_config"
     __prefix__ = "mpirun_"
     __topic__ = "Several machines, mpirun"
-    __when__: ClassVar[Mapping[str, Any]] = {"distributed_type": ("MULTI_CPU",), **SEVERAL}
+    __when__: ClassVar[Mapping[str, Any]] = {"distributed_type": ("MULTI_CPU",), **MULTI_MACHINE}
 
     mpirun_hostfile: str | None = setting(
         None,
@@ -50,8 +52,8 @@ class Mpirun:
     )
 
 
-@frozen
-class Host:
+@frozen_dataclass
+class HostSlots:
     """One line of a file of machines.
 
     Attributes:
@@ -63,56 +65,56 @@ class Host:
     slots: int | None = None
 
 
-@frozen
-class Family:
+@frozen_dataclass
+class MpiFamily:
     """How one family of ``mpirun`` is told what to start.
 
     Attributes:
         name: of the family.
-        told: a pattern that ``mpirun --version`` of this family matches.
-        hostfile: the flag of the file of machines.
-        fixed: flags that are always given: here ranks are no MPI programs, and several threads each.
-        root: what an administrator has to add.
-        each: flags for this many processes on each machine.
-        variable: flags that hand on a variable; ``{name}`` and ``{value}`` are filled in.
+        version_pattern: a pattern that ``mpirun --version`` of this family matches.
+        hostfile_flag: the flag of the file of machines.
+        fixed_flags: flags that are always given: here ranks are no MPI programs, and several threads each.
+        root_flags: what an administrator has to add.
+        per_machine_flags: flags for this many processes on each machine.
+        variable_flags: flags that hand on a variable; ``{name}`` and ``{value}`` are filled in.
     """
 
     name: str
-    told: str
-    hostfile: str
-    each: tuple[str, ...]
-    variable: tuple[str, ...]
-    fixed: tuple[str, ...] = ()
-    root: tuple[str, ...] = ()
+    version_pattern: str
+    hostfile_flag: str
+    per_machine_flags: tuple[str, ...]
+    variable_flags: tuple[str, ...]
+    fixed_flags: tuple[str, ...] = ()
+    root_flags: tuple[str, ...] = ()
 
 
 # Sources: mpirun(1) of Open MPI 4.1 and 5.0; MPICH wiki, "Using the Hydra Process Manager", which MVAPICH has
 # too; Intel MPI Library Developer Reference, "Global Hydra Options".
 FAMILIES = (
-    Family(
+    MpiFamily(
         "Open MPI",
         r"open[ -]?mpi|openrte|prrte",
-        hostfile="--hostfile",
-        each=("--map-by", "ppr:{each}:node"),
+        hostfile_flag="--hostfile",
+        per_machine_flags=("--map-by", "ppr:{each}:node"),
         # The value is read from mpirun's own environment, so that it stands in no list of processes.
-        variable=("-x", "{name}"),
+        variable_flags=("-x", "{name}"),
         # By default it binds each process to one core, whatever its number of threads.
-        fixed=("--bind-to", "none"),
-        root=("--allow-run-as-root",),
+        fixed_flags=("--bind-to", "none"),
+        root_flags=("--allow-run-as-root",),
     ),
-    Family(
+    MpiFamily(
         "MPICH and its relatives",
         r"mpich|intel\(r\) mpi|build details",
-        hostfile="-f",
-        each=("-ppn", "{each}"),
-        variable=("-genv", "{name}", "{value}"),
+        hostfile_flag="-f",
+        per_machine_flags=("-ppn", "{each}"),
+        variable_flags=("-genv", "{name}", "{value}"),
     ),
 )
 
 
-@frozen
-class MpiPlan(Plan):
-    """What mpirun starts.
+@frozen_dataclass
+class MpiPlan(LaunchPlan):
+    """A launch by mpirun.
 
     Attributes:
         path: the program.
@@ -122,24 +124,24 @@ class MpiPlan(Plan):
     """
 
     path: str
-    family: Family
-    hosts: tuple[Host, ...]
+    family: MpiFamily
+    hosts: tuple[HostSlots, ...]
     size: int
 
 
-class Mpi(Kind[MpiPlan]):
+class MpiLaunch(LaunchKind[MpiPlan]):
     """Processes that mpirun starts."""
 
     name: ClassVar[str] = "mpirun"
     priority: ClassVar[int] = 50
-    settings: ClassVar[tuple[type[Mpirun], ...]] = (Mpirun,)
+    settings: ClassVar[tuple[type[MpirunSettings], ...]] = (MpirunSettings,)
 
-    def takes(self, request: Request) -> bool:
+    def accepts(self, request: LaunchRequest) -> bool:
         """Every job with a file of machines."""
-        return request.of(Mpirun).mpirun_hostfile is not None
+        return request.values_of(MpirunSettings).mpirun_hostfile is not None
 
-    def plan(self, request: Request) -> MpiPlan:
-        """Reads the file of machines and writes the command; see ``Kind.plan``."""
+    def plan(self, request: LaunchRequest) -> MpiPlan:
+        """Reads the file of machines and writes the command; see ``LaunchKind.plan``."""
         for name in ("tee", "log_dir"):
             if request.get(name) is not None:
                 raise SettingError(
@@ -147,15 +149,15 @@ class Mpi(Kind[MpiPlan]):
                     fix=f"leave it out, or {request.origin('mpirun_hostfile').where}",
                 )
         hosts = read_hosts(request)
-        size = _size(request, hosts)
-        path, family = find()
+        size = _count_processes(request, hosts)
+        path, family = find_mpirun()
         machine = Machine()
         each = -(-size // len(hosts))
-        where = Place(chosen(request, machine)[0], 0, None, each)
-        told = {**shared_variables(request, where, machine), **_meeting(request, hosts)}
+        where = DeviceAllocation(select_devices(request, machine)[0], 0, None, each)
+        told = {**shared_variables(request, where, machine), **_rendezvous_variables(request, hosts)}
         if "OMP_NUM_THREADS" not in told and environ.get("OMP_NUM_THREADS") is None:
-            told["OMP_NUM_THREADS"] = max(1, cores(machine) // each)
-        command = command_of(request, path, family, hosts, size, told)
+            told["OMP_NUM_THREADS"] = max(1, count_cores(machine) // each)
+        command = mpirun_command(request, path, family, hosts, size, told)
         return MpiPlan(
             kind=self.name,
             facts=(
@@ -164,38 +166,38 @@ class Mpi(Kind[MpiPlan]):
                 ("started by", f"{path} ({family.name})"),
             ),
             variables=told,
-            starts=(Start("mpirun", command),),
+            commands=(PlannedCommand("mpirun", command),),
             notes=(),
-            unused=(
+            unused_settings=(
                 ("machine_rank", "one command starts the ranks of all machines"),
                 ("stop_timeout", "mpirun stops the ranks"),
                 ("gpu_ids", "the ranks are spread over the machines of the file"),
             ),
-            effects=(("num_processes", f"{size} processes on {len(hosts)} machines"),),
+            setting_effects=(("num_processes", f"{size} processes on {len(hosts)} machines"),),
             path=path,
             family=family,
             hosts=hosts,
             size=size,
         )
 
-    def run(self, request: Request, plan: MpiPlan, *, replace: bool) -> None:
-        """Runs mpirun; see ``Kind.run``."""
+    def run(self, request: LaunchRequest, plan: MpiPlan, *, replace: bool) -> None:
+        """Runs mpirun; see ``LaunchKind.run``."""
         import subprocess
 
         # The plan may have learnt of more variables since its command was written for people.
-        command = command_of(request, plan.path, plan.family, plan.hosts, plan.size, plan.variables)
-        env = environ.child(plan.variables)
-        with startable(command[0]):
+        command = mpirun_command(request, plan.path, plan.family, plan.hosts, plan.size, plan.variables)
+        env = environ.make_child_environment(plan.variables)
+        with explain_start_error(command[0]):
             if replace:
                 os.execve(command[0], command, env)
             code = subprocess.run(command, env=env, check=False).returncode
         if code:
-            error = RankError(f"mpirun failed with {_ended(code)}")
+            error = RankError(f"mpirun failed with {_exit_text(code)}")
             error.code = code if code > 0 else 128 - code
             raise error
 
 
-def find() -> tuple[str, Family]:
+def find_mpirun() -> tuple[str, MpiFamily]:
     """The ``mpirun`` on the PATH and its family.
 
     Raises:
@@ -214,7 +216,7 @@ def find() -> tuple[str, Family]:
     told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
     said = told.stdout + told.stderr
     for family in FAMILIES:
-        if re.search(family.told, said, re.IGNORECASE):
+        if re.search(family.version_pattern, said, re.IGNORECASE):
             return path, family
     raise LaunchError(
         f"{path} is of no MPI that is known here",
@@ -223,7 +225,7 @@ def find() -> tuple[str, Family]:
     )
 
 
-def read_hosts(request: Request) -> tuple[Host, ...]:
+def read_hosts(request: LaunchRequest) -> tuple[HostSlots, ...]:
     """The machines of the file; ``name slots=4``, ``name:4`` and ``name`` are understood.
 
     Raises:
@@ -234,7 +236,7 @@ def read_hosts(request: Request) -> tuple[Host, ...]:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the file of machines {path} ({where}) cannot be read", why=str(error)) from error
-    hosts = tuple(_hosts(text))
+    hosts = tuple(_parse_hosts(text))
     if not hosts:
         raise LaunchError(
             f"the file of machines {path} ({where}) names none",
@@ -243,17 +245,17 @@ def read_hosts(request: Request) -> tuple[Host, ...]:
     return hosts
 
 
-def _hosts(text: str) -> Iterator[Host]:
+def _parse_hosts(text: str) -> Iterator[HostSlots]:
     for line in text.splitlines():
         words = line.partition("#")[0].split()
         if not words:
             continue
         name, _, count = words[0].partition(":") if words[0].count(":") == 1 else (words[0], "", "")
         slots = next((word.partition("=")[2] for word in words[1:] if word.startswith("slots=")), count)
-        yield Host(name, int(slots) if slots.isdecimal() else None)
+        yield HostSlots(name, int(slots) if slots.isdecimal() else None)
 
 
-def _size(request: Request, hosts: Sequence[Host]) -> int:
+def _count_processes(request: LaunchRequest, hosts: Sequence[HostSlots]) -> int:
     """How many processes to start: as many as asked for, or as the machines take.
 
     Raises:
@@ -274,30 +276,30 @@ def _size(request: Request, hosts: Sequence[Host]) -> int:
     return wanted.value
 
 
-def _meeting(request: Request, hosts: Sequence[Host]) -> dict[str, object | None]:
-    """Where rank 0 listens: on the first machine of the file, on a port of the job's own.
+def _rendezvous_variables(request: LaunchRequest, hosts: Sequence[HostSlots]) -> dict[str, object | None]:
+    """Return MASTER_ADDR and MASTER_PORT: the first machine of the file, and a port of this job's own.
 
     Variables of a launcher around this one would be taken for those of the ranks.
     """
-    from accelerate.launch.port import Port
+    from accelerate.launch.port import ReservedPort
 
     port = request.settings.main_process_port
     if not port and hosts[0].name in ("localhost", "127.0.0.1"):
-        with Port() as free:
+        with ReservedPort() as free:
             port = free.number
     job: dict[str, object | None] = {
         "MASTER_ADDR": request.settings.main_process_ip or hosts[0].name,
-        "MASTER_PORT": port or DEFAULT_PORT + os.getpid() % PORTS,
+        "MASTER_PORT": port or DEFAULT_PORT + os.getpid() % JOB_PORT_COUNT,
     }
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
     return {**dict.fromkeys((*names, "ACCELERATE_STOP_FOLDER")), **job}
 
 
-def command_of(
-    request: Request,
+def mpirun_command(
+    request: LaunchRequest,
     path: str,
-    family: Family,
-    hosts: Sequence[Host],
+    family: MpiFamily,
+    hosts: Sequence[HostSlots],
     size: int,
     told: Variables,
 ) -> tuple[str, ...]:
@@ -309,23 +311,28 @@ def command_of(
         family: how it is told.
         hosts: the machines.
         size: the number of processes.
-        told: the variables of the job.
+        version_pattern: the variables of the job.
     """
-    command = [path, *(family.root if os.geteuid() == 0 else ()), *family.fixed]
-    command += [family.hostfile, str(Path(request.get("mpirun_hostfile")).expanduser()), "-np", str(size)]
+    command = [path, *(family.root_flags if os.geteuid() == 0 else ()), *family.fixed_flags]
+    command += [
+        family.hostfile_flag,
+        str(Path(request.get("mpirun_hostfile")).expanduser()),
+        "-np",
+        str(size),
+    ]
     if size % len(hosts) == 0:
-        command += [word.format(each=size // len(hosts)) for word in family.each]
-    own = {name: value for name, value in environ.snapshot().items() if PASSED.fullmatch(name)}
+        command += [word.format(each=size // len(hosts)) for word in family.per_machine_flags]
+    own = {name: value for name, value in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(name)}
     for name, value in sorted({**own, **told}.items()):
         if value is not None:
-            command += [word.format(name=name, value=value) for word in family.variable]
-    return (*command, *program_of(request))
+            command += [word.format(name=name, value=value) for word in family.variable_flags]
+    return (*command, *script_command(request))
 
 
-def _ended(code: int) -> str:
+def _exit_text(code: int) -> str:
     import signal
 
     return f"code {code}" if code > 0 else signal.Signals(-code).name
 
 
-PLUGIN = Mpi()
+PLUGIN = MpiLaunch()

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.core.frozen import frozen
-from accelerate.core.packages import installed
-from accelerate.core.setting import declared, setting
-from accelerate.launch.base import Kind
-from accelerate.launch.job import Job, Request
-from accelerate.launch.plan import Plan, Start
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.packages import is_installed
+from accelerate.core.setting import declared_settings, setting
+from accelerate.launch.base import LaunchKind
+from accelerate.launch.launch_request import JobSettings, LaunchRequest
+from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 # Sections of files that say what a group of processes on SageMaker shares: its own library, no launcher.
-_SPREAD: dict[str, dict[str, Any]] = {
+_DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
     "MODEL_PARALLEL": {"smdistributed": {"modelparallel": {"enabled": True}}, "mpi": {"enabled": True}},
 }
@@ -37,12 +37,12 @@ class Secret(str):
     __repr__ = __str__
 
     @property
-    def text(self) -> str:
-        """What it is."""
+    def plain_text(self) -> str:
+        """The text itself."""
         return "".join(self)
 
 
-@frozen
+@frozen_dataclass
 class SageMakerSettings:
     """How to start a training job on Amazon SageMaker."""
 
@@ -117,8 +117,8 @@ class SageMakerSettings:
     )
 
 
-@frozen
-class SageMakerPlan(Plan):
+@frozen_dataclass
+class SageMakerPlan(LaunchPlan):
     """A training job.
 
     Attributes:
@@ -130,43 +130,43 @@ class SageMakerPlan(Plan):
     inputs: Mapping[str, str] | None = None
 
 
-class SageMaker(Kind[SageMakerPlan]):
+class SageMakerLaunch(LaunchKind[SageMakerPlan]):
     """A training job on machines of Amazon."""
 
     name: ClassVar[str] = "Amazon SageMaker"
     priority: ClassVar[int] = 30
     settings = (SageMakerSettings,)
 
-    def takes(self, request: Request) -> bool:
-        """What the configuration file says is for SageMaker."""
+    def accepts(self, request: LaunchRequest) -> bool:
+        """Accept jobs whose configuration file is for SageMaker."""
         return request.settings.compute_environment == "AMAZON_SAGEMAKER"
 
-    def plan(self, request: Request) -> SageMakerPlan:
-        """Makes the arguments of the job; see ``Kind.plan``."""
-        _check(request)
-        own, group = request.of(SageMakerSettings), _group(request)
-        told = {"ACCELERATE_MIXED_PRECISION": "no", **request.handed()}
-        arguments = estimator(own, request.program, group, told, int(request.settings.num_machines))
+    def plan(self, request: LaunchRequest) -> SageMakerPlan:
+        """Makes the arguments of the job; see ``LaunchKind.plan``."""
+        _check_request(request)
+        own, group = request.values_of(SageMakerSettings), _distribution(request)
+        told = {"ACCELERATE_MIXED_PRECISION": "no", **request.script_variables()}
+        arguments = estimator_arguments(own, request.program, group, told, int(request.settings.num_machines))
         facts = {name: value for name, value in arguments.items() if name != "environment"}
         return SageMakerPlan(
             kind=self.name,
             facts=tuple((name, str(value)) for name, value in facts.items()),
             variables=arguments["environment"],
-            starts=(Start("sagemaker.huggingface.HuggingFace.fit", ("python", *request.program)),),
+            commands=(PlannedCommand("sagemaker.huggingface.HuggingFace.fit", ("python", *request.program)),),
             notes=(),
-            unused=tuple(_unused(request)),
+            unused_settings=tuple(_unused_settings(request)),
             estimator=arguments,
-            inputs=inputs(own),
+            inputs=read_inputs(own),
         )
 
-    def run(self, request: Request, plan: SageMakerPlan, *, replace: bool) -> None:
-        """Starts the job and waits for its end; see ``Kind.run``."""
-        own = request.of(SageMakerSettings)
-        with environ.patched(_credentials(own)):
+    def run(self, request: LaunchRequest, plan: SageMakerPlan, *, replace: bool) -> None:
+        """Starts the job and waits for its end; see ``LaunchKind.run``."""
+        own = request.values_of(SageMakerSettings)
+        with environ.patch_environment(_credentials(own)):
             _estimator_class()(**plan.estimator).fit(inputs=plan.inputs)
 
 
-def estimator(
+def estimator_arguments(
     own: Any, program: Sequence[str], group: str, told: Mapping[str, object], machines: int
 ) -> dict[str, Any]:
     """The arguments of ``sagemaker.huggingface.HuggingFace``.
@@ -194,19 +194,19 @@ def estimator(
         "instance_count": machines,
         "instance_type": own.ec2_instance_type,
         "debugger_hook_config": False,
-        "distribution": _SPREAD.get(group),
-        "hyperparameters": hyperparameters(program[1:]),
+        "distribution": _DISTRIBUTIONS.get(group),
+        "hyperparameters": parse_hyperparameters(program[1:]),
         "environment": {
             "ACCELERATE_USE_SAGEMAKER": "true",
             **{name: str(value) for name, value in told.items()},
             "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": group,
         },
-        "metric_definitions": _metrics(own),
+        "metric_definitions": _read_metrics(own),
     }
     return mine | (own.additional_args or {})
 
 
-def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
+def parse_hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     """The arguments of a script as a table of numbers, yes and no, and texts.
 
     SageMaker hands a table on, as ``--name value`` each; what is not of this form cannot be handed on.
@@ -214,7 +214,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         SettingError: there is such an argument; the error names it.
     """
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -232,19 +232,19 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
                 fix=f"let the script take a value: {word} true",
             )
         name = name.lstrip("-")
-        if name in found:
+        if name in table:
             raise SettingError(
                 f"the script's argument {name} is given twice", why="a table has each name once"
             )
-        found[name] = _typed(value if equals else words.pop(0))
-    return found
+        table[name] = _parse_word(value if equals else words.pop(0))
+    return table
 
 
 def _is_number(word: str) -> bool:
-    return isinstance(_typed(word), int | float)
+    return isinstance(_parse_word(word), int | float)
 
 
-def _typed(word: str) -> Any:
+def _parse_word(word: str) -> Any:
     """A number, yes or no where a word says so, else the word."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
@@ -254,7 +254,7 @@ def _typed(word: str) -> Any:
         return word
 
 
-def inputs(own: Any) -> dict[str, str] | None:
+def read_inputs(own: Any) -> dict[str, str] | None:
     """Channel -> where its data lies, of the file of inputs; None without one.
 
     Raises:
@@ -262,19 +262,19 @@ def inputs(own: Any) -> dict[str, str] | None:
     """
     if not own.sagemaker_inputs_file:
         return None
-    rows = _table(own.sagemaker_inputs_file, "channel_name", "data_location")
+    rows = _read_table(own.sagemaker_inputs_file, "channel_name", "data_location")
     return {row["channel_name"]: row["data_location"] for row in rows}
 
 
-def _metrics(own: Any) -> list[dict[str, str]] | None:
-    """What SageMaker looks for in the output of the job."""
+def _read_metrics(own: Any) -> list[dict[str, str]] | None:
+    """Read the metrics that SageMaker searches for in the output of the job."""
     if not own.sagemaker_metrics_file:
         return None
-    rows = _table(own.sagemaker_metrics_file, "metric_name", "metric_regex")
+    rows = _read_table(own.sagemaker_metrics_file, "metric_name", "metric_regex")
     return [{"Name": row["metric_name"], "Regex": row["metric_regex"]} for row in rows]
 
 
-def _table(name: str, *columns: str) -> list[dict[str, str]]:
+def _read_table(name: str, *columns: str) -> list[dict[str, str]]:
     import csv
 
     try:
@@ -291,18 +291,18 @@ def _table(name: str, *columns: str) -> list[dict[str, str]]:
     return rows
 
 
-def _group(request: Request) -> str:
+def _distribution(request: LaunchRequest) -> str:
     origin = request.origin("distributed_type")
     group = str(origin.value or "NO").upper()
-    if group not in ("NO", *_SPREAD):
+    if group not in ("NO", *_DISTRIBUTIONS):
         raise SettingError(
             f"{origin.where} is {origin.value}, but the job runs on Amazon SageMaker",
-            fix=f"give one of NO, {', '.join(_SPREAD)}",
+            fix=f"give one of NO, {', '.join(_DISTRIBUTIONS)}",
         )
     return group
 
 
-def _check(request: Request) -> None:
+def _check_request(request: LaunchRequest) -> None:
     """Refuses what the job cannot do without, and what it cannot do."""
     for name in ("ec2_instance_type", "iam_role_name"):
         if not request.get(name):
@@ -314,17 +314,17 @@ def _check(request: Request) -> None:
     for name in ("module", "no_python"):
         if request.get(name):
             raise SettingError(f"--{name} does not go with Amazon SageMaker", why="it runs a Python file")
-    own = request.of(SageMakerSettings)
+    own = request.values_of(SageMakerSettings)
     if bool(own.aws_access_key_id) != bool(own.aws_secret_access_key):
         raise SettingError("--aws_access_key_id and --aws_secret_access_key go together", fix="give both")
     if not str(request.settings.num_machines).isdecimal():
         raise SettingError(f"{request.origin('num_machines').where} is no number of machines for a job")
 
 
-def _unused(request: Request) -> Iterator[tuple[str, str]]:
-    """What says nothing about a job elsewhere; see ``Plan.unused``."""
+def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
+    """Yield the settings without use on SageMaker; see ``LaunchPlan.unused_settings``."""
     used = {"num_machines", "distributed_type", "compute_environment", "config_file", "quiet", "dry_run"}
-    for row in declared(Job):
+    for row in declared_settings(JobSettings):
         if row.name not in used:
             yield row.name, "SageMaker starts the processes of the job"
 
@@ -335,13 +335,13 @@ def _credentials(own: SageMakerSettings) -> dict[str, object | None]:
     if own.profile:
         told["AWS_PROFILE"] = own.profile
     if own.aws_access_key_id and own.aws_secret_access_key:
-        told["AWS_ACCESS_KEY_ID"] = own.aws_access_key_id.text
-        told["AWS_SECRET_ACCESS_KEY"] = own.aws_secret_access_key.text
+        told["AWS_ACCESS_KEY_ID"] = own.aws_access_key_id.plain_text
+        told["AWS_SECRET_ACCESS_KEY"] = own.aws_secret_access_key.plain_text
     return told
 
 
 def _estimator_class() -> Any:
-    if not installed("sagemaker"):
+    if not is_installed("sagemaker"):
         raise MissingExtraError("sagemaker", "a job on Amazon SageMaker")
     try:
         return importlib.import_module("sagemaker.huggingface").HuggingFace
@@ -370,10 +370,10 @@ def prepare_sagemager_args_inputs(sagemaker_config: Any, args: Any) -> tuple[dic
         **{f"ACCELERATE_{key.upper()}": str(value) for key, value in dynamo.items()},
     }
     program = (args.training_script, *(args.training_script_args or ()))
-    made = estimator(
+    made = estimator_arguments(
         sagemaker_config, program, str(getattr(kind, "value", kind)), told, sagemaker_config.num_machines
     )
-    return made, inputs(sagemaker_config)
+    return made, read_inputs(sagemaker_config)
 
 
-PLUGIN = SageMaker()
+PLUGIN = SageMakerLaunch()

@@ -11,23 +11,23 @@ from typing import Any, ClassVar
 
 from accelerate import device as devices
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.core.frozen import frozen
-from accelerate.core.packages import installed
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.packages import is_installed
 from accelerate.core.setting import setting
 from accelerate.device import Device
 from accelerate.device.machine import Machine
-from accelerate.launch.base import Kind
-from accelerate.launch.check import Place
-from accelerate.launch.job import Request
-from accelerate.launch.kinds.local import Local, LocalPlan, program_of
-from accelerate.launch.plan import Start
+from accelerate.launch.base import LaunchKind
+from accelerate.launch.check import DeviceAllocation
+from accelerate.launch.kinds.local import LocalLaunch, LocalPlan, script_command
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.plan import PlannedCommand
 
-CHILD = "accelerate.launch.tpu_rank"
+RANK_MODULE = "accelerate.launch.tpu_rank"
 # Where the machines of a pod meet, if nobody says another port: that of torch_xla's own rendezvous.
 POD_PORT = 12355
 
 
-@frozen
+@frozen_dataclass
 class TpuSettings:
     """How to start a script on a TPU."""
 
@@ -35,8 +35,8 @@ class TpuSettings:
 
     @staticmethod
     def __when__(value: Callable[[str], Any]) -> bool:
-        """Whether a wizard asks about these."""
-        return bool(value("distributed_type") == _device().distributed_type)
+        """Return whether the wizard asks about these settings."""
+        return bool(value("distributed_type") == _tpu_device().distributed_type)
 
     tpu: bool = setting(False, variable=None, in_file=False, help="start a function of the script on a TPU")
     main_training_function: str = setting(
@@ -103,7 +103,7 @@ class TpuSettings:
     )
 
 
-@frozen
+@frozen_dataclass
 class TpuPlan(LocalPlan):
     """A command on this machine that starts the processes, here or on the machines of a pod.
 
@@ -112,72 +112,72 @@ class TpuPlan(LocalPlan):
         pod: whether it starts them on a pod.
     """
 
-    job: Request
+    job: LaunchRequest
     pod: bool
 
 
-class Tpu(Kind[TpuPlan]):
+class TpuLaunch(LaunchKind[TpuPlan]):
     """Processes on a TPU, by torch_xla."""
 
     name: ClassVar[str] = "TPU"
     priority: ClassVar[int] = 20
     settings = (TpuSettings,)
 
-    def takes(self, request: Request) -> bool:
-        """What asks for a TPU in words, and what asks for nothing on a machine that has one."""
+    def accepts(self, request: LaunchRequest) -> bool:
+        """Accept requests for a TPU, and requests without a device type on a machine that has one."""
         if request.get("use_cpu") or request.settings.multi_gpu:
             return False
-        device, kind = _device(), str(request.get("distributed_type") or "").upper()
-        own = request.of(TpuSettings)
+        device, kind = _tpu_device(), str(request.get("distributed_type") or "").upper()
+        own = request.values_of(TpuSettings)
         if own.tpu or _uses_pod(request) or kind in (device.distributed_type, "TPU"):
             return True
         # torch_xla starts its processes itself; other launchers would give each of them all devices.
-        quiet = not kind and not request.engines and request.settings.num_processes != 1
-        return quiet and devices.probe(Machine())[0] is device
+        quiet = not kind and not request.strategy_switches and request.settings.num_processes != 1
+        return quiet and devices.probe_devices(Machine())[0] is device
 
-    def plan(self, request: Request) -> TpuPlan:
-        """Makes the command; see ``Kind.plan``."""
-        _check(request)
+    def plan(self, request: LaunchRequest) -> TpuPlan:
+        """Makes the command; see ``LaunchKind.plan``."""
+        _check_request(request)
         pod = _uses_pod(request)
-        job = _on_pod(request) if pod else _here(request)
+        job = _pod_request(request) if pod else _local_request(request)
         count = request.settings.num_processes
         return TpuPlan(
             kind=self.name,
             facts=(
                 ("processes", str(count) if isinstance(count, int) else "one for each device of the TPU"),
             ),
-            variables={} if pod else _told(request),
-            starts=(Start("gcloud" if pod else "torch_xla", program_of(job)),),
+            variables={} if pod else _process_variables(request),
+            commands=(PlannedCommand("gcloud" if pod else "torch_xla", script_command(job)),),
             notes=(),
-            unused=tuple(_unused(request, pod=pod)),
-            place=Place(_device(), 0, None, 1),
+            unused_settings=tuple(_unused_settings(request, pod=pod)),
+            allocation=DeviceAllocation(_tpu_device(), 0, None, 1),
             job=job,
             pod=pod,
         )
 
-    def run(self, request: Request, plan: TpuPlan, *, replace: bool) -> None:
-        """Starts the command; see ``Kind.run``."""
+    def run(self, request: LaunchRequest, plan: TpuPlan, *, replace: bool) -> None:
+        """Starts the command; see ``LaunchKind.run``."""
         if plan.pod:
             from accelerate.launch import gcloud
 
             gcloud.check_installed()
-        elif not installed("torch_xla"):
+        elif not is_installed("torch_xla"):
             raise MissingExtraError("torch_xla[tpu]", "a launch on a TPU")
-        Local().run(plan.job, plan, replace=replace)
+        LocalLaunch().run(plan.job, plan, replace=replace)
 
 
-def _device() -> Device:
+def _tpu_device() -> Device:
     """The device that torch_xla drives."""
     return next(device for device in devices.accelerators() if device.extension == "torch_xla")
 
 
-def _uses_pod(request: Request) -> bool:
-    own = request.of(TpuSettings)
+def _uses_pod(request: LaunchRequest) -> bool:
+    own = request.values_of(TpuSettings)
     return own.tpu_use_cluster and not own.no_tpu_cluster
 
 
-def _check(request: Request) -> None:
-    job, own = request.settings, request.of(TpuSettings)
+def _check_request(request: LaunchRequest) -> None:
+    job, own = request.settings, request.values_of(TpuSettings)
     if job.no_python:
         raise SettingError(
             "--no_python does not go with a TPU", why="a function of the script is called in each process"
@@ -196,8 +196,8 @@ def _check(request: Request) -> None:
             )
 
 
-def _unused(request: Request, *, pod: bool) -> Iterator[tuple[str, str]]:
-    """What says nothing here; see ``Plan.unused``."""
+def _unused_settings(request: LaunchRequest, *, pod: bool) -> Iterator[tuple[str, str]]:
+    """Yield the settings without use here; see ``LaunchPlan.unused_settings``."""
     for name in ("gpu_ids", "machine_rank", "main_process_ip", "role", "nproc_per_node"):
         yield name, "torch_xla gives each process its device and its place"
     if request.get("mixed_precision") != "bf16":
@@ -209,33 +209,33 @@ def _unused(request: Request, *, pod: bool) -> Iterator[tuple[str, str]]:
         yield name, "`accelerate tpu-config` runs them"
 
 
-def _told(request: Request) -> dict[str, object | None]:
-    """What the processes are told. Source of the two variables: PyTorch/XLA, "Environment variables"."""
-    told: dict[str, object | None] = dict(request.handed())
+def _process_variables(request: LaunchRequest) -> dict[str, object | None]:
+    """Return the variables of the processes. Source of XLA's two: PyTorch/XLA, "Environment variables"."""
+    told: dict[str, object | None] = dict(request.script_variables())
     if request.get("mixed_precision") == "bf16":
-        down = request.of(TpuSettings).downcast_bf16
+        down = request.values_of(TpuSettings).downcast_bf16
         told |= {"XLA_DOWNCAST_BF16": int(down), "XLA_USE_BF16": int(not down)}
     return told
 
 
-def _here(request: Request) -> Request:
+def _local_request(request: LaunchRequest) -> LaunchRequest:
     """The command that starts the processes of this machine."""
-    own, job = request.of(TpuSettings), request.settings
+    own, job = request.values_of(TpuSettings), request.settings
     count = job.num_processes if isinstance(job.num_processes, int) else 0
     port, kind = job.main_process_port or 0, "module" if job.module else "script"
-    program = (CHILD, own.main_training_function, str(count), str(port), kind, *request.program)
-    return _with(request, program, module=True)
+    program = (RANK_MODULE, own.main_training_function, str(count), str(port), kind, *request.program)
+    return _replace_program(request, program, module=True)
 
 
-def _on_pod(request: Request) -> Request:
+def _pod_request(request: LaunchRequest) -> LaunchRequest:
     """The command that runs the launcher on the machines of a pod."""
     import shlex
 
     from accelerate.launch import gcloud
 
-    own, job = request.of(TpuSettings), request.settings
+    own, job = request.values_of(TpuSettings), request.settings
     pairs = [pair.split("=", 1) for pair in own.tpu_env or ()]
-    told = {**_told(request), "ACCELERATE_IN_TPU_POD": 1, **dict(pairs)}
+    told = {**_process_variables(request), "ACCELERATE_IN_TPU_POD": 1, **dict(pairs)}
     flags = ["--tpu", "--no_tpu_cluster", "--main_training_function", own.main_training_function]
     flags += ["--num_processes", str(job.num_processes)] if isinstance(job.num_processes, int) else []
     flags += ["--main_process_port", str(job.main_process_port or POD_PORT)]
@@ -245,14 +245,14 @@ def _on_pod(request: Request) -> Request:
     words = [*(["sudo"] if own.tpu_use_sudo else []), "env", *(f"{k}={v}" for k, v in told.items())]
     words += ["python3", "-m", "accelerate", "launch", *flags, *request.program]
     where = {"name": own.tpu_name, "zone": own.tpu_zone, "workers": own.tpu_vm or ()}
-    return _with(request, gcloud.on_workers(shlex.join(words), **where), no_python=True)
+    return _replace_program(request, gcloud.worker_command(shlex.join(words), **where), no_python=True)
 
 
-def _with(
-    request: Request, program: tuple[str, ...], *, module: bool = False, no_python: bool = False
-) -> Request:
+def _replace_program(
+    request: LaunchRequest, program: tuple[str, ...], *, module: bool = False, no_python: bool = False
+) -> LaunchRequest:
     settings = dataclasses.replace(request.settings, module=module, no_python=no_python)
     return dataclasses.replace(request, settings=settings, program=program)
 
 
-PLUGIN = Tpu()
+PLUGIN = TpuLaunch()

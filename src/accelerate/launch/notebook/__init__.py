@@ -1,10 +1,11 @@
 """Functions on several processes, called from a notebook, a test, or a program.
 
-start.py    the public functions: what is meant on this machine
-crew.py     the processes of one call: their environment, their output, how they ended
-parcel.py   the function on its way to them: by value where it belongs to the notebook
-forked.py   processes that copy this one instead, for what cannot be sent
-context.py  which line made this process use a device, for those
-rank.py     what runs in each process; starter.py is the file that Python is started with
-prepare.py  the callable that other starters of processes take
+launchers.py           the public functions
+function_launcher.py   the ranks of one call: their environment, their output, their exit
+multi_machine_call.py  one call on several machines
+payload.py             the pickled function: by value where it belongs to the notebook
+fork.py                forked ranks, for functions that cannot be pickled
+device_use.py          which line first used a device, for errors of forked ranks
+rank.py                the code of each rank; starter.py is the file that Python starts
+prepare.py             the callable for torch's and PyTorch/XLA's own process starters
 """

@@ -34,15 +34,15 @@ class PrepareForLaunch:
         Raises:
             LaunchError: debugging was asked for without its file or size.
         """
-        environ.write({"FORK_LAUNCHED": "1"})
-        if self.debug or not self._told_by_runtime():
+        environ.set_variables({"FORK_LAUNCHED": "1"})
+        if self.debug or not self._is_placed_by_runtime():
             node, each = int(environ.get("NODE_RANK", "0") or 0), int(environ.get("NPROC", "1") or 1)
-            environ.write({"LOCAL_RANK": index, "RANK": node * each + index})
+            environ.set_variables({"LOCAL_RANK": index, "RANK": node * each + index})
         if self.debug:
             _open_group(index)
         return self.launcher(*args)
 
-    def _told_by_runtime(self) -> bool:
+    def _is_placed_by_runtime(self) -> bool:
         kind = str(getattr(self.distributed_type, "value", self.distributed_type))
         return any(device.starts_ranks and device.distributed_type == kind for device in accelerators())
 

@@ -1,5 +1,7 @@
-"""How much memory a model would take, without loading it.
+"""Estimates of the memory of a model, without loading it.
 
-skeleton.py a model without weights, headers.py what files say of themselves, activations.py and trace.py what
-a forward keeps, reserve.py what inference needs beside the weights, bill.py what training adds up to.
+- skeleton.py: a model on the meta device. safetensors_headers.py: the headers of weight files.
+- activation_formula.py, activation_trace.py: activations that a forward saves for its backward.
+- inference_reserve.py: inference memory beside the weights. memory_estimate.py: training memory.
+- parallel_layouts.py: the ways to run a training on several devices.
 """

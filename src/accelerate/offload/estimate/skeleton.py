@@ -1,4 +1,4 @@
-"""A model without its weights: the modules, names and shapes, on the meta device.
+"""A skeleton: a model without its weights, with modules, names and shapes, on the meta device.
 
 Only configurations and the headers of files are read: no weight, and no memory for one.
 """
@@ -25,7 +25,7 @@ from torch import nn
 
 from accelerate.core import packages
 from accelerate.core.errors import AccelerateError, MissingExtraError, UnknownNameError
-from accelerate.offload.estimate.headers import Header, find_headers, headers
+from accelerate.offload.estimate.safetensors_headers import TensorHeader, find_safetensors, read_headers
 
 LIBRARIES = ("transformers", "diffusers", "timm")
 CONFIG, PIPELINE = "config.json", "model_index.json"
@@ -38,7 +38,7 @@ class SkeletonError(AccelerateError, ValueError):
     """A model cannot be built from what was named."""
 
 
-def skeleton(
+def build_skeleton(
     model: str | os.PathLike[str],
     *,
     library: str | None = None,
@@ -47,7 +47,7 @@ def skeleton(
     head: bool = True,
     token: str | None = None,
 ) -> nn.Module:
-    """Builds a model on the meta device.
+    """Build a model on the meta device.
 
     Args:
         model: a folder with ``config.json`` (of transformers, diffusers or timm; a pipeline of diffusers with
@@ -71,32 +71,32 @@ def skeleton(
     if library is not None and library not in LIBRARIES:
         raise UnknownNameError("library", library, LIBRARIES)
     if _FACTORY.fullmatch(name) and not os.path.exists(name):
-        return _cast(_made(name), wanted)
-    place = _Place(name, token)
-    if library in (None, "diffusers") and (index := place.file(PIPELINE)):
-        return _cast(_pipeline(place, index, trust_remote_code), wanted)
-    if library == "timm" and not place.local and "/" not in name:  # an architecture of its own
+        return _cast(_call_factory(name), wanted)
+    location = _ModelLocation(name, token)
+    if library in (None, "diffusers") and (index := location.find_file(PIPELINE)):
+        return _cast(_pipeline(location, index, trust_remote_code), wanted)
+    if library == "timm" and not location.local and "/" not in name:  # an architecture of its own
         config = {"architecture": name}
-    elif path := place.file(CONFIG):
+    elif path := location.find_file(CONFIG):
         config = read_json(path)
     else:
-        return _cast(_flat(place), wanted)
+        return _cast(_build_from_headers(location), wanted)
     with torch.device("meta"):
-        return _configured(place, "", config, library, trust_remote_code, wanted, head)
+        return _build_from_config(location, "", config, library, trust_remote_code, wanted, head)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype from its name, ``"bfloat16"`` or ``"torch.bfloat16"``.
+    """Return a dtype from its name, ``"bfloat16"`` or ``"torch.bfloat16"``.
 
     Raises:
         UnknownNameError: torch has none of that name.
     """
     if not isinstance(dtype, str):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise UnknownNameError("dtype", dtype, [n for n in dir(torch) if _is_dtype(n)])
-    return found
+    return torch_dtype
 
 
 def _is_dtype(name: str) -> bool:
@@ -104,27 +104,27 @@ def _is_dtype(name: str) -> bool:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Changes floating point weights; on the meta device this costs nothing."""
+    """Cast floating point weights; on the meta device this costs nothing."""
     return model if dtype is None else model.to(dtype)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object.
+    """Read a file that holds one JSON object.
 
     Raises:
         SkeletonError: it does not.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SkeletonError(f"{path} is not JSON", why=str(error)) from error
-    if not isinstance(found, dict):
-        raise SkeletonError(f"{path} holds no JSON object", why=f"it holds a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise SkeletonError(f"{path} holds no JSON object", why=f"it holds a {type(content).__name__}")
+    return content
 
 
-class _Place:
-    """Where a model is described: a folder, or a repository on the hub, whose small files are fetched."""
+class _ModelLocation:
+    """The location of a model's configuration: a folder, or a repository on the hub."""
 
     def __init__(self, name: str, token: str | None) -> None:
         self.name, self.token, self.folder = name, token, Path(name).expanduser()
@@ -138,26 +138,26 @@ class _Place:
 
     @property
     def source(self) -> str:
-        """What the libraries call it."""
+        """The name or path that the libraries take."""
         return str(self.folder) if self.local else self.name
 
-    def file(self, name: str) -> Path | None:
-        """A file of it, or None when it has no such file."""
+    def find_file(self, name: str) -> Path | None:
+        """Return the path of a file, downloaded if needed, or None when there is no such file."""
         if self.local:
             path = self.folder / name
             return path if path.is_file() else None
-        return _fetched(self.name, name, self.token)
+        return _download_file(self.name, name, self.token)
 
 
-def _fetched(repository: str, name: str, token: str | None) -> Path | None:
-    """A file of a repository on the hub, from the cache where it is there."""
-    if not packages.installed("huggingface_hub"):
+def _download_file(repository: str, name: str, token: str | None) -> Path | None:
+    """Download a file of a repository on the hub, or take it from the cache."""
+    if not packages.is_installed("huggingface_hub"):
         raise MissingExtraError("huggingface_hub", f"the model {repository!r}, which is no folder here,")
     from huggingface_hub import errors, hf_hub_download
 
     here = "a folder with config.json: accelerate estimate-memory ./my-model"
     try:
-        return Path(hf_hub_download(repository, name, token=token, local_files_only=not _reachable()))
+        return Path(hf_hub_download(repository, name, token=token, local_files_only=not _is_hub_reachable()))
     except errors.GatedRepoError as error:
         what, why = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
         raise SkeletonError(what, why=why, fix="ask for access on its page, then: hf auth login") from error
@@ -175,8 +175,8 @@ def _fetched(repository: str, name: str, token: str | None) -> Path | None:
 
 
 @functools.cache
-def _reachable() -> bool:
-    """Whether the hub's name can be looked up: without a network its library tries for half a minute."""
+def _is_hub_reachable() -> bool:
+    """Return True when the hub's name resolves: without a network its library tries for half a minute."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -192,30 +192,30 @@ def _reachable() -> bool:
 # ---------------------------------------------------------------- module:factory
 
 
-def _made(name: str) -> nn.Module:
-    """What ``module:factory`` returns, on the meta device."""
+def _call_factory(name: str) -> nn.Module:
+    """Import ``module:factory`` and return its model, on the meta device."""
     home, _, attribute = name.partition(":")
     with _working_folder_first():
         try:
-            found: Any = importlib.import_module(home)
+            factory: Any = importlib.import_module(home)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{home}.".startswith(f"{error.name}."):
                 raise
             what = f"there is no module {home!r} here"
             raise SkeletonError(what, why=f"looked in {os.getcwd()} and among installed packages") from error
         for part in attribute.split("."):
-            if not hasattr(found, part):
-                known = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
+            if not hasattr(factory, part):
+                known = [n for n, value in vars(factory).items() if callable(value) and not n.startswith("_")]
                 raise UnknownNameError(f"factory in {home}", attribute, known)
-            found = getattr(found, part)
-        if isinstance(found, nn.Module):
-            return found.to("meta")
-        _refuse_arguments(name, found)
+            factory = getattr(factory, part)
+        if isinstance(factory, nn.Module):
+            return factory.to("meta")
+        _refuse_arguments(name, factory)
         with torch.device("meta"):
-            made = found()
-    if not isinstance(made, nn.Module):
-        raise SkeletonError(f"{name}() is a {type(made).__name__}", why="a factory returns an nn.Module")
-    return made
+            model = factory()
+    if not isinstance(model, nn.Module):
+        raise SkeletonError(f"{name}() is a {type(model).__name__}", why="a factory returns an nn.Module")
+    return model
 
 
 def _refuse_arguments(name: str, factory: Any) -> None:
@@ -234,7 +234,7 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 @contextmanager
 def _working_folder_first() -> Generator[None]:
-    """Imports look in the working folder first, as they do in a script that lies there."""
+    """Put the working folder first on ``sys.path``, as for a script in it."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -246,8 +246,8 @@ def _working_folder_first() -> Generator[None]:
 # ---------------------------------------------------------------- configurations
 
 
-def _configured(
-    place: _Place,
+def _build_from_config(
+    location: _ModelLocation,
     part: str,
     config: dict[str, Any],
     library: str | None,
@@ -255,53 +255,55 @@ def _configured(
     dtype: torch.dtype | None,
     head: bool,
 ) -> nn.Module:
-    """The model of a configuration.
+    """Build the model of a configuration.
 
     Args:
-        part: the folder within ``place`` that holds it; empty for ``place`` itself.
+        part: the folder within ``location`` that holds it; empty for ``location`` itself.
     """
     library = library or _library(config)
-    if not packages.installed(library):
-        raise MissingExtraError(library, f"the configuration of {place.name}")
+    if not packages.is_installed(library):
+        raise MissingExtraError(library, f"the configuration of {location.name}")
     try:
         if library == "diffusers":
-            return _cast(_diffusers(place, config), dtype)
+            return _cast(_diffusers(location, config), dtype)
         if library == "timm":
-            return _cast(_timm(place, config), dtype)
-        return _transformers(place, part, config, trust, dtype, head)
+            return _cast(_timm(location, config), dtype)
+        return _transformers(location, part, config, trust, dtype, head)
     except AccelerateError:
         raise
     except Exception as error:
-        what = f"{library} builds no model from the configuration of {place.name}"
+        what = f"{library} builds no model from the configuration of {location.name}"
         raise SkeletonError(what, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
 
 
 def _library(config: Mapping[str, Any]) -> str:
-    """Whose configuration it is, by the key that only this library writes."""
+    """Return the library of a configuration, by the key that only this library writes."""
     if "_class_name" in config:
         return "diffusers"
     return "timm" if "architecture" in config and "model_type" not in config else "transformers"
 
 
-def _diffusers(place: _Place, config: dict[str, Any]) -> nn.Module:
+def _diffusers(location: _ModelLocation, config: dict[str, Any]) -> nn.Module:
     import diffusers
 
     name = config.get("_class_name", "")
     kind: Any = getattr(diffusers, name, None) if name else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         known = [each for each in dir(diffusers) if each.endswith(("Model", "2D", "3D", "KL"))]
-        raise UnknownNameError("class of diffusers", name, known, where=f"in the config.json of {place.name}")
+        raise UnknownNameError(
+            "class of diffusers", name, known, where=f"in the config.json of {location.name}"
+        )
     make: Any = kind.from_config  # type: ignore[attr-defined]
     model: nn.Module = make(config)
     return model
 
 
-def _timm(place: _Place, config: dict[str, Any]) -> nn.Module:
+def _timm(location: _ModelLocation, config: dict[str, Any]) -> nn.Module:
     import timm
 
     name = config.get("architecture", "")
     if not timm.is_model(name):
-        where = f"in the config.json of {place.name}" if place.local or "/" in place.name else ""
+        where = f"in the config.json of {location.name}" if location.local or "/" in location.name else ""
         raise UnknownNameError("architecture of timm", name, timm.list_models(), where=where)
     options = {key: config[key] for key in ("num_classes", "global_pool") if key in config}
     model: nn.Module = timm.create_model(name, pretrained=False, **options, **config.get("model_args", {}))
@@ -309,24 +311,31 @@ def _timm(place: _Place, config: dict[str, Any]) -> nn.Module:
 
 
 def _transformers(
-    place: _Place, part: str, config: dict[str, Any], trust: bool, dtype: torch.dtype | None, head: bool
+    location: _ModelLocation,
+    part: str,
+    config: dict[str, Any],
+    trust: bool,
+    dtype: torch.dtype | None,
+    head: bool,
 ) -> nn.Module:
     import transformers
 
-    where = f"in the config.json of {place.name}"
+    where = f"in the config.json of {location.name}"
     sort, remote = config.get("model_type"), config.get("auto_map") or {}
     if sort not in transformers.CONFIG_MAPPING:
         if remote and not trust:
-            what = f"{place.name} brings its own code, {sort or 'a model'} is not part of transformers"
-            raise SkeletonError(what, why=f"its config.json names {', '.join(_codes(remote))}", fix=_TRUST)
+            what = f"{location.name} brings its own code, {sort or 'a model'} is not part of transformers"
+            raise SkeletonError(
+                what, why=f"its config.json names {', '.join(_code_files(remote))}", fix=_TRUST
+            )
         if not remote and not sort:
-            what = f"config.json of {place.name} describes no model: it has no 'model_type'"
+            what = f"config.json of {location.name} describes no model: it has no 'model_type'"
             raise SkeletonError(what, why=f"its keys: {', '.join(config) or 'none'}", fix=_KEYS)
         if not remote:
             raise UnknownNameError("model_type", str(sort), list(transformers.CONFIG_MAPPING), where=where)
-    options: dict[str, Any] = {"trust_remote_code": trust, "token": place.token}
+    options: dict[str, Any] = {"trust_remote_code": trust, "token": location.token}
     options |= {"subfolder": part} if part else {}
-    described: Any = transformers.AutoConfig.from_pretrained(place.source, **options)
+    described: Any = transformers.AutoConfig.from_pretrained(location.source, **options)
     extra: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     kind = _architecture(described, remote, trust, where) if head else None
     if isinstance(kind, type):
@@ -336,13 +345,13 @@ def _transformers(
     return model
 
 
-def _codes(remote: Mapping[str, Any]) -> list[str]:
-    """The files of code that an ``auto_map`` names."""
+def _code_files(remote: Mapping[str, Any]) -> list[str]:
+    """Return the code files that an ``auto_map`` names."""
     return sorted({str(value).partition(".")[0] + ".py" for value in remote.values()})
 
 
 def _architecture(described: Any, remote: Mapping[str, Any], trust: bool, where: str) -> Any:
-    """The class that a configuration names; for one of its own code, the auto class that finds it."""
+    """Return the class that a configuration names; for remote code, the auto class that loads it."""
     import transformers
 
     names = list(described.architectures or ())
@@ -355,7 +364,7 @@ def _architecture(described: Any, remote: Mapping[str, Any], trust: bool, where:
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             return kind
     if own:
-        why = f"it is in {', '.join(_codes(remote))} beside the configuration"
+        why = f"it is in {', '.join(_code_files(remote))} beside the configuration"
         raise SkeletonError(f"{names[0]} {where} is not part of transformers", why=why, fix=_TRUST)
     if names:
         known = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
@@ -363,19 +372,19 @@ def _architecture(described: Any, remote: Mapping[str, Any], trust: bool, where:
     return next((key for key in keys if trust and "For" in key), None)
 
 
-def _pipeline(place: _Place, index: Path, trust: bool) -> nn.Module:
-    """The parts of a pipeline that are models."""
+def _pipeline(location: _ModelLocation, index: Path, trust: bool) -> nn.Module:
+    """Build the models of a diffusers pipeline."""
     parts = nn.ModuleDict()
     for name, entry in read_json(index).items():
         known = isinstance(entry, list) and len(entry) == 2 and all(isinstance(each, str) for each in entry)
         if name.startswith("_") or not known:
             continue
-        path = place.file(f"{name}/{CONFIG}")
+        path = location.find_file(f"{name}/{CONFIG}")
         if path is None:  # schedulers, tokenizers and processors have files of other names
             continue
         config = read_json(path)
         with torch.device("meta"):
-            parts[name] = _configured(place, name, config, None, trust, None, True)
+            parts[name] = _build_from_config(location, name, config, None, trust, None, True)
     if not parts:
         raise SkeletonError(f"{index} names no model with a {CONFIG}")
     return parts
@@ -384,31 +393,31 @@ def _pipeline(place: _Place, index: Path, trust: bool) -> nn.Module:
 # ---------------------------------------------------------------- weights without a configuration
 
 
-class Named(nn.Module):
-    """A module of which only the names, shapes and dtypes of its weights are known."""
+class NameOnlyModule(nn.Module):
+    """A module that has weights with names, shapes and dtypes, and no forward."""
 
 
-def _flat(place: _Place) -> nn.Module:
-    """Modules after the names of the weights in files of safetensors."""
-    if not place.local or not find_headers(place.folder):
-        what = f"{place.name} has no {CONFIG}"
+def _build_from_headers(location: _ModelLocation) -> nn.Module:
+    """Build modules from the names of the weights in safetensors files."""
+    if not location.local or not find_safetensors(location.folder):
+        what = f"{location.name} has no {CONFIG}"
         fix = "a folder with config.json, a name on the hub, or module:factory"
         raise SkeletonError(
             what, why="it says which model to build, and there is no safetensors file", fix=fix
         )
-    return from_headers(headers(place.folder))
+    return from_headers(read_headers(location.folder))
 
 
-def from_headers(found: Mapping[str, Header]) -> nn.Module:
-    """A tree of modules that has the names, shapes and dtypes of ``found``, and no forward."""
-    root = Named()
-    for name, header in found.items():
+def from_headers(headers: Mapping[str, TensorHeader]) -> nn.Module:
+    """Build a tree of modules with the names, shapes and dtypes of ``headers``, and no forward."""
+    root = NameOnlyModule()
+    for name, header in headers.items():
         *path, last = name.split(".")
         holder: nn.Module = root
         for part in path:
             if part not in holder._modules:
                 _refuse_twice(holder, part, name)
-                holder.add_module(part, Named())
+                holder.add_module(part, NameOnlyModule())
             holder = holder.get_submodule(part)
         _refuse_twice(holder, last, name)
         weight = torch.empty(header.shape, dtype=header.dtype, device="meta")
@@ -425,6 +434,6 @@ def _refuse_twice(holder: nn.Module, part: str, name: str) -> None:
         raise SkeletonError(what, fix="a config.json beside the weights says which model to build")
 
 
-def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The models of a pipeline by their names; of anything else, itself under an empty name."""
+def pipeline_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return the models of a pipeline by their names; any other model under an empty name."""
     yield from model.items() if type(model) is nn.ModuleDict else [("", model)]

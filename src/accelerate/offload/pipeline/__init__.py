@@ -1,6 +1,6 @@
-"""Pipelines for inference: a model cut into even stages, one on each process.
+"""Pipeline-parallel inference: a model split into even stages, one on each process.
 
-graph.py the stages of a traced model, chain.py those of one that cannot be traced,
-stages.py how batches run through them, prepare.py the public functions. Where a model is cut is said by the
-room stages.
+- traced_forward.py: the stages of a traced model. block_chain.py: those of a model that cannot be traced.
+- inference_pipeline.py: batches through the stages. prepare_pippy.py: the public functions.
+- The package ``accelerate.stages`` chooses the split points.
 """

@@ -1,4 +1,4 @@
-"""The settings of precisions that have options, which a launch hands on to the script. No torch here.
+"""The settings of precisions that have options, which a launch passes to the script. No torch here.
 
 A file of this folder belongs to the precision of the same name. Its ``PLUGIN`` is a class of settings.
 """

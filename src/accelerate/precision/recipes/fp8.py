@@ -1,4 +1,4 @@
-"""What one says about 8-bit floats: the launcher's flags, their variables and file keys."""
+"""The settings of 8-bit floats: flags of the launcher, their variables and file keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import Origin, setting
 
 Origins = Callable[[str], tuple[Origin, ...]]
@@ -18,19 +18,19 @@ PARTS = ("fprop", "dgrad", "wgrad")
 _TE = {"fp8_backend": ("TE",)}
 
 
-@frozen
+@frozen_dataclass
 class FP8Settings:
-    """How matrix products are computed in 8 bits; see ``TERecipeKwargs``, ``AORecipeKwargs``.
+    """The options of matrix products in 8 bits; see ``TERecipeKwargs``, ``AORecipeKwargs``.
 
-    A script may choose the precision itself, so these need no ``--mixed_precision fp8`` beside them. What
-    nobody gave is not handed on: each reader has its own defaults.
+    A script may choose the precision itself, so these need no ``--mixed_precision fp8`` beside them. Options
+    without a value are not passed on: each reader has its own defaults.
     """
 
     __topic__ = "8-bit floats"
     __section__ = "fp8_config"
     __prefix__ = "fp8_"
     __when__: ClassVar[Mapping[str, Any]] = {"mixed_precision": ("fp8",)}
-    # What the wizard of Accelerate 1.x wrote.
+    # The keys that the wizard of Accelerate 1.x wrote.
     __old_keys__: ClassVar[Mapping[str, str]] = {
         "amax_history_length": "fp8_amax_history_len",
         "amax_compute_algorithm": "fp8_amax_compute_algo",
@@ -105,28 +105,28 @@ class FP8Settings:
 
     @staticmethod
     def check(origins: Origins) -> None:
-        """Refuses an override that does not say three things.
+        """Refuse an override that does not have three values.
 
         Raises:
-            SettingError: it is so.
+            SettingError: it has another number of values.
         """
-        given = origins("fp8_override_linear_precision")[0]
-        if isinstance(given.value, tuple) and len(given.value) != len(PARTS):
+        origin = origins("fp8_override_linear_precision")[0]
+        if isinstance(origin.value, tuple) and len(origin.value) != len(PARTS):
             raise SettingError(
-                f"{given.where} says {len(given.value)} things, but there are {len(PARTS)}",
-                fix="say it of the forward, the data gradient and the weight gradient: true,false,true",
+                f"{origin.where} has {len(origin.value)} values, but {len(PARTS)} are needed",
+                fix="give one each for forward, data gradient and weight gradient: true,false,true",
             )
 
     @staticmethod
-    def told(origins: Origins) -> Mapping[str, str]:
-        """The three variables of one setting."""
+    def launch_variables(origins: Origins) -> Mapping[str, str]:
+        """Return the three variables of ``fp8_override_linear_precision``."""
         value = origins("fp8_override_linear_precision")[0].value
         if value is None:
             return {}
-        each = value if isinstance(value, tuple) else (value,) * len(PARTS)
+        flags = value if isinstance(value, tuple) else (value,) * len(PARTS)
         return {
             f"ACCELERATE_FP8_OVERRIDE_{part.upper()}": str(on).lower()
-            for part, on in zip(PARTS, each, strict=True)
+            for part, on in zip(PARTS, flags, strict=True)
         }
 
 

@@ -1,1 +1,1 @@
-"""Training by DeepSpeed's engine: the plugin, the configuration made for it, engines, and whole states."""
+"""DeepSpeed: the plugin, its configuration, engine handles, and full state dicts."""

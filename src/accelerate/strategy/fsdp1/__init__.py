@@ -1,1 +1,1 @@
-"""What version 1 of sharding is made of; its strategy is ``fsdp1.py`` beside this folder."""
+"""FSDP1, by torch's class ``FullyShardedDataParallel``."""

@@ -1,4 +1,4 @@
-"""Gradients of wrapped models: what has accumulated, norms, backwards of zeros."""
+"""Gradients of FSDP1 models: accumulated gradients, norms, zero backwards."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from accelerate.strategy.fsdp1.flat import Slot, Unit
-from accelerate.strategy.fsdp1.record import Record
+from accelerate.strategy.fsdp1.flat_parameter import FlatParam, FlatSlot
+from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
 
 
-def parameters(record: Record) -> list[torch.Tensor]:
-    """What optimizers hold of a model, whatever stands in its modules between a forward and its backward."""
-    found = {p: None for unit in record.units for p in unit.parameters}
-    wrapped = {name for unit in record.units for slot in unit.slots for name in slot.names}
-    found.update({p: None for name, p in record.parameters() if name not in wrapped})
-    return list(found)
+def optimizer_parameters(wrapped_model: WrappedModel) -> list[torch.Tensor]:
+    """Return the parameters that optimizers hold, whatever the modules hold between forward and backward."""
+    held = {p: None for unit in wrapped_model.flat_params for p in unit.parameters}
+    wrapped = {name for unit in wrapped_model.flat_params for slot in unit.slots for name in slot.names}
+    held.update({p: None for name, p in wrapped_model.parameters() if name not in wrapped})
+    return list(held)
 
 
-def accumulated(records: Iterable[Record], wanted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What has accumulated here for parameters; changing it changes the gradients."""
+def local_gradients(
+    wrapped_models: Iterable[WrappedModel], wanted: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the gradients accumulated on this rank for ``wanted``; in-place changes take effect."""
     left = dict.fromkeys(wanted)
-    found: list[torch.Tensor] = []
-    for unit in (unit for record in records for unit in record.units):
+    gradients: list[torch.Tensor] = []
+    for unit in (unit for wrapped_model in wrapped_models for unit in wrapped_model.flat_params):
         own = unit.parameters
         hit = [p in left for p in own]
         if not any(hit):
@@ -36,23 +38,23 @@ def accumulated(records: Iterable[Record], wanted: Iterable[torch.Tensor]) -> li
         # A flat gradient has values for frozen parameters too, which nobody uses.
         trained = [asked and p.requires_grad for asked, p in zip(hit, own, strict=True)]
         if all(trained):
-            found.append(gradient)
+            gradients.append(gradient)
         else:
             pairs = zip(trained, unit.slots, strict=True)
-            found += [_of(unit, slot, gradient) for asked, slot in pairs if asked]
-    return found + [p.grad for p in left if p.grad is not None]
+            gradients += [_param_grad(unit, slot, gradient) for asked, slot in pairs if asked]
+    return gradients + [p.grad for p in left if p.grad is not None]
 
 
-def _of(unit: Unit, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-    """The part of one parameter in a flat gradient, which is a piece or whole."""
+def _param_grad(unit: FlatParam, slot: FlatSlot, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the part of one parameter in a flat gradient, which is sharded or unsharded."""
     whole = gradient.shape == unit.flat._unpadded_unsharded_size
-    return unit.view(slot, gradient) if whole else unit.piece(slot, gradient)
+    return unit.view_param(slot, gradient) if whole else unit.local_piece(slot, gradient)
 
 
-def drop(records: Iterable[Record], wanted: Iterable[torch.Tensor]) -> None:
-    """Forgets what has accumulated for parameters, also where an optimizer does not see it."""
+def clear_gradients(wrapped_models: Iterable[WrappedModel], wanted: Iterable[torch.Tensor]) -> None:
+    """Clear the gradients of ``wanted``, also unreduced ones that an optimizer does not see."""
     left = set(wanted)
-    for unit in (unit for record in records for unit in record.units):
+    for unit in (unit for wrapped_model in wrapped_models for unit in wrapped_model.flat_params):
         own = unit.parameters
         if left.issuperset(p for p in own if p.requires_grad):
             unit.flat.grad = None
@@ -62,35 +64,41 @@ def drop(records: Iterable[Record], wanted: Iterable[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def clip_norm(
-    records: Iterable[Record], wanted: Iterable[torch.Tensor], limit: float, p: float, device: torch.device
+    wrapped_models: Iterable[WrappedModel],
+    wanted: Iterable[torch.Tensor],
+    limit: float,
+    p: float,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Scales gradients so that their global norm is at most ``limit``; the norm before, equal on all ranks.
+    """Scale gradients so that their global norm is at most ``limit``; return the norm before.
 
-    What is cut counts on every process that shares it, what is not counts once. All processes exchange one
-    number, also those that have no element of a parameter here.
+    Sharded gradients are summed over the ranks, others count once. All ranks all-reduce one number, also
+    those that have no element of a parameter; the norm is equal on all ranks.
 
     Args:
-        records: of the wrapped models.
+        records: the wrapped models.
         wanted: the parameters.
         limit: the greatest norm.
         p: of the p-norm; ``inf`` takes the greatest value.
-        device: where processes exchange values.
+        device: where the all-reduce runs.
     """
-    owner = {held: unit for record in records for held, unit in record.owner.items()}
+    owner = {
+        held: unit for wrapped_model in wrapped_models for held, unit in wrapped_model.flat_param_of.items()
+    }
     cut: list[torch.Tensor] = []
     other: list[torch.Tensor] = []
     group = None
     for parameter in dict.fromkeys(wanted):
         unit = owner.get(parameter)
-        if unit is not None and unit.cut:
+        if unit is not None and unit.is_sharded:
             group = unit.handle.process_group
         if parameter.grad is not None:
-            (cut if unit is not None and unit.cut else other).append(parameter.grad)
+            (cut if unit is not None and unit.is_sharded else other).append(parameter.grad)
     greatest = p == float("inf")
-    total = _power(cut, p, device)
+    total = _sum_of_powers(cut, p, device)
     if group is not None:
         dist.all_reduce(total, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, group=group)
-    rest = _power(other, p, device)
+    rest = _sum_of_powers(other, p, device)
     norm = torch.maximum(total, rest) if greatest else (total + rest) ** (1.0 / p)
     # As torch does it: 1e-6 keeps the division defined.
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
@@ -99,26 +107,38 @@ def clip_norm(
     return norm
 
 
-def _power(gradients: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The sum of p-th powers, the maximum for ``inf``."""
+def _sum_of_powers(gradients: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """Return the sum of p-th powers, the maximum for ``inf``."""
     norms = [torch.linalg.vector_norm(g, p, dtype=torch.float32).to(device) for g in gradients if g.numel()]
     mine = torch.stack(norms) if norms else torch.zeros(1, device=device)
     return mine.max() if p == float("inf") else (mine**p).sum()
 
 
-def reached(records: Iterable[Record], found: set[torch.Tensor]) -> set[torch.Tensor]:
-    """What a graph reaches, with the parameters in the flat ones that it reaches."""
-    more = (unit.parameters for record in records for unit in record.units if unit.flat in found)
-    return found.union(*more)
+def reached_parameters(
+    wrapped_models: Iterable[WrappedModel], leaves: set[torch.Tensor]
+) -> set[torch.Tensor]:
+    """Return the leaves of a graph, with the parameters in the flat ones among them."""
+    more = (
+        unit.parameters
+        for wrapped_model in wrapped_models
+        for unit in wrapped_model.flat_params
+        if unit.flat in leaves
+    )
+    return leaves.union(*more)
 
 
-def zero_backward(records: Iterable[Record], loss: torch.Tensor) -> None:
-    """Runs the backward of ``loss`` with every gradient zero, whatever the loss is.
+def zero_backward(wrapped_models: Iterable[WrappedModel], loss: torch.Tensor) -> None:
+    """Run the backward of ``loss`` with every gradient zero, whatever the loss is.
 
-    Every gather and reduction takes place, in the order of the other processes. The loss itself may be NaN, a
-    mean of nothing: what reaches a parameter is replaced there.
+    Every all-gather and reduce-scatter takes place, in the order of the other ranks. The loss itself may be
+    NaN, a mean of nothing: the gradient of each parameter is replaced by zeros.
     """
-    flats = [unit.flat for record in records for unit in record.units if unit.flat.requires_grad]
+    flats = [
+        unit.flat
+        for wrapped_model in wrapped_models
+        for unit in wrapped_model.flat_params
+        if unit.flat.requires_grad
+    ]
     handles = [flat.register_hook(torch.zeros_like) for flat in flats]
     try:
         loss.backward()

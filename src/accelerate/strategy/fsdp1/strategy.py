@@ -1,9 +1,8 @@
-"""Fully sharded data parallel as torch's class does it, around the model: version 1.
+"""FSDP1: fully sharded data parallel by torch's class ``FullyShardedDataParallel``.
 
-Every part of the model is wrapped in an object of ``torch.distributed.fsdp.FullyShardedDataParallel``, and so
-is the model: what ``prepare`` returns is that object, which passes on what it does not have itself. Files and
-states go by the user's names. The work stands in the files of ``fsdp1_parts``, which are loaded only when
-this strategy is chosen.
+Every FSDP unit of the model is wrapped in an object of that class, and so is the root: ``prepare`` returns
+that object, which forwards the attributes that it lacks. Files and state dicts have the user's names. The
+work stands in the other files of this folder, which are loaded only when this strategy is chosen.
 """
 
 from __future__ import annotations
@@ -16,68 +15,72 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core.effects import Effect, Option
 from accelerate.core.errors import PrepareError
-from accelerate.core.setting import load
-from accelerate.strategy.base import Bundle, Request, leaves
+from accelerate.core.option_report import OptionStatus, RequestedOption
+from accelerate.core.setting import load_settings
+from accelerate.strategy.base import Bundle, StrategyRequest, graph_leaves
 from accelerate.strategy.settings.fsdp import FSDPSettings, FSDPSwitch
-from accelerate.strategy.sharding.base import ShardedStrategy, asked, plugin_of
+from accelerate.strategy.sharding.base import ShardedStrategy, find_plugin, fsdp_options
 from accelerate.world import collective
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import ShardingStrategy
 
-    from accelerate.strategy.fsdp1.record import Record
-    from accelerate.strategy.fsdp1.states import Book, Order
-    from accelerate.strategy.fsdp1.wrap import FlatLayout, Wrapper
+    from accelerate.strategy.fsdp1.optimizer_state import ParamOrder, WrappedOptimizer
+    from accelerate.strategy.fsdp1.wrap import FlatLayout, FSDP1Wrapper
+    from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
 
-_WRAPPED = "_fsdp_wrapped_module"
+_WRAPPED_MODULE = "_fsdp_wrapped_module"
 
 
 class FSDP1(ShardedStrategy):
-    """Cut over processes by torch's class around each part of a model."""
+    """Training by torch's ``FullyShardedDataParallel`` around each FSDP unit."""
 
     name: ClassVar[str] = "fsdp1"
     priority: ClassVar[int] = 11
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)
         self._roots: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-        # The user's parameters of each group of an optimizer, where flat ones took their places.
-        self._orders: weakref.WeakKeyDictionary[Any, Order] = weakref.WeakKeyDictionary()
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The user's parameters of each optimizer group, where flat parameters replace them.
+        self._orders: weakref.WeakKeyDictionary[Any, ParamOrder] = weakref.WeakKeyDictionary()
+        self._hooked_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
-    def claims(cls, request: Request) -> bool:
-        """Several processes, and version 1 by the plugin or the launcher's variables."""
-        plugin = plugin_of(request)
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Return whether there are several ranks, and the plugin or the launcher asks for FSDP1."""
+        plugin = find_plugin(request)
         if request.world.size == 1:
             return False
         if plugin is not None:
             return plugin.fsdp_version == 1
-        return load(FSDPSwitch).value.use_fsdp and load(FSDPSettings).value.fsdp_version == 1
+        return (
+            load_settings(FSDPSwitch).value.use_fsdp and load_settings(FSDPSettings).value.fsdp_version == 1
+        )
 
     @classmethod
-    def asked(cls, request: Request) -> Iterator[Option]:
-        """The switch or the plugin, where they ask for this version."""
+    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
+        """Return the switch and the plugin, where they ask for FSDP1."""
         if cls.claims(request):
-            yield from asked(request)
+            yield from fsdp_options(request)
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
-        """The contract's name, on any device."""
+        """Return ``"FSDP"``, on any device."""
         return "FSDP"
 
-    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
-        """See ``effects.py``."""
-        from accelerate.strategy.fsdp1.effects import effects
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Return the status of each option; see ``option_report.py``."""
+        from accelerate.strategy.fsdp1.option_report import option_statuses
 
-        return effects(self.asked(self.request), self.plugin, [m for m in models if m in self.models])
+        return option_statuses(
+            self.requested_options(self.request), self.plugin, [m for m in models if m in self.models]
+        )
 
     @property
-    def _sharing(self) -> ShardingStrategy:
-        """How parameters are shared; one copy of the shards is what the simple strategies make."""
+    def _sharding_strategy(self) -> ShardingStrategy:
+        """Torch's sharding strategy; HSDP with one replica is the simple strategy."""
         from torch.distributed.fsdp import ShardingStrategy
 
         wanted: ShardingStrategy = self.plugin.sharding_strategy
@@ -85,49 +88,49 @@ class FSDP1(ShardedStrategy):
             ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
             ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
         }
-        return simple.get(wanted, wanted) if self._grid[0] == 1 else wanted
+        return simple.get(wanted, wanted) if self._mesh_shape[0] == 1 else wanted
 
     @cached_property
-    def _wrapper(self) -> Wrapper:
-        from accelerate.strategy.fsdp1.wrap import Wrapper
+    def _wrapper(self) -> FSDP1Wrapper:
+        from accelerate.strategy.fsdp1.wrap import FSDP1Wrapper
 
-        self._watch_waits()
-        return Wrapper(self._shard_mesh, self.plugin, self._sharing, self.world.device)
+        self._watch_groups()
+        return FSDP1Wrapper(self._shard_mesh, self.plugin, self._sharding_strategy, self.world.device)
 
     # --- prepare
 
     @property
-    def _copied(self) -> bool:
-        """Whether every process keeps whole parameters."""
+    def _is_replicated(self) -> bool:
+        """True if every rank keeps unsharded parameters (NO_SHARD)."""
         return self.plugin.sharding_strategy.name == "NO_SHARD"
 
     @property
-    def _shares(self) -> int:
-        """One where each has whole ones."""
-        return 1 if self._copied else super()._shares
+    def _shard_count(self) -> int:
+        """The number of ranks that shard a parameter; 1 under NO_SHARD."""
+        return 1 if self._is_replicated else super()._shard_count
 
     @property
-    def _held(self) -> str:
-        """Parts, or all."""
-        if self._copied:
+    def _shard_description(self) -> str:
+        """The clause that says which part of a model a rank holds."""
+        if self._is_replicated:
             return f"each of {self.world.size} processes holds all parameters, and gradients are averaged"
-        return super()._held
+        return super()._shard_description
 
-    def _layout(self, model: nn.Module) -> FlatLayout:
-        from accelerate.strategy.fsdp1.wrap import layout_of
-        from accelerate.strategy.sharding.plugin import policy_of
+    def _plan_layout(self, model: nn.Module) -> FlatLayout:
+        from accelerate.strategy.fsdp1.wrap import make_layout
+        from accelerate.strategy.sharding.plugin import precision_policy
 
-        return layout_of(model, self.plugin, policy_of(self.request.precision, 1))
+        return make_layout(model, self.plugin, precision_policy(self.request.precision, 1))
 
-    def _known(self, model: nn.Module) -> bool:
-        """Whether it is wrapped already.
+    def _is_sharded(self, model: nn.Module) -> bool:
+        """Return whether ``model`` is wrapped already.
 
         Raises:
-            PrepareError: by somebody else.
+            PrepareError: the user has wrapped it.
         """
-        from accelerate.strategy.fsdp1.wrap import is_wrapped, record_of
+        from accelerate.strategy.fsdp1.wrap import is_wrapped, wrapped_model_of
 
-        if is_wrapped(model) and record_of(model) is None:
+        if is_wrapped(model) and wrapped_model_of(model) is None:
             raise PrepareError(
                 "the model is wrapped in torch's FullyShardedDataParallel already",
                 why="prepare wraps it itself, so that states and optimizers go by the user's names",
@@ -135,110 +138,116 @@ class FSDP1(ShardedStrategy):
             )
         return is_wrapped(model)
 
-    def _shard(self, bundle: Bundle) -> None:
+    def _shard_models(self, bundle: Bundle) -> None:
         if self.world.device.type == "meta":
             raise PrepareError(
-                "version 1 of sharding cannot be rehearsed with empty tensors",
+                "FSDP1 has no dry run with empty tensors",
                 why="torch's class gives them memory",
-                fix="rehearse with fsdp_version=2: what a rank has is as large",
+                fix="use fsdp_version=2 for the dry run: the shards of a rank are as large",
             )
-        bundle.replace("model", self._wrapped)
+        bundle.replace("model", self._wrap_model)
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
-        if self._known(model):
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if self._is_sharded(model):
             return model
-        record, renewed = self._wrapper.wrap(model, self._layout(model))
-        self._renewed.update(renewed)
-        self._know(record.root)
-        return record.root
+        wrapped_model, renewed = self._wrapper.wrap(model, self._plan_layout(model))
+        self._replaced_params.update(renewed)
+        self._register(wrapped_model.root)
+        return wrapped_model.root
 
-    def _know(self, model: nn.Module) -> None:
-        """By the user's own as well."""
-        super()._know(model)
+    def _register(self, model: nn.Module) -> None:
+        """Remember the wrapped model, also by the user's own module."""
+        super()._register(model)
         self._roots[self.unwrap(model)] = weakref.ref(model)
 
-    def _catch_up(self, bundle: Bundle) -> None:
-        """Also optimizers whose model was prepared in a call of its own."""
-        from accelerate.strategy.fsdp1.follow import catch_up
+    def _update_optimizers(self, bundle: Bundle) -> None:
+        """Remap optimizers also when their model was prepared in an earlier call."""
+        from accelerate.strategy.fsdp1.optimizer_remap import remap_optimizer
 
         sync = bool(self.plugin.sync_module_states)
-        for optimizer in bundle.of("optimizer"):
+        for optimizer in bundle.objects_of("optimizer"):
             own = getattr(optimizer, "optimizer", optimizer)
-            catch_up(own, self._renewed, self._records(), self._orders, sync=sync)
-            if isinstance(own, torch.optim.Optimizer) and own not in self._watched:
-                self._watched.add(own)
-                own.register_step_post_hook(self._after_step)
+            remap_optimizer(own, self._replaced_params, self._wrapped_models(), self._orders, sync=sync)
+            if isinstance(own, torch.optim.Optimizer) and own not in self._hooked_optimizers:
+                self._hooked_optimizers.add(own)
+                own.register_step_post_hook(self._reshard_after_step)
 
-    def _after_step(self, *_: Any) -> None:
-        """An evaluation before a step leaves whole values of the outermost part, which are old now."""
-        for record in self._records():
-            for unit in record.units:
-                unit.settle()
+    def _reshard_after_step(self, *_: Any) -> None:
+        # An evaluation before a step leaves unsharded values of the root unit, which are old now.
+        for wrapped_model in self._wrapped_models():
+            for unit in wrapped_model.flat_params:
+                unit.reshard()
 
     def _check_optimizers(self, bundle: Bundle) -> None:
-        """Also those that cannot follow.
+        """Refuse also optimizers that cannot be remapped.
 
         Raises:
-            PrepareError: a flat parameter would lie in several groups, or the base class says why.
+            PrepareError: a flat parameter would be in several groups, or an error of the base class.
         """
         super()._check_optimizers(bundle)
         if not bundle.training or self.plugin.use_orig_params:
             return
-        from accelerate.strategy.fsdp1.follow import check_groups
+        from accelerate.strategy.fsdp1.optimizer_remap import check_param_groups
 
-        fresh = [model for model in bundle.of("model") if not self._known(model)]
-        for optimizer in bundle.of("optimizer"):
+        fresh = [model for model in bundle.objects_of("model") if not self._is_sharded(model)]
+        for optimizer in bundle.objects_of("optimizer"):
             for model in fresh:
-                check_groups(optimizer, [own for _, own in self._layout(model).parts])
+                check_param_groups(optimizer, [own for _, own in self._plan_layout(model).units])
 
     # --- the loop
 
-    def _records(self) -> list[Record]:
-        from accelerate.strategy.fsdp1.wrap import record_of
+    def _wrapped_models(self) -> list[WrappedModel]:
+        from accelerate.strategy.fsdp1.wrap import wrapped_model_of
 
-        return [record for record in map(record_of, self.models) if record is not None]
+        return [
+            wrapped_model for wrapped_model in map(wrapped_model_of, self.models) if wrapped_model is not None
+        ]
 
-    def _record(self, model: nn.Module) -> Record | None:
-        """Of a wrapped model, or of the user's own in one."""
-        from accelerate.strategy.fsdp1.wrap import record_of
+    def _wrapped_model(self, model: nn.Module) -> WrappedModel | None:
+        """Return the ``WrappedModel`` of torch's root wrapper, or of the user's module in one."""
+        from accelerate.strategy.fsdp1.wrap import wrapped_model_of
 
         root = self._roots.get(model)
-        return record_of(model if root is None else root())
+        return wrapped_model_of(model if root is None else root())
 
-    def synchronises(self, model: nn.Module) -> bool:
-        """Unless ``no_sync`` is around it."""
+    def reduces_gradients(self, model: nn.Module) -> bool:
+        """Return whether no ``no_sync`` is active."""
         return bool(getattr(model, "_sync_gradients", True))
 
     @staticmethod
-    def _reduce(model: nn.Module, sync: bool) -> None:
-        """As torch's ``no_sync``, but a backward inside may be told to reduce after all."""
-        if _WRAPPED in getattr(model, "_modules", {}):
-            for part in (part for part in model.modules() if _WRAPPED in part._modules):
-                part._sync_gradients = sync  # type: ignore[assignment]
+    def _set_gradient_sync(model: nn.Module, sync: bool) -> None:
+        """Do what torch's ``no_sync`` does; a backward inside may still be set to reduce."""
+        if _WRAPPED_MODULE in getattr(model, "_modules", {}):
+            for as_distributed in (
+                as_distributed
+                for as_distributed in model.modules()
+                if _WRAPPED_MODULE in as_distributed._modules
+            ):
+                as_distributed._sync_gradients = sync  # type: ignore[assignment]
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
-        """The next backward reduces, with what was kept back."""
-        FSDP1._reduce(model, True)
+        """Make the next backward reduce, together with the unreduced gradients."""
+        FSDP1._set_gradient_sync(model, True)
 
     def parameters(self, model: nn.Module) -> list[torch.Tensor]:
-        """The user's or the flat ones: between a forward and its backward other tensors may stand there."""
-        from accelerate.strategy.fsdp1.grads import parameters
+        """Return the user's parameters or the flat ones, also between a forward and its backward."""
+        from accelerate.strategy.fsdp1.grads import optimizer_parameters
 
-        record = self._record(model)
-        return super().parameters(model) if record is None else parameters(record)
+        wrapped_model = self._wrapped_model(model)
+        return super().parameters(model) if wrapped_model is None else optimizer_parameters(wrapped_model)
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The pieces here, or whole gradients that have not been reduced yet."""
-        from accelerate.strategy.fsdp1.grads import accumulated
+        """Return this rank's pieces of gradients, or unsharded gradients that have not been reduced yet."""
+        from accelerate.strategy.fsdp1.grads import local_gradients
 
-        return accumulated(self._records(), parameters)
+        return local_gradients(self._wrapped_models(), parameters)
 
-    def reached(self, loss: torch.Tensor) -> set[torch.Tensor]:
-        """Graphs reach flat parameters: those that lie in them."""
-        from accelerate.strategy.fsdp1.grads import reached
+    def reached_params(self, loss: torch.Tensor) -> set[torch.Tensor]:
+        """Return also the user's parameters in the flat parameters that the graph reaches."""
+        from accelerate.strategy.fsdp1.grads import reached_parameters
 
-        return reached(self._records(), leaves(loss))
+        return reached_parameters(self._wrapped_models(), graph_leaves(loss))
 
     def backward_zero(
         self,
@@ -247,97 +256,101 @@ class FSDP1(ShardedStrategy):
         reached: set[torch.Tensor],
         loss: torch.Tensor,
     ) -> None:
-        """The whole backward: other processes wait for every gather and reduction in it."""
+        """Run the whole backward with zero gradients: other ranks wait for each of its collectives."""
         from accelerate.strategy.fsdp1.grads import zero_backward
 
-        zero_backward(self._records(), loss)
+        zero_backward(self._wrapped_models(), loss)
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """By one exchange of one number."""
+        """Clip by the global norm, with one all-reduce of one number."""
         from accelerate.strategy.fsdp1.grads import clip_norm
 
-        return clip_norm(self._records(), parameters, max_norm, float(norm_type), self.world.device)
+        return clip_norm(self._wrapped_models(), parameters, max_norm, float(norm_type), self.world.device)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
-        """Also what was kept back."""
-        if self._keeps_back:
-            from accelerate.strategy.fsdp1.grads import drop
+        """Clear gradients, also unreduced ones."""
+        if self._has_unreduced:
+            from accelerate.strategy.fsdp1.grads import clear_gradients
 
-            drop(self._records(), (p for group in optimizer.param_groups for p in group["params"]))
+            clear_gradients(
+                self._wrapped_models(), (p for group in optimizer.param_groups for p in group["params"])
+            )
         zero()
 
-    def agreement(self) -> Callable[[torch.Tensor], None]:
-        """What one process has found in its pieces of gradients holds for all."""
-        return _greatest
+    def flag_reduction(self) -> Callable[[torch.Tensor], None]:
+        """Return a max all-reduce: a flag about the pieces of one rank counts for all."""
+        return _max_reduce
 
     # --- states
 
     @property
     def saves_sharded(self) -> bool:
-        """As the plugin's ``state_dict_type`` says."""
+        """True unless the plugin's ``state_dict_type`` is the full one."""
         return "FULL_STATE_DICT" not in str(self.plugin.state_dict_type)
 
-    def as_saved(self, model: nn.Module) -> Any:
-        """The model by its names, with distributed tensors where it is cut."""
-        from accelerate.strategy.fsdp1.record import named
+    def model_checkpoint_view(self, model: nn.Module) -> Any:
+        """Return the model by the user's names, with DTensors where it is sharded."""
+        from accelerate.strategy.fsdp1.wrapped_model import wrapped_model_view
 
-        record = self._record(model)
-        return self.unwrap(model) if record is None else named(record)
+        wrapped_model = self._wrapped_model(model)
+        return self.unwrap(model) if wrapped_model is None else wrapped_model_view(wrapped_model)
 
-    def optimizer_as_saved(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer of the user's parameters, with distributed tensors where they are cut."""
-        from accelerate.strategy.fsdp1.states import named_optimizer
+    def optimizer_checkpoint_view(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the optimizer by the user's parameters, with DTensors where they are sharded."""
+        from accelerate.strategy.fsdp1.optimizer_state import wrapped_optimizer_view
 
-        return named_optimizer(self._book(optimizer))
+        return wrapped_optimizer_view(self._wrapped_optimizer(optimizer))
 
-    def _book(self, optimizer: torch.optim.Optimizer) -> Book:
-        from accelerate.strategy.fsdp1.states import Book
+    def _wrapped_optimizer(self, optimizer: torch.optim.Optimizer) -> WrappedOptimizer:
+        from accelerate.strategy.fsdp1.optimizer_state import WrappedOptimizer
 
-        return Book(optimizer, self._records(), self._orders.get(optimizer, ()))
+        return WrappedOptimizer(optimizer, self._wrapped_models(), self._orders.get(optimizer, ()))
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
-        from accelerate.strategy.fsdp1.record import nothing, on_host
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the gathered state dict, on the host of rank 0; other ranks get nothing. Collective."""
+        from accelerate.strategy.fsdp1.wrapped_model import discard_value, to_host
 
-        record = self._record(model)
-        if record is None:
-            return super().state(model)
+        wrapped_model = self._wrapped_model(model)
+        if wrapped_model is None:
+            return super().model_state(model)
         # Torch's own collectives would wait for a rank that does something else.
-        collective.all_objects(type(record.module).__name__, "get_state_dict")
-        return record.state(on_host if self._leads else nothing)
+        collective.all_gather_object(type(wrapped_model.module).__name__, "get_state_dict")
+        return wrapped_model.gather_state(to_host if self._is_leader else discard_value)
 
-    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """A full state on every process; each takes its part."""
-        record = self._record(model)
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a full state that every rank passes; each keeps its shard."""
+        wrapped_model = self._wrapped_model(model)
         return (
-            super().load(model, state, strict=strict) if record is None else record.load(state, strict=strict)
+            super().load_model(model, state, strict=strict)
+            if wrapped_model is None
+            else wrapped_model.load_state(state, strict=strict)
         )
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
     ) -> dict[str, Any]:
-        """Gathered, on the host of rank 0."""
-        from accelerate.strategy.fsdp1.record import nothing, on_host
+        """Return the gathered optimizer state, on the host of rank 0."""
+        from accelerate.strategy.fsdp1.wrapped_model import discard_value, to_host
 
-        state = self._book(optimizer).state(on_host if self._leads else nothing)
-        return state if self._leads else {}
+        state = self._wrapped_optimizer(optimizer).gather_state(to_host if self._is_leader else discard_value)
+        return state if self._is_leader else {}
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """A full state on every process; each takes its part."""
-        self._book(optimizer).load(state)
+        """Load a full state that every rank passes; each keeps its shard."""
+        self._wrapped_optimizer(optimizer).load_state(state)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module; its forward gathers nothing of what lies outside of its wrapped parts."""
-        inner = model._modules.get(_WRAPPED)
+        """Return the user's own module; its forward all-gathers only the FSDP units inside it."""
+        inner = model._modules.get(_WRAPPED_MODULE)
         return model if inner is None else inner
 
 
-def _greatest(found: torch.Tensor) -> None:
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+def _max_reduce(flag: torch.Tensor) -> None:
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
 
 
 PLUGIN = FSDP1

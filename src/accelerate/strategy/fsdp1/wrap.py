@@ -1,4 +1,4 @@
-"""Wraps a model, part by part, so that no process holds more than one whole part at a time.
+"""The wrapper of FSDP1: wraps a model unit by unit, with one unsharded unit in memory at a time.
 
 Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"
 (arXiv:2304.11277), and ``torch.distributed.fsdp.FullyShardedDataParallel``, which does the work.
@@ -18,101 +18,105 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.fsdp1.flat import walk
-from accelerate.strategy.fsdp1.record import Record
-from accelerate.strategy.sharding.layout import Layout, digest, divide, unequal
+from accelerate.strategy.fsdp1.flat_parameter import walk_modules
+from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
+from accelerate.strategy.sharding.layout import (
+    ShardingLayout,
+    model_digest,
+    plan_layout,
+    unequal_models_error,
+)
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.shard import recompute
+from accelerate.strategy.sharding.shard import checkpoint_activations
 from accelerate.world import collective
 
-# The attribute of torch's wrapper that holds what is known of the model.
+# The attribute of torch's root wrapper that holds the ``WrappedModel``.
 _RECORD = "_accelerate_record"
-Initialize = Callable[[nn.Module], None]
+InitFunction = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
-class FlatLayout(Layout):
-    """How one model will be wrapped.
+class FlatLayout(ShardingLayout):
+    """The layout in which one model will be wrapped.
 
     Attributes:
-        parts: the modules that are gathered by themselves, inner ones first, the model last; with the
-            parameters of each.
-        widened: parameters in half precision that become float32: all of a part that trains.
-        numel: elements of all parameters in the parts; wrapping empties them.
+        units: the FSDP units, inner ones first, the root last; with the parameters of each.
+        upcast_params: parameters in half precision that become float32: all of a unit that trains.
+        numel: elements of all parameters in the units; wrapping empties them.
     """
 
-    parts: list[tuple[nn.Module, list[nn.Parameter]]]
-    widened: set[nn.Parameter]
+    units: list[tuple[nn.Module, list[nn.Parameter]]]
+    upcast_params: set[nn.Parameter]
     numel: int
 
-    def widens(self, parameter: Any) -> bool:
-        """Frozen ones too: the parameters of a part are joined into one."""
-        return parameter in self.widened
+    def upcasts(self, parameter: Any) -> bool:
+        """Return whether it becomes float32; frozen ones too: the parameters of a unit become one."""
+        return parameter in self.upcast_params
 
-    def piece(self, parameter: nn.Parameter, size: int) -> int:
-        """Cut anywhere."""
+    def shard_numel(self, parameter: nn.Parameter, size: int) -> int:
+        """Return the elements of a parameter on each rank; it may be split at any element."""
         return -(-parameter.numel() // size)
 
 
-def layout_of(
+def make_layout(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecision | None
 ) -> FlatLayout:
-    """How ``model`` will be wrapped; changes nothing.
+    """Return how ``model`` will be wrapped; changes nothing.
 
     Raises:
         SettingError, PrepareError: the model cannot be wrapped so.
     """
-    base = divide(model, plugin, precision)
+    base = plan_layout(model, plugin, precision)
     done: set[nn.Parameter] = set(base.ignored)
-    parts: list[tuple[nn.Module, list[nn.Parameter]]] = []
-    widened: set[nn.Parameter] = set()
+    units: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    upcast_params: set[nn.Parameter] = set()
     names = {p: name for name, p in model.named_parameters()}
     for part in (*base.blocks, model):
         own = [p for p in part.parameters() if p not in done]
         done.update(own)
-        parts.append((part, own))
+        units.append((part, own))
         if base.upcast and any(p.requires_grad for p in own):
-            widened |= {p for p in own if p.is_floating_point() and p.dtype.itemsize == 2}
-        _check(own, widened, names, bool(plugin.use_orig_params))
-    numel = sum(p.numel() for _, own in parts for p in own)
-    return FlatLayout(**vars(base), parts=parts, widened=widened, numel=numel)
+            upcast_params |= {p for p in own if p.is_floating_point() and p.dtype.itemsize == 2}
+        _check_unit(own, upcast_params, names, bool(plugin.use_orig_params))
+    numel = sum(p.numel() for _, own in units for p in own)
+    return FlatLayout(**vars(base), units=units, upcast_params=upcast_params, numel=numel)
 
 
-def _check(
-    own: list[nn.Parameter], widened: set[nn.Parameter], names: dict[nn.Parameter, str], originals: bool
+def _check_unit(
+    own: list[nn.Parameter], upcast_params: set[nn.Parameter], names: dict[nn.Parameter, str], originals: bool
 ) -> None:
-    """One flat parameter has one type, and trains or does not.
+    """Refuse a unit whose parameters differ in dtype, or in whether they train.
 
     Raises:
         PrepareError: names the parameters.
     """
     types: dict[torch.dtype, str] = {}
     for parameter in own:
-        types.setdefault(torch.float32 if parameter in widened else parameter.dtype, names[parameter])
+        types.setdefault(torch.float32 if parameter in upcast_params else parameter.dtype, names[parameter])
     if len(types) > 1:
         said = ", ".join(f"{name} in {dtype}" for dtype, name in types.items())
         raise PrepareError(
-            f"parameters of several types in one sharded part: {said}",
-            why="version 1 joins the parameters of a part into one, frozen ones too",
-            fix="bring them to one type, name the frozen part in ignored_modules, or use fsdp_version=2",
+            f"parameters of several dtypes in one FSDP unit: {said}",
+            why="FSDP1 joins the parameters of a unit into one, frozen ones too",
+            fix="cast them to one dtype, name the frozen modules in ignored_modules, or use fsdp_version=2",
         )
     trained = {p.requires_grad: names[p] for p in reversed(own)}
     if not originals and len(trained) > 1:
         raise PrepareError(
-            f"{trained[True]} trains and {trained[False]} is frozen, in one sharded part",
-            why="with use_orig_params=False the parameters of a part are one parameter",
+            f"{trained[True]} trains and {trained[False]} is frozen, in one FSDP unit",
+            why="with use_orig_params=False the parameters of a unit are one parameter",
             fix="use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)",
         )
 
 
-class Wrapper:
-    """Wraps models over a mesh.
+class FSDP1Wrapper:
+    """Wraps models over a device mesh.
 
     Args:
-        mesh: the processes; of two dimensions where there are copies of the shards.
-        plugin: how.
-        strategy: how parameters are shared.
-        device: where this process computes.
+        mesh: the device mesh; of two dimensions under HSDP.
+        plugin: the options.
+        strategy: torch's sharding strategy.
+        device: where this rank computes.
     """
 
     def __init__(
@@ -124,60 +128,63 @@ class Wrapper:
     ) -> None:
         self.mesh, self.plugin, self.strategy, self.device = mesh, plugin, strategy, device
 
-    def wrap(self, model: nn.Module, layout: FlatLayout) -> tuple[Record, list[Any]]:
-        """Wraps ``model``; afterwards it has the weights of rank 0 on all ranks.
+    def wrap(self, model: nn.Module, layout: FlatLayout) -> tuple[WrappedModel, list[Any]]:
+        """Wrap ``model``; afterwards it has the weights of rank 0 on all ranks.
 
         Returns:
-            What is known of it; and (old, (new, stand-in or None)) of the parameters that were replaced.
+            (the wrapped model, (old, (new, stand-in or None)) of the replaced parameters)
         """
         plugin = self.plugin
-        initialize = _agree(model, plugin.param_init_fn)
+        initialize = _check_models_agree(model, plugin.param_init_fn)
         order, formats = list(model.state_dict()), {n: b.dtype for n, b in model.named_buffers()}
         names = {p: name for name, p in model.named_parameters()}
         if plugin.activation_checkpointing:
-            recompute(model, layout.blocks)
-        parents = _parents(model)
-        brought: dict[torch.Tensor, torch.Tensor] = {}
+            checkpoint_activations(model, layout.blocks)
+        parents = _parent_modules(model)
+        materialized: dict[torch.Tensor, torch.Tensor] = {}
         done: set[nn.Module] = set()
         wrapped: nn.Module = model
-        for part, parameters in layout.parts:
-            own = [m for _, m in walk(part) if m not in done]
+        for part, parameters in layout.units:
+            own = [m for _, m in walk_modules(part) if m not in done]
             done.update(own)
-            self._bring(own, layout, brought, initialize)
-            wrapped = self._wrapped(part, layout)
+            self._materialize(own, layout, materialized, initialize)
+            wrapped = self._wrap_unit(part, layout)
             if not plugin.use_orig_params:
-                # Optimizers may hold them still: their memory goes now, not when these follow.
+                # Optimizers may still hold them: their memory is freed now, not when these are remapped.
                 for parameter in parameters:
                     parameter.data = parameter.data.new_empty(0)
             for parent, name in parents.get(part, ()):
                 parent._modules[name] = wrapped
-        record = Record(wrapped, self.mesh, order, formats)
-        wrapped.__dict__[_RECORD] = record
-        _meet(wrapped)
+        wrapped_model = WrappedModel(wrapped, self.mesh, order, formats)
+        wrapped.__dict__[_RECORD] = wrapped_model
+        _guard_state_dict(wrapped)
         flats = {
-            n: (unit.flat, slot.stand_in) for unit in record.units for slot in unit.slots for n in slot.names
+            n: (unit.flat, slot.stand_in)
+            for unit in wrapped_model.flat_params
+            for slot in unit.slots
+            for n in slot.names
         }
         renewed: list[tuple[torch.Tensor, tuple[torch.Tensor, Any]]] = []
         for old, name in names.items():
-            new, stand_in = brought.get(old, old), None
+            new, stand_in = materialized.get(old, old), None
             if not plugin.use_orig_params and name in flats:
                 new, stand_in = flats[name]
             if new is not old:
                 renewed.append((old, (new, stand_in)))
-        _verify(record, layout)
-        return record, renewed
+        _verify_wrapped(wrapped_model, layout)
+        return wrapped_model, renewed
 
-    def _wrapped(self, part: nn.Module, layout: FlatLayout) -> nn.Module:
+    def _wrap_unit(self, part: nn.Module, layout: FlatLayout) -> nn.Module:
         plugin = self.plugin
         with warnings.catch_warnings():
-            # It was asked for by name, and is what replicas do.
+            # The user asked for it by name.
             warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
             return FullyShardedDataParallel(
                 part,
                 device_mesh=self.mesh,
                 sharding_strategy=self.strategy,
-                # On the host there is nothing to be taken there.
-                cpu_offload=CPUOffload(plugin.offloads and self.device.type != "cpu"),
+                # On the CPU there is nothing to offload.
+                cpu_offload=CPUOffload(plugin.offloads_params and self.device.type != "cpu"),
                 backward_prefetch=plugin.backward_prefetch,
                 forward_prefetch=plugin.forward_prefetch,
                 mixed_precision=layout.precision,
@@ -188,14 +195,14 @@ class Wrapper:
             )
 
     @torch.no_grad()
-    def _bring(
+    def _materialize(
         self,
         modules: list[nn.Module],
         layout: FlatLayout,
-        brought: dict[torch.Tensor, torch.Tensor],
-        initialize: Initialize | None,
+        materialized: dict[torch.Tensor, torch.Tensor],
+        initialize: InitFunction | None,
     ) -> None:
-        """Brings a part to the device with the values of rank 0; a tensor in several places stays one."""
+        """Materialize a unit on the device with the values of rank 0; a tied tensor stays one."""
         for module in modules:
             empty = False
             tables: Any = (module._parameters, module._buffers)
@@ -204,9 +211,9 @@ class Wrapper:
                     if old is None:
                         continue
                     empty = empty or old.is_meta
-                    if old not in brought:
-                        brought[old] = layout.brought(old, self.device)
-                    table[name] = brought[old]
+                    if old not in materialized:
+                        materialized[old] = layout.materialize(old, self.device)
+                    table[name] = materialized[old]
             if empty and initialize is not None:
                 initialize(module)
         every = (table for m in modules for table in (m._parameters, m._buffers))
@@ -215,11 +222,11 @@ class Wrapper:
             for tensor in fresh.values():
                 _broadcast(tensor.data)
         else:
-            _same(fresh.values())
+            _check_equal_weights(fresh.values())
 
 
-def _agree(model: nn.Module, initialize: Initialize | None) -> Initialize | None:
-    """Refuses models that differ between ranks by more than their values, and those without any.
+def _check_models_agree(model: nn.Module, initialize: InitFunction | None) -> InitFunction | None:
+    """Refuse models that differ between ranks by more than their values, and those without values.
 
     Returns:
         ``initialize`` where it is needed: rank 0 has no values either.
@@ -228,27 +235,27 @@ def _agree(model: nn.Module, initialize: Initialize | None) -> Initialize | None
         PrepareError: on all ranks.
     """
     empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
-    every = collective.all_objects((digest(model), empty), "prepare(model)")
-    other = [rank for rank, found in enumerate(every) if found[0] != every[0][0]]
+    every = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
+    other = [rank for rank, info in enumerate(every) if info[0] != every[0][0]]
     if other:
-        raise unequal(model, other[0], 0)
+        raise unequal_models_error(model, other[0], 0)
     if every[0][1] and initialize is None:
         raise PrepareError(
             f"the parameter {every[0][1]} is on the meta device, on rank 0 too",
-            why="the weights of rank 0 are those that all processes get a part of",
+            why="all ranks get shards of the weights of rank 0",
             fix="load the weights on rank 0, or give the plugin a param_init_fn",
         )
     return initialize if every[0][1] else None
 
 
-def _parents(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Where each module stands."""
-    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+def _parent_modules(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return the parents of each module, with its name in each."""
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, child in module._modules.items():
             if child is not None:
-                found.setdefault(child, []).append((module, name))
-    return found
+                parents.setdefault(child, []).append((module, name))
+    return parents
 
 
 def _broadcast(tensor: torch.Tensor) -> None:
@@ -258,28 +265,28 @@ def _broadcast(tensor: torch.Tensor) -> None:
         tensor.copy_(whole)
 
 
-def _same(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuses values that differ between ranks: nobody would bring them together.
+def _check_equal_weights(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse values that differ between ranks: nothing would make them equal.
 
     Raises:
         PrepareError: on all ranks.
     """
     sums = [tensor.double().sum().item() for tensor in tensors]
-    every = collective.all_objects(sums, "prepare(model) with sync_module_states=False")
-    other = [rank for rank, found in enumerate(every) if found != every[0]]
+    every = collective.all_gather_object(sums, "prepare(model) with sync_module_states=False")
+    other = [rank for rank, total in enumerate(every) if total != every[0]]
     if other:
         raise PrepareError(
             f"sync_module_states=False, and the weights of rank {other[0]} are not those of rank 0",
-            why="every process keeps its own part, so the model would be a mixture",
+            why="every rank keeps its own shard, so the model would be a mixture",
             fix="leave sync_module_states out: all begin with the weights of rank 0",
         )
 
 
-def _meet(root: nn.Module) -> None:
-    """Where not all ranks call ``root.state_dict()``, which gathers, that is an error and no endless wait."""
+def _guard_state_dict(root: nn.Module) -> None:
+    """Make ``root.state_dict()``, a collective, an error and no deadlock where not all ranks call it."""
 
     def meet(*_: Any) -> None:
-        collective.all_objects(None, "model.state_dict()")
+        collective.all_gather_object(None, "model.state_dict()")
 
     handle = root.register_state_dict_pre_hook(meet)
     # Torch's own comes first otherwise, and that is where it gathers.
@@ -287,33 +294,33 @@ def _meet(root: nn.Module) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def _verify(record: Record, layout: FlatLayout) -> None:
-    """Looks at what has come out: everything is wrapped, and rests in the type that was said.
+def _verify_wrapped(wrapped_model: WrappedModel, layout: FlatLayout) -> None:
+    """Check that every parameter is wrapped, and has the planned dtype.
 
     Raises:
-        PrepareError: a parameter is not as it was said; an error of this package.
+        PrepareError: a parameter is not as planned; an error of this package.
     """
-    for unit in record.units:
+    for unit in wrapped_model.flat_params:
         trains = unit.flat.requires_grad
-        if layout.widened and trains and unit.flat.dtype.itemsize == 2:
-            raise PrepareError(f"{unit.slots[0].names[0]} was not widened as planned: {unit.flat.dtype}")
-    wrapped = sum(slot.numel for unit in record.units for slot in unit.slots)
+        if layout.upcast_params and trains and unit.flat.dtype.itemsize == 2:
+            raise PrepareError(f"{unit.slots[0].names[0]} was not upcast as planned: {unit.flat.dtype}")
+    wrapped = sum(slot.numel for unit in wrapped_model.flat_params for slot in unit.slots)
     if wrapped != layout.numel:
         raise PrepareError(
             f"{wrapped} elements of parameters were wrapped, and not {layout.numel} as planned"
         )
 
 
-def record_of(model: Any) -> Record | None:
-    """What is known of a wrapped model, None for any other."""
+def wrapped_model_of(model: Any) -> WrappedModel | None:
+    """Return the ``WrappedModel`` of a model, None for any other."""
     return getattr(model, "__dict__", {}).get(_RECORD)
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether ``model`` is an object of torch's class."""
+    """Return whether ``model`` is an object of torch's class."""
     return isinstance(model, FullyShardedDataParallel)
 
 
-def sharded(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    """Torch's modules in a wrapped model."""
+def fsdp_modules(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
+    """Yield torch's wrapper modules in a wrapped model."""
     return (part for part in model.modules() if isinstance(part, FullyShardedDataParallel))

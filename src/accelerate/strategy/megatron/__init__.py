@@ -1,1 +1,1 @@
-"""The engine of Megatron-LM, the package megatron-core: what the strategy of that name is made of."""
+"""Megatron-LM, the package megatron-core: what the strategy of that name is made of."""

@@ -1,4 +1,4 @@
-"""The engine: the prepared model, whose forward also runs the backward, and whose gradients it owns."""
+"""The Megatron-LM engine: the prepared model, whose forward also runs the backward."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.megatron.layout import Layout
-from accelerate.strategy.megatron.step import GPTTrainStep, check_batch
+from accelerate.strategy.megatron.layout import MegatronLayout
+from accelerate.strategy.megatron.train_step import GPTTrainStep, check_batch
 
 if TYPE_CHECKING:
-    from accelerate.strategy.megatron.optimizer import Stepper
+    from accelerate.strategy.megatron.optimizer import MegatronStepper
 
 
 class MegatronEngine(nn.Module):
-    """A model that the engine trains.
+    """The model that Megatron-LM trains.
 
     In training, a call with labels runs forward and backward of all micro-batches of the batch, and returns
     the loss; gradients add up until the optimizer steps. ``accelerator.backward(loss)`` then has nothing left
@@ -26,7 +26,7 @@ class MegatronEngine(nn.Module):
 
     Args:
         accelerator: the ``Accelerator``, or its strategy.
-        model: this process's part of the engine's model, in its data parallel wrapper.
+        model: this process's shard of Megatron-LM's model, in its data parallel wrapper.
         optimizer: what steps it; None as long as none was prepared.
         scheduler: kept for compatibility.
 
@@ -41,16 +41,16 @@ class MegatronEngine(nn.Module):
         super().__init__()
         strategy = getattr(accelerator, "strategy", accelerator)
         self.module, self.scheduler = model, scheduler
-        self.stepper: Stepper | None = optimizer
+        self.stepper: MegatronStepper | None = optimizer
         self.plugin, self.layout, self.device = strategy.plugin, _layout(strategy), strategy.world.device
         self.module_config = self.get_module_config()
         self.iteration = self.calls = 0
         self.tokens: torch.Tensor | None = None
-        self.complete, self.stale, self.waiting = False, False, False
+        self.grads_complete, self.grads_stale, self.backward_pending = False, False, False
         self.train_step_handler: Any = None
 
-    def _own(self, base: nn.Module, words: int, rotary: bool) -> None:
-        """Takes the user's module for its names and its configuration."""
+    def _set_base_model(self, base: nn.Module, words: int, rotary: bool) -> None:
+        """Keep the user's module for its names and its configuration."""
         # Not a part of this module: it has no values.
         object.__setattr__(self, "base_model", base)
         config: Any = base.config
@@ -66,20 +66,20 @@ class MegatronEngine(nn.Module):
         return self.base_model.config
 
     def get_module_config(self) -> Any:
-        """The engine's ``TransformerConfig``."""
+        """Megatron-LM's ``TransformerConfig``."""
         from megatron.core.utils import get_model_config
 
         return get_model_config(self.module)
 
     @property
     def optimizer(self) -> Any:
-        """The engine's optimizer, None without one."""
-        return None if self.stepper is None else self.stepper.engine
+        """Megatron-LM's optimizer, None without one."""
+        return None if self.stepper is None else self.stepper.megatron_optimizer
 
     # --- one batch
 
     def forward(self, **batch_data: Any) -> Any:
-        """Loss, and logits where they are wanted; with a backward in training.
+        """Return the loss, and logits where they are wanted; in training, run the backward too.
 
         Args:
             batch_data: ``input_ids``, ``labels``, ``attention_mask``, ``position_ids``; (batch, length) each.
@@ -93,14 +93,14 @@ class MegatronEngine(nn.Module):
         return self.train_step_handler.model_output_class(loss=loss, logits=logits)
 
     def train_step(self, **batch_data: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Forward and backward of one batch; its gradients are added to those that are there."""
+        """Run forward and backward of one batch, and accumulate its gradients."""
         if self.plugin.custom_get_batch_function is None and batch_data.get("labels") is None:
             raise PrepareError(
                 "a batch without labels was given to a model in training",
                 why="Megatron-LM runs the backward together with the forward, so it computes the loss itself",
                 fix="model(input_ids=ids, labels=ids); or call model.eval() for a forward alone",
             )
-        if self.waiting:
+        if self.backward_pending:
             raise PrepareError(
                 "a model was called again before its loss was given to backward",
                 why="Megatron-LM runs the backward together with the forward: the gradients of the first "
@@ -108,9 +108,9 @@ class MegatronEngine(nn.Module):
                 fix="call accelerator.backward(loss) after each call in training; model.eval() or "
                 "torch.no_grad() for a call that only looks",
             )
-        if self.stale:
+        if self.grads_stale:
             self.clear()
-        if self.complete:
+        if self.grads_complete:
             raise PrepareError(
                 "a model was called in training between clipping its gradients and the optimizer's step",
                 fix="call optimizer.step() or optimizer.zero_grad() after clipping",
@@ -118,20 +118,20 @@ class MegatronEngine(nn.Module):
         self.module.config.no_sync_func = None
         loss, logits = self._run(batch_data, forward_only=False)
         self.calls += 1
-        self.waiting = True
+        self.backward_pending = True
         assert loss is not None
-        return _Done.apply(loss, torch.zeros((), requires_grad=True), self), logits
+        return _ComputedLoss.apply(loss, torch.zeros((), requires_grad=True), self), logits
 
     def eval_step(self, **batch_data: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Forward of one batch."""
+        """Run the forward of one batch."""
         with torch.no_grad():
             return self._run(batch_data, forward_only=True)
 
     def get_batch_data_iterator(self, batch_data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The micro-batches of a batch.
+        """Split a batch into micro-batches.
 
         Raises:
-            PrepareError: they would not be equal.
+            PrepareError: they would not be equally large.
         """
         if self.plugin.custom_get_batch_function is None:
             check_batch(batch_data)
@@ -160,17 +160,17 @@ class MegatronEngine(nn.Module):
             micro_batch_size=rows // self.plugin.num_micro_batches,
             forward_only=forward_only,
         )
-        loss, tokens = self._loss(reports) if self._counts(batch) else (None, None)
+        loss, tokens = self._mean_loss(reports) if self._has_loss(batch) else (None, None)
         if not forward_only and tokens is not None:
             self.tokens = tokens if self.tokens is None else self.tokens + tokens
         wanted = loss is None or self.plugin.return_logits
         return loss, self._logits(reports, (rows, length)) if wanted else None
 
-    def _counts(self, batch: Mapping[str, Any]) -> bool:
+    def _has_loss(self, batch: Mapping[str, Any]) -> bool:
         return self.plugin.custom_get_batch_function is not None or batch.get("labels") is not None
 
-    def _loss(self, reports: list[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss of this process's batch and its tokens, on all stages."""
+    def _mean_loss(self, reports: list[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean loss of this process's batch and its number of tokens, on all stages."""
         both = torch.zeros(2, dtype=torch.float64, device="cpu" if self.device.type == "cpu" else self.device)
         for report in reports:
             if "sum" in report:
@@ -178,21 +178,21 @@ class MegatronEngine(nn.Module):
             else:
                 value = next(v for name, v in report.items() if name != "logits")
                 both += torch.stack([value.double(), torch.ones_like(value, dtype=torch.float64)])
-        both = self._from_last(both)
+        both = self._broadcast_from_last(both)
         return (both[0] / both[1].clamp(min=1)).float(), both[1].round().to(torch.int)
 
     def _logits(self, reports: list[Mapping[str, Any]], shape: tuple[int, int]) -> torch.Tensor:
-        """Whole logits, (batch, length, words), on all stages."""
-        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gathered
+        """Return the full logits, (batch, length, vocabulary), on all stages."""
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather_logits
 
         words = self.train_step_handler.args.words
         if self.layout.pp_rank < self.layout.pp - 1:
-            return self._from_last(torch.empty(*shape, words, device=self.device))
+            return self._broadcast_from_last(torch.empty(*shape, words, device=self.device))
         local = torch.cat([report["logits"] for report in reports]).float()
-        return self._from_last(gathered(local)[..., :words].contiguous())
+        return self._broadcast_from_last(gather_logits(local)[..., :words].contiguous())
 
-    def _from_last(self, value: torch.Tensor) -> torch.Tensor:
-        """What the last stage has, on all stages."""
+    def _broadcast_from_last(self, value: torch.Tensor) -> torch.Tensor:
+        """Broadcast a tensor from the last pipeline stage to all stages."""
         if self.layout.pp > 1:
             from megatron.core import parallel_state
 
@@ -203,9 +203,9 @@ class MegatronEngine(nn.Module):
 
     # --- gradients
 
-    def finish(self) -> None:
-        """Makes the gradients of a window complete: once, on all processes."""
-        if self.complete or not self.calls:
+    def finish_gradients(self) -> None:
+        """Reduce the gradients of an accumulation window: once, on all processes."""
+        if self.grads_complete or not self.calls:
             return
         from megatron.core.distributed import finalize_model_grads
 
@@ -213,18 +213,18 @@ class MegatronEngine(nn.Module):
         finalize_model_grads([self.module], self.tokens if weighs else None)
         if not weighs and self.calls > 1:
             self.module.scale_gradients(1.0 / self.calls)
-        self.complete = True
+        self.grads_complete = True
 
     def clear(self) -> None:
-        """Drops gradients."""
+        """Drop the gradients."""
         self.module.zero_grad_buffer()
         self.tokens, self.calls = None, 0
-        self.complete = self.stale = self.waiting = False
+        self.grads_complete = self.grads_stale = self.backward_pending = False
 
-    def stepped(self) -> None:
-        """The gradients were used: the next call begins with none."""
+    def mark_stepped(self) -> None:
+        """Mark the gradients as used: the next call begins with none."""
         self.iteration += 1
-        self.stale, self.complete, self.waiting = True, False, False
+        self.grads_stale, self.grads_complete, self.backward_pending = True, False, False
 
     # --- the public package's names for states and reports
 
@@ -240,11 +240,11 @@ class MegatronEngine(nn.Module):
         """Nothing: losses are returned, and ``accelerator.log`` takes them."""
 
 
-def _layout(strategy: Any) -> Layout:
+def _layout(strategy: Any) -> MegatronLayout:
     return strategy.layout
 
 
-class _Done(torch.autograd.Function):
+class _ComputedLoss(torch.autograd.Function):
     """A loss whose backward has run; backward looks whether it is still that loss."""
 
     @staticmethod
@@ -260,5 +260,5 @@ class _Done(torch.autograd.Function):
                 why="Megatron-LM runs the backward together with the forward, so its gradients are there",
                 fix="give outputs.loss itself; MegatronLMPlugin(custom_loss_function=...) changes the loss",
             )
-        ctx.engine.waiting = False
+        ctx.engine.backward_pending = False
         return None, None, None

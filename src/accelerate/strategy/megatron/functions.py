@@ -1,4 +1,4 @@
-"""Functions of the public package around the engine: groups of processes, and what scripts of old call."""
+"""Functions of the public API around Megatron-LM: process groups, and functions that older scripts call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate.core import tree
 from accelerate.core.errors import NotBuiltError, PrepareError
 from accelerate.strategy.megatron.layout import open_groups
-from accelerate.strategy.megatron.schedule import MegatronLMDummyScheduler, schedule_of
+from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
 
 _SCRIPT = (
     "it is part of Megatron-LM's training script, and the package megatron-core is a library without one"
@@ -30,7 +30,7 @@ def _data_group() -> Any:
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of each of some losses over the copies of the model.
+    """Average each of some losses over the data parallel group.
 
     Args:
         losses: scalars.
@@ -45,32 +45,32 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Tensors (any tree) of all copies of the model, joined along dimension 0."""
+    """All-gather tensors (any tree) over the data parallel group, joined along dimension 0."""
     group = _data_group()
 
-    def gathered(leaf: Any) -> Any:
+    def gather_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         own = leaf.reshape(1) if leaf.dim() == 0 else leaf.contiguous()
-        found = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(found, own, group=group)
-        return torch.cat(found)
+        shards = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(shards, own, group=group)
+        return torch.cat(shards)
 
-    return tree.map_tree(gathered, tensor)
+    return tree.map_tree(gather_leaf, tensor)
 
 
 def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults: Any = None) -> None:
-    """Makes the engine's groups of processes; ``prepare`` does it too.
+    """Initialize Megatron-LM's process groups; ``prepare`` does it too.
 
     Args:
-        accelerator: one whose strategy is the engine's.
+        accelerator: an ``Accelerator`` whose strategy is Megatron-LM.
         extra_args_provider, args_defaults: of Megatron-LM's training script; refused.
     """
     if extra_args_provider is not None or args_defaults:
         raise NotBuiltError(
             "further arguments of Megatron-LM's training script cannot be given",
             why=_SCRIPT,
-            fix="MegatronLMPlugin(other_megatron_args=...) takes arguments of the engine's TransformerConfig",
+            fix="MegatronLMPlugin(other_megatron_args=...) sets fields of its TransformerConfig",
         )
     layout = getattr(accelerator.strategy, "layout", None)
     if layout is None:
@@ -89,7 +89,7 @@ def finish_mpu_init() -> None:
 def model_provider_func(
     pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
 ) -> Any:
-    """Refused: ``prepare`` builds the engine's model of the user's."""
+    """Refused: ``prepare`` builds Megatron-LM's model of the user's."""
     raise NotBuiltError(
         "model_provider_func builds a model of the arguments of a script",
         why=_SCRIPT,
@@ -107,7 +107,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> Any:
 
 
 def prepare_optimizer(accelerator: Any, model: Any) -> Any:
-    """The engine's optimizer of a prepared model; None if the model was prepared without one."""
+    """Return Megatron-LM's optimizer of a prepared model; None if it was prepared without one."""
     if not hasattr(model, "stepper"):
         raise PrepareError(
             f"a {type(model).__name__} has no optimizer of Megatron-LM's",
@@ -117,21 +117,21 @@ def prepare_optimizer(accelerator: Any, model: Any) -> Any:
 
 
 def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
-    """The schedule that a stand-in stands for; others stay."""
+    """Build the schedule that a ``MegatronLMDummyScheduler`` stands for; others stay."""
     if isinstance(scheduler, MegatronLMDummyScheduler):
-        return schedule_of(scheduler, accelerator.strategy.plugin, accelerator.strategy.share.count)
+        return build_lr_schedule(scheduler, accelerator.strategy.plugin, accelerator.strategy.share.count)
     return scheduler
 
 
 def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
-    """A loader whose processes read by their copy of the model."""
+    """Prepare a loader: processes of one model replica read the same samples."""
     if isinstance(dataloader, MegatronLMDummyDataLoader):
-        raise _no_datasets()
+        raise _no_datasets_error()
     return accelerator.prepare_data_loader(dataloader)
 
 
 class MegatronLMDummyDataLoader:
-    """Stands for Megatron-LM's own indexed datasets, which are refused.
+    """The placeholder of Megatron-LM's own indexed datasets, which are refused.
 
     Args:
         dataset_kwargs: of those datasets.
@@ -142,18 +142,18 @@ class MegatronLMDummyDataLoader:
 
     def set_megatron_data_args(self) -> None:
         """Refused."""
-        raise _no_datasets()
+        raise _no_datasets_error()
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
         """Refused."""
-        raise _no_datasets()
+        raise _no_datasets_error()
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> Any:
         """Refused."""
-        raise _no_datasets()
+        raise _no_datasets_error()
 
 
-def _no_datasets() -> NotBuiltError:
+def _no_datasets_error() -> NotBuiltError:
     return NotBuiltError(
         "Megatron-LM's own datasets cannot be read",
         why=_SCRIPT,

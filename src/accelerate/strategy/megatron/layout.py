@@ -1,4 +1,4 @@
-"""Who does what among the processes: degrees, places, and the engine's groups."""
+"""The parallel layout of the processes: degrees, ranks, and Megatron-LM's process groups."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch.distributed as dist
 
 from accelerate.core import packages
 from accelerate.core.errors import DeviceError, MissingExtraError, SettingError
-from accelerate.core.frozen import frozen
-from accelerate.strategy.base import Share
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.strategy.base import RankDataShard
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin
 
 PACKAGE = "megatron-core"
-# The engine asks torch.cuda for its device by name, whatever its tensors are on.
+# Megatron-LM asks torch.cuda for its device by name, whatever its tensors are on.
 DEVICE_TYPE = "cuda"
 
 
-@frozen
-class Layout:
-    """Places of a process in the engine's order: tensor parallel first, then data, then stages.
+@frozen_dataclass
+class MegatronLayout:
+    """The ranks of a process in Megatron-LM's order: tensor parallel first, then data, then pipeline.
 
     Attributes:
         size, rank: of the world.
-        tp, pp: processes that share each layer, and stages of layers.
+        tp, pp: tensor parallel and pipeline parallel size.
     """
 
     size: int
@@ -37,32 +37,32 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Copies of the model."""
+        """The data parallel size: model replicas."""
         return self.size // (self.tp * self.pp)
 
     @property
     def tp_rank(self) -> int:
-        """Place among those that share a layer."""
+        """The tensor parallel rank."""
         return self.rank % self.tp
 
     @property
     def dp_rank(self) -> int:
-        """Which copy of the model."""
+        """The data parallel rank."""
         return self.rank // self.tp % self.dp
 
     @property
     def pp_rank(self) -> int:
-        """Which stage."""
+        """The pipeline parallel rank."""
         return self.rank // (self.tp * self.dp)
 
     @property
-    def share(self) -> Share:
-        """By the copy of the model: those that work on one copy read the same samples."""
-        return Share(self.dp, self.dp_rank, speaks=self.tp_rank == 0 and self.pp_rank == 0)
+    def share(self) -> RankDataShard:
+        """The data shard: processes of one model replica read the same samples."""
+        return RankDataShard(self.dp, self.dp_rank, counts_samples=self.tp_rank == 0 and self.pp_rank == 0)
 
 
-def layout_of(plugin: MegatronLMPlugin, world: World) -> Layout:
-    """The places of this process.
+def megatron_layout(plugin: MegatronLMPlugin, world: World) -> MegatronLayout:
+    """Return the layout of this process.
 
     Raises:
         SettingError: the degrees do not divide the world.
@@ -77,17 +77,17 @@ def layout_of(plugin: MegatronLMPlugin, world: World) -> Layout:
             why="every copy of the model takes as many processes as the two multiply to",
             fix=f"start {tp * pp} processes or a multiple, or use degrees whose product is one of {fits}",
         )
-    return Layout(world.size, world.rank, tp, pp)
+    return MegatronLayout(world.size, world.rank, tp, pp)
 
 
-def check_engine(world: World) -> None:
-    """Refuses where the engine is not installed or cannot run.
+def check_supported(world: World) -> None:
+    """Refuse to run where Megatron-LM is not installed or cannot run.
 
     Raises:
         MissingExtraError: the package is missing.
-        DeviceError: the device is none of its kind.
+        DeviceError: the device is not a CUDA device.
     """
-    if not packages.installed("megatron.core"):
+    if not packages.is_installed("megatron.core"):
         raise MissingExtraError(PACKAGE, "training by Megatron-LM")
     if world.device.type != DEVICE_TYPE:
         raise DeviceError(
@@ -99,12 +99,12 @@ def check_engine(world: World) -> None:
         )
 
 
-def open_groups(layout: Layout, backend: str) -> None:
-    """Makes the engine's groups of processes, once for a world; all processes must call it.
+def open_groups(layout: MegatronLayout, backend: str) -> None:
+    """Initialize Megatron-LM's process groups, once for a world; all processes must call it.
 
     Args:
         layout: of this process.
-        backend: how a process that is alone would talk to others; the engine wants a group also then.
+        backend: how a process that is alone would talk to others; Megatron-LM wants a group also then.
 
     Raises:
         SettingError: groups of other degrees are there.
@@ -115,7 +115,7 @@ def open_groups(layout: Layout, backend: str) -> None:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
-        if _stale():
+        if _groups_are_stale():
             parallel_state.destroy_model_parallel()
         else:
             _check_same(layout)
@@ -123,19 +123,19 @@ def open_groups(layout: Layout, backend: str) -> None:
     parallel_state.initialize_model_parallel(
         layout.tp, layout.pp, create_gloo_process_groups=dist.get_backend() != "gloo"
     )
-    _opened[:] = [dist.group.WORLD]
+    _groups_world[:] = [dist.group.WORLD]
 
 
-# The world whose groups the engine keeps in its module.
-_opened: list[Any] = []
+# The world whose groups Megatron-LM keeps in its module.
+_groups_world: list[Any] = []
 
 
-def _stale() -> bool:
-    """Whether the groups belong to a world that is closed."""
-    return not _opened or _opened[0] is not dist.group.WORLD
+def _groups_are_stale() -> bool:
+    """Return whether the process groups belong to a world that is closed."""
+    return not _groups_world or _groups_world[0] is not dist.group.WORLD
 
 
-def _check_same(layout: Layout) -> None:
+def _check_same(layout: MegatronLayout) -> None:
     from megatron.core import parallel_state
 
     there = (
@@ -150,8 +150,8 @@ def _check_same(layout: Layout) -> None:
         )
 
 
-def seed_engine(device: torch.device) -> None:
-    """Gives the engine's random streams of dropout their seed, and leaves the program's stream as it was."""
+def seed_dropout(device: torch.device) -> None:
+    """Seed Megatron-LM's dropout RNG, and leave the program's RNG state as it was."""
     if device.type == "cpu":
         return
     from megatron.core import tensor_parallel

@@ -1,4 +1,4 @@
-"""The engine's optimizer around the user's own: which parameters it has, and what it keeps for them."""
+"""Megatron-LM's optimizer around the user's own: its parameters, its steps and its state."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.megatron.rules import Rule
+from accelerate.strategy.megatron.weight_rules import WeightRule
 
-# What an optimizer keeps for a parameter, by its own names: "exp_avg", "step", ...
-Kept = dict[str, Any]
+# The optimizer state of one parameter, by the optimizer's own keys: "exp_avg", "step", ...
+OptimizerState = dict[str, Any]
 
 
-class Groups:
-    """The groups of the user's optimizer by the names of the user's parameters.
+class ParamGroupMap:
+    """The parameter groups of the user's optimizer, by the names of the user's parameters.
 
     Args:
-        optimizer: the user's, before it gets the engine's parameters.
+        optimizer: the user's, before it gets Megatron-LM's parameters.
         model: the user's.
 
     Raises:
@@ -28,11 +28,11 @@ class Groups:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         named = {id(parameter): name for name, parameter in model.named_parameters()}
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strange = sum(id(parameter) not in named for parameter in held)
-        if strange:
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unknown = sum(id(parameter) not in named for parameter in params)
+        if unknown:
             raise PrepareError(
-                f"the {type(optimizer).__name__} holds {strange} parameters of no model in this prepare",
+                f"the {type(optimizer).__name__} holds {unknown} parameters of no model in this prepare",
                 why="Megatron-LM gives the model new parameters, and its optimizer has to follow them",
                 fix="prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)",
             )
@@ -43,58 +43,60 @@ class Groups:
                 fix="prepare it first, and accelerator.load_state(...) then",
             )
         self.names = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        self.of = {name: index for index, group in enumerate(self.names) for name in group}
+        self.index_of = {name: index for index, group in enumerate(self.names) for name in group}
         self.numbers = {name: n for n, name in enumerate(name for group in self.names for name in group)}
 
-    def place(self, rule: Rule) -> int | None:
-        """The group of a tensor of the engine; None if the optimizer has none of what it is made of.
+    def group_index(self, rule: WeightRule) -> int | None:
+        """Return the group of a Megatron-LM tensor; None if the optimizer has none of its source parameters.
 
         Raises:
-            PrepareError: what it is made of lies in several groups.
+            PrepareError: its source parameters are in several groups.
         """
-        places = {self.of.get(name) for name in rule.names}
+        places = {self.index_of.get(name) for name in rule.names}
         if len(places) > 1:
             raise PrepareError(
                 f"{', '.join(rule.names)} are in different groups of the optimizer",
-                why="the engine has one tensor for all of them",
+                why="Megatron-LM has one tensor for all of them",
                 fix="put them into one group",
             )
         return places.pop()
 
-    def follow(self, optimizer: torch.optim.Optimizer, ruled: Sequence[tuple[Rule, nn.Parameter]]) -> None:
-        """Gives the optimizer the engine's parameters instead."""
+    def replace_params(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[tuple[WeightRule, nn.Parameter]]
+    ) -> None:
+        """Replace the optimizer's parameters by Megatron-LM's."""
         fresh: list[list[nn.Parameter]] = [[] for _ in self.names]
-        for rule, parameter in ruled:
-            place = self.place(rule)
+        for rule, parameter in params:
+            place = self.group_index(rule)
             if place is not None and parameter.requires_grad:
                 fresh[place].append(parameter)
         for group, parameters in zip(optimizer.param_groups, fresh, strict=True):
             group["params"] = parameters
 
 
-class Stepper:
-    """Steps the user's optimizer the engine's way.
+class MegatronStepper:
+    """Steps the user's optimizer as Megatron-LM does.
 
     Args:
-        optimizer: the user's, with the engine's parameters.
+        optimizer: the user's, with Megatron-LM's parameters.
         engine: of the model.
         groups: of the user's optimizer by names.
 
     Attributes:
-        engine: the engine's optimizer.
+        megatron_optimizer: Megatron-LM's optimizer.
         last_norm: of all gradients in the last step, before clipping; None where nothing was clipped.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Any, groups: Groups) -> None:
-        self.optimizer, self.model, self.groups = optimizer, engine, groups
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Any, groups: ParamGroupMap) -> None:
+        self.optimizer, self.engine, self.groups = optimizer, engine, groups
         # The optimizer may get other tensors in their places: 32-bit copies, or parts.
-        self._held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        self.engine = self._made()
+        self._params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self.megatron_optimizer = self._build_optimizer()
         self.norm: float | None = None
         self.last_norm: float | None = None
-        self.ready = self.skips = False
+        self.ready = self.skips_step = False
 
-    def _made(self) -> Any:
+    def _build_optimizer(self) -> Any:
         from megatron.core import parallel_state as groups
         from megatron.core.optimizer import (
             DistributedOptimizer,
@@ -103,10 +105,10 @@ class Stepper:
             OptimizerConfig,
         )
 
-        plugin, half = self.model.plugin, self.model.module_config.bf16
+        plugin, half = self.engine.plugin, self.engine.module_config.bf16
         config = OptimizerConfig(
             bf16=half,
-            params_dtype=self.model.module_config.params_dtype,
+            params_dtype=self.engine.module_config.params_dtype,
             clip_grad=plugin.gradient_clipping or 0.0,
             use_distributed_optimizer=plugin.use_distributed_optimizer,
         )
@@ -115,94 +117,96 @@ class Stepper:
             _check_adam(self.optimizer)
             copies: Any = groups.get_data_parallel_group(with_context_parallel=True)
             parts: Any = groups.get_model_parallel_group()
-            made: Any = DistributedOptimizer(
+            megatron_optimizer: Any = DistributedOptimizer(
                 self.optimizer,
                 config,
                 no_scaler,
-                _nothing,
-                model_chunks=[self.model.module],
-                per_model_buffers={0: self.model.module.buffers},
+                _skip_state_init,
+                model_chunks=[self.engine.module],
+                per_model_buffers={0: self.engine.module.buffers},
                 data_parallel_group=copies,
                 data_parallel_group_gloo=None,
                 data_parallel_group_idx=parts.rank(),
                 distributed_optimizer_instance_id=0,
             )
-            made.grad_stats_parallel_group = groups.get_intra_distributed_optimizer_instance_group()
-        else:
-            made = (
-                Float16OptimizerWithFloat16Params(self.optimizer, config, no_scaler, _nothing)
-                if half
-                else FP32Optimizer(self.optimizer, config, _nothing)
+            megatron_optimizer.grad_stats_parallel_group = (
+                groups.get_intra_distributed_optimizer_instance_group()
             )
-            made.grad_stats_parallel_group = groups.get_model_parallel_group()
-        made.tp_group = groups.get_tensor_model_parallel_group()
-        return made
+        else:
+            megatron_optimizer = (
+                Float16OptimizerWithFloat16Params(self.optimizer, config, no_scaler, _skip_state_init)
+                if half
+                else FP32Optimizer(self.optimizer, config, _skip_state_init)
+            )
+            megatron_optimizer.grad_stats_parallel_group = groups.get_model_parallel_group()
+        megatron_optimizer.tp_group = groups.get_tensor_model_parallel_group()
+        return megatron_optimizer
 
     # --- a step
 
-    def prepare(self) -> None:
-        """Complete gradients, where the optimizer looks for them; once in a window."""
-        if self.ready or not self.model.calls:
+    def finish_gradients(self) -> None:
+        """Reduce the gradients and put them where the optimizer reads them; once per accumulation window."""
+        if self.ready or not self.engine.calls:
             return
-        self.model.finish()
-        self.skips = bool(self.engine.prepare_grads())
+        self.engine.finish_gradients()
+        self.skips_step = bool(self.megatron_optimizer.prepare_grads())
         self.ready = True
 
-    def clip(self, limit: float, kind: float) -> float:
-        """Scales all gradients to a norm of at most ``limit``; the norm before."""
+    def clip_norm(self, limit: float, kind: float) -> float:
+        """Scale all gradients to a norm of at most ``limit``, and return the norm before."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 
-        self.prepare()
+        self.finish_gradients()
         norm = float(
             get_grad_norm_fp32(
-                self.engine.get_main_grads_for_grad_norm(),
+                self.megatron_optimizer.get_main_grads_for_grad_norm(),
                 norm_type=kind,
-                grad_stats_parallel_group=self.engine.get_grad_stats_parallel_group(),
+                grad_stats_parallel_group=self.megatron_optimizer.get_grad_stats_parallel_group(),
             )
         )
-        clip_grad_by_total_norm_fp32(self.engine.get_parameters(), limit, norm)
+        clip_grad_by_total_norm_fp32(self.megatron_optimizer.get_parameters(), limit, norm)
         self.norm = norm
         return norm
 
     def step(self) -> None:
-        """One step. What ``clip`` has done in this window counts; else the plugin's limit does."""
-        if not self.model.calls or self.model.stale:
+        """Run one optimizer step; the plugin's clipping applies unless ``clip_norm`` ran in this window."""
+        if not self.engine.calls or self.engine.grads_stale:
             return
-        self.prepare()
-        limit = self.engine.config.clip_grad
+        self.finish_gradients()
+        limit = self.megatron_optimizer.config.clip_grad
         if self.norm is None and limit > 0:
-            self.clip(limit, 2.0)
+            self.clip_norm(limit, 2.0)
         self.last_norm = self.norm
-        if not self.skips:
-            self.engine.step_with_ready_grads()
-        self._forget()
-        self.model.stepped()
+        if not self.skips_step:
+            self.megatron_optimizer.step_with_ready_grads()
+        self._reset_window()
+        self.engine.mark_stepped()
 
     def clear(self) -> None:
-        """Drops gradients."""
-        self._forget()
-        self.model.clear()
+        """Drop the gradients."""
+        self._reset_window()
+        self.engine.clear()
 
-    def _forget(self) -> None:
-        self.engine.zero_grad()
+    def _reset_window(self) -> None:
+        self.megatron_optimizer.zero_grad()
         self.norm, self.ready = None, False
 
-    # --- what is kept for a parameter
+    # --- optimizer state of a parameter
 
-    def kept(self, parameter: nn.Parameter) -> Kept:
-        """What the optimizer keeps for this process's part of a tensor, whole; a collective of its copies."""
-        main, cut = self._main(parameter)
-        state: Kept = dict(self.optimizer.state.get(main, {})) if main is not None else {}
+    def full_param_state(self, parameter: nn.Parameter) -> OptimizerState:
+        """Return the full optimizer state of a parameter; a collective of its data parallel replicas."""
+        main, cut = self._main_param(parameter)
+        state: OptimizerState = dict(self.optimizer.state.get(main, {})) if main is not None else {}
         if cut is None:
             return state
-        return _assembled(state, parameter, cut)
+        return _gather_over_replicas(state, parameter, cut)
 
-    def keep(self, parameter: nn.Parameter, state: Kept) -> None:
-        """Puts back what ``kept`` gave."""
-        main, cut = self._main(parameter)
+    def load_param_state(self, parameter: nn.Parameter, state: OptimizerState) -> None:
+        """Load a state that ``full_param_state`` returned."""
+        main, cut = self._main_param(parameter)
         if main is None:
             return
-        fitted: Kept = {}
+        fitted: OptimizerState = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 part = value if cut is None else value.reshape(-1)[cut]
@@ -212,46 +216,48 @@ class Stepper:
             fitted[name] = value.clone() if isinstance(value, torch.Tensor) else value
         self.optimizer.state[main] = fitted
 
-    def weights(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The values that are trained: in 32 bits, where the model computes in 16."""
-        main, cut = self._main(parameter)
+    def master_weight(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the master weight: in 32 bits, where the model computes in 16."""
+        main, cut = self._main_param(parameter)
         if cut is not None:
             state = {"main": main.detach()} if main is not None else {}
-            return _assembled(state, parameter, cut)["main"]
+            return _gather_over_replicas(state, parameter, cut)["main"]
         return (parameter if main is None else main).detach()
 
-    def overwrite(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Gives a parameter and its 32-bit copy new values."""
+    def overwrite_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Overwrite a parameter and its 32-bit master weight."""
         parameter.data.copy_(value)
-        main, cut = self._main(parameter)
+        main, cut = self._main_param(parameter)
         if main is not None and main is not parameter:
             main.data.copy_(value if cut is None else value.reshape(-1)[cut])
 
-    def _main(self, parameter: nn.Parameter) -> tuple[Any, slice | None]:
-        """The tensor that the optimizer has for a parameter, and which part of it; None where it has none."""
-        if id(parameter) not in self._held:
+    def _main_param(self, parameter: nn.Parameter) -> tuple[Any, slice | None]:
+        """Return the optimizer's tensor for a parameter, or None, and the slice that it covers."""
+        if id(parameter) not in self._params:
             return None, None
-        if not self.model.plugin.use_distributed_optimizer:
+        if not self.engine.plugin.use_distributed_optimizer:
             return getattr(parameter, "main_param", parameter), None
-        index = self.engine.model_param_group_index_map.get(parameter)
+        index = self.megatron_optimizer.model_param_group_index_map.get(parameter)
         if index is None:
             return None, slice(0, 0)
-        place = self.engine._get_model_param_range_map(parameter)["param"]
+        place = self.megatron_optimizer._get_model_param_range_map(parameter)["param"]
         group, order = index
-        return self.engine.optimizer.param_groups[group]["params"][order], slice(place.start, place.end)
+        return self.megatron_optimizer.optimizer.param_groups[group]["params"][order], slice(
+            place.start, place.end
+        )
 
 
-def _assembled(state: Kept, parameter: nn.Parameter, cut: slice) -> Kept:
-    """The parts of all copies of the model, put together: each has some elements."""
+def _gather_over_replicas(state: OptimizerState, parameter: nn.Parameter, cut: slice) -> OptimizerState:
+    """Assemble the state of a parameter from the slices of all data parallel replicas."""
     from megatron.core import parallel_state
 
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     names: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(
-        names, {name: _like(value) for name, value in state.items()}, group=group
+        names, {name: _describe_value(value) for name, value in state.items()}, group=group
     )
-    every: Mapping[str, Any] = {name: like for found in names for name, like in found.items()}
-    whole: Kept = {}
+    every: Mapping[str, Any] = {name: like for rank_names in names for name, like in rank_names.items()}
+    whole: OptimizerState = {}
     for name, (flat, dtype, value) in every.items():
         if not flat:
             whole[name] = value
@@ -264,19 +270,19 @@ def _assembled(state: Kept, parameter: nn.Parameter, cut: slice) -> Kept:
     return whole
 
 
-def _like(value: Any) -> tuple[bool, Any, Any]:
-    """Whether a value has an element for each of the parameter's, its dtype, and else itself."""
+def _describe_value(value: Any) -> tuple[bool, Any, Any]:
+    """Return (value is per element, its dtype, else the plain value itself)."""
     if isinstance(value, torch.Tensor) and value.dim() == 1:
         return True, value.dtype, None
     return False, None, value
 
 
-def _nothing(*_: Any) -> None:
-    """The engine's way to make an optimizer's state ahead: not needed."""
+def _skip_state_init(*_: Any) -> None:
+    """Stand in for Megatron-LM's function that initializes optimizer state; it is not needed."""
 
 
 def _check_adam(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses optimizers that the engine does not shard.
+    """Refuse optimizers that Megatron-LM does not shard.
 
     Raises:
         PrepareError: it is one.
@@ -287,6 +293,6 @@ def _check_adam(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, own | torch.optim.AdamW):
         raise PrepareError(
             f"use_distributed_optimizer does not go with {type(optimizer).__name__}",
-            why="the engine shards the state of AdamW only",
+            why="Megatron-LM shards the state of AdamW only",
             fix="use torch.optim.AdamW, or leave use_distributed_optimizer out",
         )

@@ -1,4 +1,4 @@
-"""``MegatronLMPlugin``: how the engine trains, from code or from the launcher."""
+"""``MegatronLMPlugin``: the options of Megatron-LM, from code or from the launcher."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.core.errors import NotBuiltError, PrepareError, SettingError
-from accelerate.core.setting import load
-from accelerate.strategy.megatron.parsers import parsed
+from accelerate.core.setting import load_settings
+from accelerate.strategy.megatron.parsers import add_model_args
 from accelerate.strategy.settings.megatron import MegatronSettings
 
-# What a field is that neither code nor the launcher gave.
+# The values of fields that neither code nor the launcher sets.
 DEFAULTS: Mapping[str, Any] = {
     "tp_degree": 1,
     "pp_degree": 1,
@@ -42,8 +42,8 @@ DEFAULTS: Mapping[str, Any] = {
     "recompute_activations": False,
     "use_distributed_optimizer": False,
 }
-# Options that the engine does not read: why.
-UNREAD: Mapping[str, str] = {
+# Options that Megatron-LM does not read: why.
+UNREAD_OPTIONS: Mapping[str, str] = {
     "attention_backend": "attention is that of megatron-core itself, which has no other back ends",
     "use_rotary_position_embeddings": "the model's configuration says how positions are told",
 }
@@ -51,19 +51,19 @@ UNREAD: Mapping[str, str] = {
 
 @dataclass
 class MegatronLMPlugin:
-    """How the engine of Megatron-LM trains; a field that is None takes its variable, then its default.
+    """The options of Megatron-LM; a field that is None takes its variable, then its default.
 
     The defaults are those of the public package. Where they would change a model that nobody wanted changed,
     they do not count unless somebody gives them: dropout is the model's own, nothing is computed again, and
     no sequence is shared, until the field or its variable says so.
 
     Attributes:
-        tp_degree: processes that share each layer.
-        pp_degree: stages of layers, one after another.
-        num_micro_batches: into how many a batch is cut.
+        tp_degree: tensor parallel size.
+        pp_degree: pipeline parallel size.
+        num_micro_batches: the number of micro-batches of a batch.
         gradient_clipping: the largest norm of all gradients together; 0: any. ``clip_grad_norm_`` in the loop
             takes its place.
-        use_distributed_optimizer: shard what AdamW keeps over the copies of the model.
+        use_distributed_optimizer: shard the AdamW optimizer state over the data parallel replicas.
         calculate_per_token_loss: gradients are those of the mean over all tokens of all copies and
             micro-batches; False takes the mean of their means.
         sequence_parallelism: split activations between layers along the sequence; needs Apex.
@@ -82,11 +82,11 @@ class MegatronLMPlugin:
             schedule that a ``MegatronLMDummyScheduler`` stands for.
         return_logits: forwards give logits next to the loss.
         custom_train_step_class, custom_train_step_kwargs: in place of ``GPTTrainStep``.
-        custom_prepare_model_function: changes the engine's model before it is wrapped.
+        custom_prepare_model_function: changes Megatron-LM's model before it is wrapped.
         custom_get_batch_function, custom_loss_function: in place of those of ``GPTTrainStep``.
         custom_model_provider_function, custom_megatron_datasets_provider_function: refused.
         megatron_dataset_flag: batches are those of Megatron-LM's own datasets, with a key ``text``.
-        other_megatron_args: further arguments of the engine's ``TransformerConfig``.
+        other_megatron_args: further arguments of Megatron-LM's ``TransformerConfig``.
     """
 
     # A value once it is made.
@@ -155,29 +155,31 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        found = load(MegatronSettings, code={f"megatron_lm_{name}": getattr(self, name) for name in DEFAULTS})
-        given: dict[str, Any] = {}
+        settings = load_settings(
+            MegatronSettings, code={f"megatron_lm_{name}": getattr(self, name) for name in DEFAULTS}
+        )
+        explicit: dict[str, Any] = {}
         for name, default in DEFAULTS.items():
-            value = getattr(found.value, f"megatron_lm_{name}")
+            value = getattr(settings.value, f"megatron_lm_{name}")
             if value is not None:
-                given[name] = value
+                explicit[name] = value
             setattr(self, name, default if value is None else value)
-        # Not a field: what somebody wrote, as far as that differs from having the value.
-        self._given = given
-        self._settle()
+        # Not a field: the values that the user set, as distinct from defaults.
+        self._explicit_values = explicit
+        self._set_default_args()
 
-    def given(self, name: str) -> Any:
-        """A field as somebody gave it; None where it has its default."""
-        return self._given.get(name) if name in DEFAULTS else getattr(self, name)
+    def explicit_value(self, name: str) -> Any:
+        """Return a field as the user gave it; None where it has its default."""
+        return self._explicit_values.get(name) if name in DEFAULTS else getattr(self, name)
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether gradients are those of a mean over tokens; functions of the user's own give plain means."""
+        """Return whether gradients are of the mean over tokens; the user's own functions give plain means."""
         own = self.custom_loss_function is None and self.custom_train_step_class is None
         return bool(self.calculate_per_token_loss) and own
 
-    def _settle(self) -> None:
-        """The engine's arguments, under the names of Megatron-LM's training script."""
+    def _set_default_args(self) -> None:
+        """Set the arguments under the names of Megatron-LM's training script."""
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
         renamed = {
             "tensor_model_parallel_size": self.tp_degree,
@@ -187,7 +189,7 @@ class MegatronLMPlugin:
             "DDP_impl": self.DDP_impl,
         }
         self.megatron_lm_default_args: dict[str, Any] = renamed | {
-            name: getattr(self, name) for name in _SAME
+            name: getattr(self, name) for name in _SAME_NAME_ARGS
         }
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
@@ -198,22 +200,22 @@ class MegatronLMPlugin:
     # --- arguments of what is trained
 
     def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
-        """Adds what the model's configuration says; see ``parsers.py``.
+        """Add the arguments of the model's configuration; see ``parsers.py``.
 
         Raises:
             UnknownNameError: there is no parser for such models (a ValueError).
         """
-        parsed(self, model, batch_data)
+        add_model_args(self, model, batch_data)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Adds the number format."""
+        """Add the number format."""
         if mixed_precision in ("fp16", "bf16"):
             self.megatron_lm_default_args[mixed_precision] = True
         if mixed_precision == "bf16":
             self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Adds the sizes of batches.
+        """Add the batch sizes.
 
         Args:
             micro_batch_size: samples of a micro-batch.
@@ -225,32 +227,32 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[name] = getattr(self, name)
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Adds the optimizer's name and rates.
+        """Add the optimizer's name and rates.
 
         Raises:
-            SettingError: the engine has none of this kind (a ValueError).
+            SettingError: Megatron-LM has none of this kind (a ValueError).
         """
         defaults, kind = optimizer.defaults, type(optimizer).__name__.lower()
         if "adam" in kind:
             first, second = defaults["betas"]
-            found = {
+            arguments = {
                 "optimizer": "adam",
                 "adam_beta1": first,
                 "adam_beta2": second,
                 "adam_eps": defaults["eps"],
             }
         elif "sgd" in kind:
-            found = {"optimizer": "sgd", "sgd_momentum": defaults["momentum"]}
+            arguments = {"optimizer": "sgd", "sgd_momentum": defaults["momentum"]}
         else:
             raise SettingError(
                 f"Megatron-LM's training script has no optimizer {type(optimizer).__name__}",
                 fix="use Adam, AdamW or SGD",
             )
-        found |= {"lr": defaults["lr"], "weight_decay": defaults["weight_decay"]}
-        self.megatron_lm_default_args.update(found)
+        arguments |= {"lr": defaults["lr"], "weight_decay": defaults["weight_decay"]}
+        self.megatron_lm_default_args.update(arguments)
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Adds the lengths of a ``MegatronLMDummyScheduler``, in optimizer steps of one copy of the model.
+        """Add the lengths of a ``MegatronLMDummyScheduler``, in optimizer steps of one copy of the model.
 
         Raises:
             PrepareError: the sizes of batches are not set.
@@ -262,14 +264,14 @@ class MegatronLMPlugin:
         copies = self.data_parallel_size
         if self.train_iters is None:
             self.train_iters = scheduler.total_num_steps // copies
-            self._ignored("train_samples", "train_iters")
+            self._discard_option("train_samples", "train_iters")
         if self.lr_warmup_iters is None:
             self.lr_warmup_iters = scheduler.warmup_num_steps // copies
-            self._ignored("lr_warmup_samples", "lr_warmup_iters", 0)
-        for name in _SCHEDULE:
+            self._discard_option("lr_warmup_samples", "lr_warmup_iters", 0)
+        for name in _SCHEDULE_ARGS:
             self.megatron_lm_default_args[name] = getattr(self, name)
 
-    def _ignored(self, name: str, instead: str, value: Any = None) -> None:
+    def _discard_option(self, name: str, instead: str, value: Any = None) -> None:
         if getattr(self, name) is not None:
             warnings.warn(f"{name} is ignored: the schedule says {instead}", stacklevel=4)
         setattr(self, name, value)
@@ -288,7 +290,7 @@ class MegatronLMPlugin:
 
 
 # Fields that are arguments by their own name.
-_SAME = (
+_SAME_NAME_ARGS = (
     *("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage"),
     *("use_distributed_optimizer", "num_micro_batches", "consumed_samples", "no_wd_decay_cond"),
     *("scale_lr_cond", "lr_mult", "megatron_dataset_flag", "eval_iters", "eval_interval", "use_custom_fsdp"),
@@ -299,7 +301,7 @@ _SAME = (
     *("attention_softmax_in_fp32", "expert_tensor_parallel_size", "calculate_per_token_loss"),
     "use_rotary_position_embeddings",
 )
-_SCHEDULE = (
+_SCHEDULE_ARGS = (
     *("train_iters", "lr_warmup_iters", "train_samples", "lr_warmup_samples", "lr_decay_iters"),
     *("lr_decay_samples", "lr_warmup_fraction", "lr_decay_style", "weight_decay_incr_style"),
     *("start_weight_decay", "end_weight_decay", "min_lr"),

@@ -1,8 +1,8 @@
-"""Training by Megatron-LM's engine, the package megatron-core: tensor and pipeline parallel GPTs.
+"""Training by Megatron-LM (the package megatron-core): tensor and pipeline parallel GPTs.
 
-The engine has its own model, gradients and steps. ``prepare`` builds its GPT of the user's model and replaces
-the bundle; the user's optimizer goes on, on the engine's parameters and inside the engine's step. The work
-stands in ``strategy/megatron``, which is loaded only when the engine is asked for.
+Megatron-LM has its own model, gradients and steps. ``prepare`` builds its GPT from the user's model and
+replaces the bundle; the user's optimizer continues on Megatron-LM's parameters, inside its optimizer step.
+The other files of this folder are loaded only when Megatron-LM is requested.
 """
 
 from __future__ import annotations
@@ -15,53 +15,56 @@ import torch
 from torch import nn
 
 from accelerate.core import environ
-from accelerate.core.effects import Effect, Option, given
 from accelerate.core.errors import PrepareError
-from accelerate.core.setting import load
-from accelerate.strategy.base import Bundle, Request, Share, Step, Strategy
+from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
+from accelerate.core.setting import load_settings
+from accelerate.strategy.base import Bundle, PrepareStep, RankDataShard, Strategy, StrategyRequest
 from accelerate.strategy.settings.megatron import MegatronSettings, MegatronSwitch
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
-    from accelerate.strategy.megatron.layout import Layout
-    from accelerate.strategy.megatron.optimizer import Stepper
+    from accelerate.strategy.megatron.full_state import FullStateConverter
+    from accelerate.strategy.megatron.layout import MegatronLayout
+    from accelerate.strategy.megatron.optimizer import MegatronStepper
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin
-    from accelerate.strategy.megatron.states import Whole
 
 
-def _given_to(request: Request) -> Any:
+def _requested_plugin(request: StrategyRequest) -> Any:
     return next((p for p in request.plugins if type(p).__name__ == "MegatronLMPlugin"), None)
 
 
 class Megatron(Strategy):
-    """The engine trains. Tests run it on CPUs, with stand-ins for its devices; on GPUs nobody has."""
+    """The strategy that trains by Megatron-LM.
+
+    Tests run it on CPUs, with stand-ins for its devices; it has never run on GPUs.
+    """
 
     name: ClassVar[str] = "megatron"
-    proved: ClassVar[bool] = False
+    hardware_tested: ClassVar[bool] = False
     priority: ClassVar[int] = 10
     owns_step: ClassVar[bool] = True
     owns_precision: ClassVar[bool] = True
-    shards: ClassVar[bool] = True
-    weighs: ClassVar[bool] = False
-    spreads: ClassVar[bool] = False
-    wrappers: ClassVar[Mapping[str, str]] = {
-        "optimizer": "accelerate.facade.megatron_lm:MegatronLMOptimizerWrapper"
+    shards_params: ClassVar[bool] = True
+    supports_loss_weighting: ClassVar[bool] = False
+    supports_sharded_save: ClassVar[bool] = False
+    wrapper_classes: ClassVar[Mapping[str, str]] = {
+        "optimizer": "accelerate.facade.megatron_lm_wrappers:MegatronLMOptimizerWrapper"
     }
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)
         from accelerate.strategy.megatron.plugin import MegatronLMPlugin
 
-        self.plugin: MegatronLMPlugin = _given_to(request) or MegatronLMPlugin()
+        self.plugin: MegatronLMPlugin = _requested_plugin(request) or MegatronLMPlugin()
         self._engines: list[MegatronEngine] = []
-        self._wholes: dict[int, Whole] = {}
-        self._steppers: dict[int, tuple[torch.optim.Optimizer, Stepper]] = {}
+        self._converters: dict[int, FullStateConverter] = {}
+        self._steppers: dict[int, tuple[torch.optim.Optimizer, MegatronStepper]] = {}
 
     @classmethod
-    def claims(cls, request: Request) -> bool:
-        """The plugin, or the launcher's variable."""
-        return _given_to(request) is not None or environ.flag("ACCELERATE_USE_MEGATRON_LM")
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Return whether the plugin or the launcher's variable asks for Megatron-LM."""
+        return _requested_plugin(request) is not None or environ.get_flag("ACCELERATE_USE_MEGATRON_LM")
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
@@ -69,101 +72,107 @@ class Megatron(Strategy):
         return "MEGATRON_LM"
 
     @classmethod
-    def asked(cls, request: Request) -> Iterator[Option]:
-        """The switch, the plugin, and the launcher's options."""
-        yield from given(load(MegatronSwitch))
-        yield from given(load(MegatronSettings))
-        if _given_to(request) is not None:
-            yield Option("megatron_lm_plugin", "MegatronLMPlugin", "the argument megatron_lm_plugin")
+    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
+        """Yield the switch, the plugin and the launcher's options."""
+        yield from requested_options(load_settings(MegatronSwitch))
+        yield from requested_options(load_settings(MegatronSettings))
+        if _requested_plugin(request) is not None:
+            yield RequestedOption("megatron_lm_plugin", "MegatronLMPlugin", "the argument megatron_lm_plugin")
 
-    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
-        """What the engine does not read is said."""
-        from accelerate.strategy.megatron.plugin import UNREAD
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Report each requested option as applied, or say why Megatron-LM ignores it."""
+        from accelerate.strategy.megatron.plugin import UNREAD_OPTIONS
 
-        for option in self.asked(self.request):
-            why = UNREAD.get(option.name.removeprefix("megatron_lm_"))
-            yield option.failed(why) if why else option.applied()
+        for option in self.requested_options(self.request):
+            why = UNREAD_OPTIONS.get(option.name.removeprefix("megatron_lm_"))
+            yield option.report_not_applied(why) if why else option.report_applied()
 
     def check(self) -> None:
-        """What the engine cannot do, and where it does not run.
+        """Refuse options that Megatron-LM cannot do, and devices on which it does not run.
 
         Raises:
             MissingExtraError, DeviceError, SettingError, NotBuiltError: by what is wrong.
         """
-        from accelerate.strategy.megatron.layout import check_engine
-        from accelerate.strategy.megatron.refused import check
+        from accelerate.strategy.megatron.layout import check_supported
+        from accelerate.strategy.megatron.unsupported_options import check_options
 
-        check(self.plugin, self.request.precision)
-        check_engine(self.world)
+        check_options(self.plugin, self.request.precision)
+        check_supported(self.world)
         assert self.layout
 
     @property
     def plugins(self) -> Mapping[str, Any]:
-        """How it trains."""
+        """The plugins by the names under which scripts look for them."""
         return {"megatron_lm_plugin": self.plugin}
 
     # --- who has which data
 
     @cached_property
-    def layout(self) -> Layout:
-        """The place of this process."""
-        from accelerate.strategy.megatron.layout import layout_of
+    def layout(self) -> MegatronLayout:
+        """The ranks of this process in the tensor, data and pipeline parallel groups."""
+        from accelerate.strategy.megatron.layout import megatron_layout
 
-        return layout_of(self.plugin, self.world)
+        return megatron_layout(self.plugin, self.world)
 
     @property
-    def share(self) -> Share:
-        """By the copy of the model."""
+    def data_shard(self) -> RankDataShard:
+        """The data shard of this process: one for each model replica."""
         return self.layout.share
 
     @property
-    def peers(self) -> int:
-        """Those that work on one copy of the model."""
+    def model_parallel_size(self) -> int:
+        """The number of processes that share one model replica: tensor times pipeline parallel."""
         return self.layout.tp * self.layout.pp
 
     # --- prepare
 
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """Build the engine's model, with the optimizer on it."""
-        models = [model for model in dict.fromkeys(bundle.of("model")) if model not in self._engines]
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Build Megatron-LM's model, with the optimizer on it."""
+        models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._engines]
         if not models:
             return
-        from accelerate.strategy.megatron.families import family_of
+        from accelerate.strategy.megatron.model_families import model_family
 
         if len(models) + len(self._engines) > 1:
             raise PrepareError(
                 "several models for Megatron-LM",
-                why="one program trains one model by the engine",
+                why="one program trains one model by Megatron-LM",
                 fix="prepare one; a second one that is only evaluated needs no prepare",
             )
-        family_of(models[0])
+        model_family(models[0])
         layout = self.layout
         reason = (
             f"{layout.tp} processes share each layer, {layout.pp} the layers, "
             f"and {layout.dp} copies average their gradients"
         )
-        yield Step("engine", reason, self._build)
+        yield PrepareStep("engine", reason, self._build)
 
     def _build(self, bundle: Bundle) -> None:
-        from accelerate.strategy.megatron.prepared import engine_of, scheduled, stepper_of
+        from accelerate.strategy.megatron.engine_factory import (
+            build_engine,
+            build_stepper,
+            replace_dummy_scheduler,
+        )
 
-        (model,) = dict.fromkeys(bundle.of("model"))
-        optimizers = list(dict.fromkeys(bundle.of("optimizer")))
-        engine, whole, groups = engine_of(self, model, optimizers)
+        (model,) = dict.fromkeys(bundle.objects_of("model"))
+        optimizers = list(dict.fromkeys(bundle.objects_of("optimizer")))
+        engine, whole, groups = build_engine(self, model, optimizers)
         for optimizer in optimizers:
-            engine.stepper = stepper_of(engine, whole, groups, optimizer)
+            engine.stepper = build_stepper(engine, whole, groups, optimizer)
             self._steppers[id(optimizer)] = optimizer, engine.stepper
         self._engines.append(engine)
-        self._wholes[id(engine)] = whole
+        self._converters[id(engine)] = whole
         bundle.replace("model", lambda _: engine)
-        bundle.replace("scheduler", lambda scheduler: scheduled(scheduler, self.plugin, self.layout.dp))
+        bundle.replace(
+            "scheduler", lambda scheduler: replace_dummy_scheduler(scheduler, self.plugin, self.layout.dp)
+        )
 
     def forget(self) -> None:
-        """Lets the engine go."""
-        self._engines, self._wholes, self._steppers = [], {}, {}
+        """Drop the prepared models and their optimizers."""
+        self._engines, self._converters, self._steppers = [], {}, {}
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module, without values: names, shapes, configuration."""
+        """Return the user's own module, on the meta device: names, shapes, configuration."""
         return getattr(model, "base_model", model) if model in self._engines else model
 
     def _engine(self, model: nn.Module) -> MegatronEngine:
@@ -178,34 +187,36 @@ class Megatron(Strategy):
     # --- the loop
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The engine has done it; a loss that is another one is refused."""
+        """Check the loss: Megatron-LM has run its backward already, so another loss is refused."""
         loss.backward(**kwargs)
 
-    def synchronises(self, model: nn.Module) -> bool:
+    def reduces_gradients(self, model: nn.Module) -> bool:
         """Gradients are reduced when the optimizer steps."""
         return True
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Where the engine adds them up."""
-        found = (getattr(parameter, "main_grad", None) for parameter in parameters)
-        return [grad for grad in found if grad is not None]
+        """Return the ``main_grad`` buffers in which Megatron-LM accumulates gradients."""
+        grads = (getattr(parameter, "main_grad", None) for parameter in parameters)
+        return [grad for grad in grads if grad is not None]
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """By the norm of all gradients of all processes; the plugin's own limit then does not count."""
-        return torch.tensor(self._clipper(parameters).clip(max_norm, norm_type), device=self.world.device)
+        """Clip by the global gradient norm; the plugin's own limit then does not count."""
+        return torch.tensor(
+            self._clipper(parameters).clip_norm(max_norm, norm_type), device=self.world.device
+        )
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
-        """Each element of the complete gradients."""
+        """Clip each element of the reduced gradients."""
         stepper = self._clipper(parameters)
-        stepper.prepare()
-        for parameter in stepper.engine.get_parameters():
+        stepper.finish_gradients()
+        for parameter in stepper.megatron_optimizer.get_parameters():
             if parameter.grad is not None:
                 parameter.grad.clamp_(-limit, limit)
 
-    def _clipper(self, parameters: Iterable[torch.Tensor]) -> Stepper:
-        """The stepper of exactly these parameters."""
+    def _clipper(self, parameters: Iterable[torch.Tensor]) -> MegatronStepper:
+        """Return the stepper whose trainable parameters are exactly ``parameters``."""
         wanted = {id(parameter) for parameter in parameters}
         for engine in self._engines:
             own = {id(p) for p in engine.parameters()}
@@ -220,14 +231,14 @@ class Megatron(Strategy):
         )
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
-        """The engine's step around the user's optimizer."""
+        """Run Megatron-LM's optimizer step, which wraps the user's optimizer."""
         self._stepper(optimizer).step()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
-        """Clears the engine's gradients."""
+        """Clears Megatron-LM's gradients."""
         self._stepper(optimizer).clear()
 
-    def _stepper(self, optimizer: Any) -> Stepper:
+    def _stepper(self, optimizer: Any) -> MegatronStepper:
         known = self._steppers.get(id(optimizer))
         if known is None:
             raise PrepareError(
@@ -238,29 +249,29 @@ class Megatron(Strategy):
 
     # --- states
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """Gathered, by the names of the user's model, on the host of process 0; others get nothing."""
-        return self._wholes[id(self._engine(model))].weights()
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Gather the full model state by the user's names on the host of rank 0; other ranks get nothing."""
+        return self._converters[id(self._engine(model))].model_state()
 
-    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """A full state on every process; each takes its part."""
-        return self._wholes[id(self._engine(model))].load_weights(state, strict)
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a full state, which every process has; each takes its shard."""
+        return self._converters[id(self._engine(model))].load_weights(state, strict)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
     ) -> dict[str, Any]:
-        """Gathered, as that of one process would be, on process 0."""
+        """Gather the full optimizer state on rank 0, as a single process would have it."""
         stepper = self._stepper(optimizer)
-        state = self._wholes[id(stepper.model)].optimizer(stepper)
+        state = self._converters[id(stepper.engine)].optimizer_state(stepper)
         return state if not self.plugin.no_save_optim else {**state, "state": {}}
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """A full state on every process; each takes its part."""
+        """Load a full state, which every process has; each takes its shard."""
         if not self.plugin.no_load_optim:
             stepper = self._stepper(optimizer)
-            self._wholes[id(stepper.model)].load_optimizer(stepper, state)
+            self._converters[id(stepper.engine)].load_optimizer(stepper, state)
 
 
 PLUGIN = Megatron

@@ -1,4 +1,4 @@
-"""``ParallelismConfig``: how many processes share what, as named dimensions of one mesh.
+"""``ParallelismConfig``: the sizes of the named dimensions of a device mesh.
 
 The names of the dimensions are those of the public package, and so is their order: neighbouring ranks, which
 share a machine, meet in the dimensions that talk most.
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
-from accelerate.core.setting import load
-from accelerate.strategy.parallelism.pipeline_options import PipelineParallelConfig
+from accelerate.core.setting import load_settings
+from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
 from accelerate.strategy.settings.parallelism import ParallelismSettings
-from accelerate.world.layout import DIMENSIONS, Layout
+from accelerate.world.layout import DIMENSIONS, MeshLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +28,7 @@ _DATA, _OTHER = ("dp_replicate", "dp_shard"), ("tp", "cp", "sp", "pp")
 
 @dataclass
 class TorchContextParallelConfig:
-    """How processes that share a sequence see each other's keys and values.
+    """The options of context parallelism: how processes exchange keys and values.
 
     Attributes:
         cp_comm_strategy: ``"allgather"``: each gathers those of all; ``"alltoall"``: they go around a ring
@@ -44,15 +44,15 @@ class TorchContextParallelConfig:
     cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        found = load(ParallelismSettings).value.parallelism_config_cp_comm_strategy
-        self.cp_comm_strategy = self.cp_comm_strategy or found or "allgather"
+        strategy = load_settings(ParallelismSettings).value.parallelism_config_cp_comm_strategy
+        self.cp_comm_strategy = self.cp_comm_strategy or strategy or "allgather"
         if self.cp_comm_strategy not in STRATEGIES:
             raise UnknownNameError("cp_comm_strategy", self.cp_comm_strategy, STRATEGIES)
 
 
 @dataclass
 class TorchTensorParallelConfig:
-    """How layers are shared.
+    """The options of tensor parallelism.
 
     Attributes:
         enable_async_tp: overlap exchanges with products of matrices. Nothing does it here yet, and that is
@@ -68,7 +68,7 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """How sequences are shared around attention, head by head (Ulysses, arXiv:2309.14509).
+    """The options of Ulysses sequence parallelism (arXiv:2309.14509).
 
     Attributes:
         sp_seq_length: tokens of every sequence, where they are equally long
@@ -88,13 +88,15 @@ class DeepSpeedSequenceParallelConfig:
     cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        found = load(ParallelismSettings).value
+        settings = load_settings(ParallelismSettings).value
         if self.sp_seq_length_is_variable is None:
-            self.sp_seq_length_is_variable = found.parallelism_config_sp_seq_length_is_variable is not False
+            self.sp_seq_length_is_variable = (
+                settings.parallelism_config_sp_seq_length_is_variable is not False
+            )
         if self.sp_seq_length is None:
-            self.sp_seq_length = found.parallelism_config_sp_seq_length
+            self.sp_seq_length = settings.parallelism_config_sp_seq_length
         if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = found.parallelism_config_sp_attn_implementation
+            self.sp_attn_implementation = settings.parallelism_config_sp_attn_implementation
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise SettingError(
                 "sp_seq_length_is_variable is false, but nothing says how long sequences are",
@@ -117,21 +119,21 @@ class TorchTensorParallelPlugin:
 
 @dataclass(repr=False)
 class ParallelismConfig:
-    """How many processes share what; the product of all is the number of processes.
+    """The sizes of the mesh dimensions; their product is the world size.
 
     A field that is None takes its variable (``PARALLELISM_CONFIG_TP_SIZE`` ...), then 1.
 
     Attributes:
-        dp_replicate_size: copies of the model that see different data.
+        dp_replicate_size: data parallel replicas of the model.
         dp_shard_size: processes that share one copy's parameters, gradients and optimizer, and see different
             data.
-        tp_size: processes that share each layer.
-        cp_size: processes that share each sequence, around attention over all keys.
+        tp_size: tensor parallel size.
+        cp_size: context parallel size: processes that shard each sequence, with attention over all keys.
         cp_backend: ``"torch"``.
-        sp_size: processes that share each sequence, head by head.
+        sp_size: Ulysses sequence parallel size: processes that shard each sequence, and heads in attention.
         sp_backend: ``"deepspeed"``, after whose Ulysses it works.
         tp_handler, cp_handler, sp_handler: options of one dimension.
-        pp_size: stages of layers, one after another.
+        pp_size: pipeline parallel size.
         pp_handler: options of these.
 
     Raises:
@@ -155,12 +157,12 @@ class ParallelismConfig:
     _made_in: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        found = load(ParallelismSettings).value
+        settings = load_settings(ParallelismSettings).value
         for name in DIMENSIONS.values():
             if getattr(self, f"{name}_size") is None:
-                setattr(self, f"{name}_size", getattr(found, f"parallelism_config_{name}_size") or 1)
-        self.cp_backend = self.cp_backend or found.parallelism_config_cp_backend or "torch"
-        self.sp_backend = self.sp_backend or found.parallelism_config_sp_backend or "deepspeed"
+                setattr(self, f"{name}_size", getattr(settings, f"parallelism_config_{name}_size") or 1)
+        self.cp_backend = self.cp_backend or settings.parallelism_config_cp_backend or "torch"
+        self.sp_backend = self.sp_backend or settings.parallelism_config_sp_backend or "deepspeed"
         for name, choices in (("cp_backend", ("torch",)), ("sp_backend", ("deepspeed",))):
             if getattr(self, name) not in choices:
                 raise UnknownNameError(name, str(getattr(self, name)), choices)
@@ -183,7 +185,7 @@ class ParallelismConfig:
             self.pp_handler = PipelineParallelConfig()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the mesh, which is of these processes."""
+        """Return the state for pickling, without the mesh, which belongs to these processes."""
         return {**vars(self), "device_mesh": None, "_plane": None, "_made_in": None}
 
     def __repr__(self) -> str:
@@ -192,15 +194,15 @@ class ParallelismConfig:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """Size of every dimension, outermost first."""
+        """The size of every dimension, outermost first."""
         return {name: getattr(self, f"{name}_size") for name in DIMENSIONS.values()}
 
-    def layout(self) -> Layout:
-        """The same as degrees of a layout."""
-        return Layout(**{degree: getattr(self, f"{name}_size") for degree, name in DIMENSIONS.items()})
+    def layout(self) -> MeshLayout:
+        """Return the sizes as a ``Layout``."""
+        return MeshLayout(**{degree: getattr(self, f"{name}_size") for degree, name in DIMENSIONS.items()})
 
     def fits(self, size: int) -> None:
-        """Refuses a world of another number of processes.
+        """Refuse another world size.
 
         Raises:
             WorldError: the sizes in the user's words, and two ways to make them fit.
@@ -216,22 +218,22 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """Processes in all."""
+        """The number of processes in the mesh."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that see different data."""
+        """The number of processes that read different samples."""
         return self._product(_DATA)
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that share the same data."""
+        """The number of processes that read the same samples."""
         return self._product(_OTHER)
 
     @property
     def shards(self) -> int:
-        """Processes that share one copy's parameters: those of a sequence do, too."""
+        """The number of processes that shard one replica: context and sequence parallel ranks too."""
         return self._product(("dp_shard", "cp", "sp"))
 
     def _product(self, names: tuple[str, ...]) -> int:
@@ -240,65 +242,65 @@ class ParallelismConfig:
             product *= self._sizes[name]
         return product
 
-    def _enabled(self, name: str) -> bool:
+    def _is_enabled(self, name: str) -> bool:
         return self._sizes[name] > 1
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies of the model."""
-        return self._enabled("dp_replicate")
+        """Return whether the model is replicated."""
+        return self._is_enabled("dp_replicate")
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded."""
-        return self._enabled("dp_shard")
+        """Return whether parameters are sharded over data parallel ranks."""
+        return self._is_enabled("dp_shard")
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are shared."""
-        return self._enabled("tp")
+        """Return whether tensor parallelism is on."""
+        return self._is_enabled("tp")
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are shared around attention over all keys."""
-        return self._enabled("cp")
+        """Return whether context parallelism is on."""
+        return self._is_enabled("cp")
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are shared head by head."""
-        return self._enabled("sp")
+        """Return whether Ulysses sequence parallelism is on."""
+        return self._is_enabled("sp")
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether layers are stages."""
-        return self._enabled("pp")
+        """Return whether pipeline parallelism is on."""
+        return self._is_enabled("pp")
 
     # --- names of dimensions
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Those with more than one process, data first."""
+        """The dimensions with more than one process, data parallel first."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Those along which data differ."""
-        return [name for name in _DATA if self._enabled(name)]
+        """The active dimensions along which samples differ."""
+        return [name for name in _DATA if self._is_enabled(name)]
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Those along which data are the same."""
-        return [name for name in _OTHER if self._enabled(name)]
+        """The active dimensions along which samples are the same."""
+        return [name for name in _OTHER if self._is_enabled(name)]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Those over which parameters are sharded: processes of a sequence share them too."""
-        return [name for name in ("dp_shard", "cp") if self._enabled(name)]
+        """The active dimensions over which parameters are sharded: context parallel too."""
+        return [name for name in ("dp_shard", "cp") if self._is_enabled(name)]
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Those over which losses are averaged."""
-        return [name for name in (*_DATA, "cp") if self._enabled(name)]
+        """The active dimensions over which losses are averaged."""
+        return [name for name in (*_DATA, "cp") if self._is_enabled(name)]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -313,7 +315,7 @@ class ParallelismConfig:
         return tuple(name for name, _ in pairs), tuple(size for _, size in pairs)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Makes the mesh; None where every size is 1. All processes must call it.
+        """Build the mesh; None where every size is 1. All processes must call it.
 
         Besides its dimensions it knows the joined ones: ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
@@ -341,7 +343,7 @@ class ParallelismConfig:
         return mesh
 
     def plane(self, device_type: str) -> DeviceMesh:
-        """The processes as those see them that share parameters: data and sequences are one dimension.
+        """Return the mesh for sharding parameters: data and sequence dimensions are one.
 
         Its dimensions are ``dp_replicate``, where there are copies; ``dp_shard_cp``, or ``dp_shard`` where no
         sequences are shared, of one process perhaps; and ``tp`` and ``pp``, where they are. All processes
@@ -365,11 +367,11 @@ class ParallelismConfig:
 
     @property
     def _sharding(self) -> list[str]:
-        """The dimensions that are joined to ``dp_shard_cp``: those of shared sequences too."""
-        return [name for name in ("dp_shard", "cp", "sp") if self._enabled(name)]
+        """The dimensions that are flattened to ``dp_shard_cp``: context and sequence parallel too."""
+        return [name for name in ("dp_shard", "cp", "sp") if self._is_enabled(name)]
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, made if there is none yet.
+        """Return the mesh; build it if there is none yet.
 
         Raises:
             WorldError: there is none, and nothing says for which device.
@@ -384,14 +386,14 @@ class ParallelismConfig:
         return self.device_mesh
 
     def _is_over(self) -> bool:
-        """Whether the world is no more in which the mesh was made here."""
+        """Return whether the world is closed in which the mesh was built."""
         import torch.distributed as dist
 
         made_in = self._made_in
         return made_in is not None and made_in() is not dist.group.WORLD
 
     def _set_size(self, parallelism: str, size: int) -> None:
-        """Changes one size: ``"tp"``, ``"dp_shard"`` ...
+        """Change one size: ``"tp"``, ``"dp_shard"`` ...
 
         Raises:
             UnknownNameError: there is no such dimension.
@@ -401,7 +403,7 @@ class ParallelismConfig:
         setattr(self, f"{parallelism}_size", size)
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Refuses an ``Accelerator`` of another number of processes.
+        """Refuse an ``Accelerator`` of another world size.
 
         Raises:
             WorldError: it has another number.

@@ -1,8 +1,7 @@
-"""Several dimensions at once: processes that see different data, share parameters, layers, sequences, stages.
+"""The strategy of a device mesh: data, tensor, context, sequence and pipeline parallelism combined.
 
-The processes are one mesh of named dimensions. Each dimension that shares more than parameters is a file of
-the folder ``parallel``; it changes the models first. Then parameters are sharded over the processes that are
-left.
+The processes form a mesh of named dimensions. Each dimension other than data parallel is a ``Dimension`` in a
+folder beside this file; it changes the models first. Then FSDP2 shards parameters over the remaining ones.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accelerate.core.effects import Effect, Option, given
 from accelerate.core.errors import SettingError
-from accelerate.core.setting import load
-from accelerate.strategy.base import Bundle, Request, Share, Step
+from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
+from accelerate.core.setting import load_settings
+from accelerate.strategy.base import Bundle, PrepareStep, RankDataShard, StrategyRequest
 from accelerate.strategy.settings.parallelism import ParallelismSettings, ParallelismSwitch
-from accelerate.strategy.sharding.base import asked
-from accelerate.strategy.sharding.fsdp2 import Sharding
+from accelerate.strategy.sharding.base import fsdp_options
+from accelerate.strategy.sharding.fsdp2 import FSDP2Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -27,96 +26,98 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.parallelism.base import Dimension
     from accelerate.strategy.parallelism.config import ParallelismConfig
+    from accelerate.strategy.parallelism.dimension import Dimension
 
-# Dimension of the mesh -> the file and class that do it, in the order in which models are changed.
+# Mesh dimension -> (module, class), in the order in which models are changed.
 _DIMENSIONS = {
-    "pp": ("pipeline", "Pipeline"),
-    "tp": ("tensor", "Tensor"),
-    "cp": ("context", "Context"),
-    "sp": ("ulysses", "Ulysses"),
+    "pp": ("pipeline.pipeline_parallel", "PipelineParallel"),
+    "tp": ("tensor.tensor_parallel", "TensorParallel"),
+    "cp": ("context.context_parallel", "ContextParallel"),
+    "sp": ("context.ulysses", "UlyssesSequenceParallel"),
 }
 
 
-class Parallelism(Sharding):
-    """A mesh of processes."""
+class MeshParallelism(FSDP2Strategy):
+    """The strategy that composes the dimensions of a device mesh with FSDP2."""
 
     name: ClassVar[str] = "parallelism"
     priority: ClassVar[int] = 20
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)
         self.config: ParallelismConfig = request.parallelism
         self.config.fits(self.world.size)
         self._asked = any(plugin is self.plugin for plugin in request.plugins)
         if not self._asked:
-            # Libraries that save by themselves ask the plugin what to save: a model is whole in its own file.
+            # Libraries that save by themselves read this: a model is a full state dict in its own file.
             self.plugin.set_state_dict_type("FULL_STATE_DICT")
 
     @classmethod
-    def claims(cls, request: Request) -> bool:
-        """Sizes of dimensions, and several processes; sizes that need more than there are, to refuse them."""
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Claim requests with mesh sizes and several processes, and sizes that need more, to refuse them."""
         config = request.parallelism
         return config is not None and (request.world.size > 1 or config.total_size > 1)
 
     @classmethod
-    def idle(cls, request: Request) -> str:
-        """In a world of one."""
+    def unused_reason(cls, request: StrategyRequest) -> str:
+        """Return why a mesh is not used: the world size is 1."""
         if request.parallelism is None or cls.claims(request):
             return ""
         return "one process is no mesh, so it trains as a single process does"
 
     @classmethod
-    def asked(cls, request: Request) -> Iterator[Option]:
-        """The switch, and what says how its shards are made."""
-        yield from given(load(ParallelismSwitch))
+    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
+        """Yield the switch, and the options of sharding."""
+        yield from requested_options(load_settings(ParallelismSwitch))
         if cls.claims(request):
-            yield from asked(request)
+            yield from fsdp_options(request)
 
-    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
-        """How parameters are sharded, each size, and what dimensions say of their options."""
-        yield from super().effects(models)
-        named = {option.name: option for option in given(load(ParallelismSettings))}
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Yield the status of sharding options, of each size, and of the dimensions' own options."""
+        yield from super().option_statuses(models)
+        named = {option.name: option for option in requested_options(load_settings(ParallelismSettings))}
         for name, size in self.config._sizes.items():
             option = named.pop(f"parallelism_config_{name}_size", None)
             if size > 1:
-                option = option or Option(f"{name}_size", size, "the argument parallelism_config")
-                yield option.applied() if models else option.pending("no model is prepared")
+                option = option or RequestedOption(f"{name}_size", size, "the argument parallelism_config")
+                yield option.report_applied() if models else option.report_pending("no model is prepared")
             elif option is not None:
-                yield option.applied("there is no such dimension then")
-        yield from (option.applied() for option in named.values())
+                yield option.report_applied("there is no such dimension then")
+        yield from (option.report_applied() for option in named.values())
         for dimension in self.dimensions:
-            yield from dimension.effects()
+            yield from dimension.option_statuses()
 
     @property
     def saves_sharded(self) -> bool:
-        """Unless a plugin asks for whole states."""
+        """Return whether checkpoints are sharded: unless a plugin asks for full state dicts."""
         return super().saves_sharded or not self._asked
 
     @property
     def _kind(self) -> str:
-        # A rehearsal has no device.
+        # A dry run has no device.
         return "cpu" if self.world.device.type == "meta" else self.world.device.type
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:  # type: ignore[override]
-        """Made once, by all processes."""
+        """The device mesh, made once by all processes."""
         return self.config.get_device_mesh(self._kind)
 
     @cached_property
     def dimensions(self) -> list[Dimension]:
-        """Those that do more than share parameters."""
-        found: list[Dimension] = []
-        for name, (file, kind) in _DIMENSIONS.items():
+        """The active dimensions other than data parallel."""
+        dimensions: list[Dimension] = []
+        for name, (file, class_name) in _DIMENSIONS.items():
             if self.config._sizes[name] > 1:
-                made = getattr(import_module(f"accelerate.strategy.parallelism.{file}"), kind)
-                found.append(made(self.config, self.mesh, self.world))
-                found[-1].strategy = self
-        return found
+                dimension_class = getattr(
+                    import_module(f"accelerate.strategy.parallelism.{file}"), class_name
+                )
+                dimensions.append(dimension_class(self.config, self.mesh, self.world))
+                dimensions[-1].strategy = self
+        return dimensions
 
     def check(self) -> None:
-        """What each dimension refuses, and sharding around the model."""
+        """Refuse what a dimension or the sharding of parameters cannot do."""
         super().check()
         if self.plugin.fsdp_version != 2:
             raise SettingError(
@@ -128,7 +129,7 @@ class Parallelism(Sharding):
             dimension.check()
 
     def check_compiler(self) -> None:
-        """Stages are made by what stands around the layers, and no graph has that."""
+        """Refuse torch.compile with pipeline parallelism, whose stages are no single graph."""
         if self.config.pp_enabled:
             raise SettingError(
                 f"pp_size={self.config.pp_size} cuts models into stages, and torch.compile is asked for",
@@ -139,73 +140,73 @@ class Parallelism(Sharding):
     # --- who has which data
 
     @cached_property
-    def share(self) -> Share:  # type: ignore[override]
-        """By the place along the dimensions of the data."""
+    def data_shard(self) -> RankDataShard:  # type: ignore[override]
+        """The data shard of this process: its coordinates along the data parallel dimensions."""
         places = self.config.layout().coordinates(self.world.rank)
         index = places["dp_replicate"] * self.config._sizes["dp_shard"] + places["dp_shard"]
         others = sum(places[name] for name in _DIMENSIONS)
-        return Share(self.config.data_parallel_size, index, others == 0)
+        return RankDataShard(self.config.data_parallel_size, index, others == 0)
 
-    def share_of(self, loader: Any) -> Share:
-        """Also along dimensions that read other data of this loader."""
-        count, index, speaks = self.share.count, self.share.index, True
+    def data_shard_for(self, loader: Any) -> RankDataShard:
+        """Return the data shard for a loader, also along dimensions that read different samples of it."""
+        count, index, counts_samples = self.data_shard.count, self.data_shard.index, True
         places = self.config.layout().coordinates(self.world.rank)
         for dimension in self.dimensions:
-            if dimension.apart(loader):
+            if dimension.reads_own_data(loader):
                 count *= self.config._sizes[dimension.name]
                 index = index * self.config._sizes[dimension.name] + places[dimension.name]
             else:
-                speaks = speaks and places[dimension.name] == 0
-        return Share(count, index, speaks)
+                counts_samples = counts_samples and places[dimension.name] == 0
+        return RankDataShard(count, index, counts_samples)
 
-    def part_of(self, loader: Any) -> Callable[[Any], Any] | None:
-        """As the dimensions say."""
-        found = [dimension.own_part for dimension in self.dimensions if dimension.cuts(loader)]
+    def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any] | None:
+        """Return the function that slices the batches of ``loader``; None where they stay full."""
+        slicers = [dimension.slice_batch for dimension in self.dimensions if dimension.shards_loader(loader)]
 
-        def part(batch: Any) -> Any:
-            for own in found:
-                batch = own(batch)
+        def slice_all(batch: Any) -> Any:
+            for slicer in slicers:
+                batch = slicer(batch)
             return batch
 
-        return part if found else None
+        return slice_all if slicers else None
 
-    def joined(self, values: Any) -> Any:
-        """Along all dimensions."""
+    def merge_model_parallel(self, values: Any) -> Any:
+        """Merge the outputs of the processes along all dimensions."""
         for dimension in self.dimensions:
-            values = dimension.joined(values)
+            values = dimension.merge_outputs(values)
         return values
 
     @property
-    def peers(self) -> int:
-        """Along the dimensions of layers and stages."""
+    def model_parallel_size(self) -> int:
+        """The tensor parallel size times the pipeline parallel size."""
         return self.config._sizes["tp"] * self.config._sizes["pp"]
 
-    def own_part(self, batch: Any) -> Any:
-        """Its part of each sequence."""
+    def slice_batch(self, batch: Any) -> Any:
+        """Return this process's shard of each sequence of a batch."""
         for dimension in self.dimensions:
-            batch = dimension.own_part(batch)
+            batch = dimension.slice_batch(batch)
         return batch
 
-    def sequences(
+    def shard_sequences(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Around forward and backward of whole sequences."""
+        """Return a context around forward and backward, in which full sequences are sharded."""
         stack = ExitStack()
         for dimension in self.dimensions:
-            stack.enter_context(dimension.sequences(buffers, dims, kept))
+            stack.enter_context(dimension.shard_sequences(buffers, dims, kept))
         return stack
 
-    def adapted(self, loader: Any, model: nn.Module) -> Any:
-        """A loader of whole sequences as one of parts."""
+    def adapt_loader(self, loader: Any, model: nn.Module) -> Any:
+        """Wrap a loader of full sequences as a loader of sequence shards."""
         for dimension in self.dimensions:
-            loader = dimension.adapted(loader, model)
+            loader = dimension.adapt_loader(loader, model)
         return loader
 
     # --- over which processes parameters are sharded
 
     @property
-    def _grid(self) -> tuple[int, int]:
-        """(copies of the model, processes that share each copy's parameters)."""
+    def _mesh_shape(self) -> tuple[int, int]:
+        """(replicas of the model, processes that shard each replica)."""
         return self.config._sizes["dp_replicate"], self.config.shards
 
     @cached_property
@@ -213,24 +214,24 @@ class Parallelism(Sharding):
         return self.config.plane(self._kind)
 
     @property
-    def _alike(self) -> list[DeviceMesh]:
-        """Processes that share layers have the same of what is not in the plan."""
+    def _replicated_meshes(self) -> list[DeviceMesh]:
+        """The meshes over which parameters outside the tensor parallel plan are replicated."""
         return [self._plane["tp"]] if self.config.tp_enabled else []
 
     @property
-    def _stages(self) -> list[ProcessGroup]:
-        """Stages have other layers."""
+    def _pipeline_groups(self) -> list[ProcessGroup]:
+        """The process groups of the pipeline, whose stages hold different layers."""
         return [self._plane["pp"].get_group()] if self.config.pp_enabled else []
 
-    def _counted(self) -> list[torch.Tensor]:
-        """What several stages hold counts on the first of them."""
-        return [parameter for dimension in self.dimensions for parameter in dimension.counted()]
+    def _params_counted_elsewhere(self) -> list[torch.Tensor]:
+        """Return the parameters that an earlier stage holds too, and counts in a norm."""
+        return [parameter for dimension in self.dimensions for parameter in dimension.duplicate_params()]
 
     @cached_property
     def _shard_mesh(self) -> DeviceMesh:
-        """Copies of shards in two dimensions; processes that share a sequence share parameters too.
+        """The mesh over which FSDP2 shards; two dimensions with HSDP, and context parallel ranks shard too.
 
-        One process may be all that shares a copy: it is reduced over the copies, or stays alone.
+        A shard dimension of size 1 is possible: gradients are then only reduced over the replicas.
         """
         known, names = self._plane.mesh_dim_names or (), ("dp_replicate", "dp_shard_cp", "dp_shard")
         return self._plane[tuple(name for name in names if name in known)]
@@ -242,74 +243,76 @@ class Parallelism(Sharding):
         reached: set[torch.Tensor],
         loss: torch.Tensor,
     ) -> None:
-        """One process of a dimension may have nothing, and others something that goes through it."""
+        """Run a backward with zero gradients: collectives of a dimension need all its processes."""
         if not any(dimension.backward_zero(loss) for dimension in self.dimensions):
             super().backward_zero(models, parameters, reached, loss)
 
     # --- states
 
     @property
-    def _leads(self) -> bool:
-        """The first process of each stage: the stages are put together then."""
+    def _is_leader(self) -> bool:
+        """Return whether this process is the first of its pipeline stage, which gathers states."""
         places = self.config.layout().coordinates(self.world.rank)
         return not any(place for name, place in places.items() if name != "pp")
 
-    def elsewhere(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-        """Stages have other layers."""
-        found = [dimension.elsewhere(model) for dimension in self.dimensions]
-        return frozenset().union(*(a for a, _ in found)), frozenset().union(*(b for _, b in found))
+    def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """The process groups of the pipeline, whose stages hold different layers."""
+        names = [dimension.partial_state_names(model) for dimension in self.dimensions]
+        return frozenset().union(*(a for a, _ in names)), frozenset().union(*(b for _, b in names))
 
-    def made_for(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
-        """With the parameters of all stages."""
-        return next((g for d in self.dimensions if (g := d.made_for(optimizer)) is not None), None)
+    def original_group_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Return the group names of an optimizer with the parameters of all stages."""
+        return next(
+            (g for d in self.dimensions if (g := d.original_group_names(optimizer)) is not None), None
+        )
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
-        found = super().state(model)
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Gather the full model state on the host of rank 0; other ranks get nothing. A collective."""
+        state = super().model_state(model)
         for dimension in self.dimensions:
-            found = dimension.whole(model, found) if self._leads else found
-        return found
+            state = dimension.gather_state(model, state) if self._is_leader else state
+        return state
 
-    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """A full state on every process; each takes its part."""
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a full state, which every process has; each takes its shard."""
         for dimension in self.dimensions:
-            state = dimension.own(model, state, strict=strict)
-        return super().load(model, state, strict=strict)
+            state = dimension.select_state(model, state, strict=strict)
+        return super().load_model(model, state, strict=strict)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
     ) -> dict[str, Any]:
-        """Gathered, on the host of rank 0."""
-        found = super().optimizer_state(optimizer, models)
+        """Gather the full optimizer state on the host of rank 0."""
+        state = super().optimizer_state(optimizer, models)
         for dimension in self.dimensions:
-            found = dimension.whole_optimizer(optimizer, found) if self._leads else found
-        return found
+            state = dimension.gather_optimizer_state(optimizer, state) if self._is_leader else state
+        return state
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """A full state on every process; each takes its part."""
+        """Load a full state, which every process has; each takes its shard."""
         for dimension in self.dimensions:
-            state = dimension.own_optimizer(optimizer, state)
+            state = dimension.select_optimizer_state(optimizer, state)
         super().load_optimizer(optimizer, models, state)
 
     # --- prepare
 
     @property
-    def _held(self) -> str:
-        """Where nobody shares a copy there are only its gradients to reduce."""
-        copies, shards = self._grid
+    def _shard_description(self) -> str:
+        """The description of how parameters and gradients are distributed, for a plan."""
+        copies, shards = self._mesh_shape
         if shards > 1:
-            return super()._held
+            return super()._shard_description
         return (
             f"gradients are reduced over {copies} copies" if copies > 1 else "one process updates each part"
         )
 
-    def steps(self, bundle: Bundle) -> Iterator[Step]:
-        """Each dimension's, then sharding over the rest."""
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Yield the steps of each dimension, then those of sharding."""
         for dimension in self.dimensions:
-            yield from dimension.steps(bundle)
-        yield from super().steps(bundle)
+            yield from dimension.prepare_steps(bundle)
+        yield from super().prepare_steps(bundle)
 
 
-PLUGIN = Parallelism
+PLUGIN = MeshParallelism

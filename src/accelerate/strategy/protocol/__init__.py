@@ -1,1 +1,1 @@
-"""What a strategy is asked, subject by subject; ``strategy/base.py`` puts it together."""
+"""The strategy protocol by subject; ``strategy/base.py`` combines the mixins."""

@@ -1,4 +1,4 @@
-"""What a strategy is given: the job it is chosen by, the objects of a prepare, what is planned for them."""
+"""The inputs of a strategy: the request it is chosen by, the objects of one ``prepare``, and its steps."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from accelerate.core.handler import KwargsHandler
+from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.world.world import World
 
 H = TypeVar("H", bound=KwargsHandler)
-Kind = Literal["model", "optimizer", "scheduler", "loader", "other"]
+ObjectKind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 
 
 @dataclass
 class Bundle:
-    """The objects of one ``prepare``, in the order they were given.
+    """The objects of one ``prepare``, in the order of the call.
 
     Attributes:
-        objects: what was given; steps replace items in place.
+        objects: the objects; steps replace items in place.
         kinds: the kind of each.
         training: False when the models are only evaluated.
         place: per object, whether it is moved to the device.
     """
 
     objects: list[Any]
-    kinds: list[Kind]
+    kinds: list[ObjectKind]
     training: bool = True
-    place: list[bool] = field(default_factory=list)
+    place_on_device: list[bool] = field(default_factory=list)
 
-    def positions(self, kind: Kind) -> list[int]:
-        """Indices of the objects of one kind."""
+    def positions(self, kind: ObjectKind) -> list[int]:
+        """Return the indices of the objects of one kind."""
         return [index for index, item in enumerate(self.kinds) if item == kind]
 
-    def of(self, kind: Kind) -> list[Any]:
-        """The objects of one kind, in order."""
+    def objects_of(self, kind: ObjectKind) -> list[Any]:
+        """Return the objects of one kind, in order."""
         return [self.objects[index] for index in self.positions(kind)]
 
-    def replace(self, kind: Kind, function: Callable[[Any], Any]) -> None:
-        """Replaces every object of one kind by ``function(object)``; one given twice is replaced once."""
+    def replace(self, kind: ObjectKind, function: Callable[[Any], Any]) -> None:
+        """Replace every object of one kind by ``function(object)``; a repeated object once."""
         made: dict[int, tuple[Any, Any]] = {}
         for index in self.positions(kind):
             item = self.objects[index]
@@ -48,13 +48,13 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One thing that ``prepare`` will do; printed by a dry run, then applied.
+class PrepareStep:
+    """One step of ``prepare``: a dry run prints it, ``prepare`` applies it.
 
     Attributes:
-        name: what, in a word or two.
+        name: the action, in a word or two.
         reason: why, as one clause.
-        apply: does it to the bundle.
+        apply: changes the bundle.
         bytes_before, bytes_after: memory of the bundle on this process's device, 0 when it does not change.
     """
 
@@ -66,8 +66,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a strategy is chosen by.
+class StrategyRequest:
+    """The request by which a strategy is chosen.
 
     Attributes:
         world: the open world.
@@ -84,5 +84,5 @@ class Request:
     parallelism: Any = None
 
     def handler(self, kind: type[H]) -> H:
-        """The handler of that class, or one with its defaults."""
+        """Return the handler of that class, or one with its defaults."""
         return self.handlers.get(kind) or kind()

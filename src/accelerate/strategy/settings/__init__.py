@@ -1,15 +1,15 @@
-"""The settings of strategies, which a launch hands on to the script. No torch here: the launcher reads them.
+"""The settings of strategies, which a launch passes on to the script. No torch here: the launcher reads them.
 
 A file of this folder belongs to the strategy of the same name. Its ``PLUGIN`` is a tuple of two classes of
 settings: the switch by which one asks for the strategy, and its options.
 
 The switch says in ``__distributed_type__`` which type of the group asks for it in files, and the options say
 in ``__switch__`` which setting that is: a launch refuses options of a strategy that nobody asked for. Options
-may have two functions of what was given, ``origins(name)``: ``check`` refuses what contradicts itself, and
-``told`` makes variables that follow from several settings. ``launch/sections.py`` says what a class may tell
-about its section.
+may have two functions of the given settings, ``origins(name)``: ``check`` refuses contradictions, and
+``launch_variables`` returns variables that follow from several settings. ``launch/config_sections.py`` says
+what a class may declare about its section.
 
-Only what somebody gave is handed on. The launcher of Accelerate 1.x also hands on its own defaults; of those
+Only given values are passed on. The launcher of Accelerate 1.x also passes on its own defaults; of those
 libraries read one (``FSDP_CPU_RAM_EFFICIENT_LOADING``, by transformers, which takes a missing one for false:
 each rank then reads the weights, and all numbers are the same).
 """

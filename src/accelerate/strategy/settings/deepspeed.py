@@ -1,7 +1,7 @@
-"""What one says about training by the DeepSpeed engine: the launcher's flags, their variables and file keys.
+"""The settings of DeepSpeed: the launcher's flags, their environment variables and file keys.
 
-A script finds what was given in these variables, also one that calls the engine itself. What nobody gave is
-not handed on: a default of the launcher would look like somebody's wish.
+A script reads the given values in these variables, also one that calls DeepSpeed itself. Defaults are not
+passed on: they would look like the user's choice.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen import frozen
-from accelerate.core.setting import Origin, declared, setting
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import Origin, declared_settings, setting
 
 Origins = Callable[[str], tuple[Origin, ...]]
-_SEVERAL = {"num_machines": range(2, 10_000)}
+_SEVERAL_MACHINES = {"num_machines": range(2, 10_000)}
 DEVICES = ("none", "cpu", "nvme")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm")
-# setting -> where the engine's own file says the same, and what leaving it out there means.
+# setting -> (its path in DeepSpeed's own file, the meaning of a missing key there)
 COUNTERPARTS: dict[str, tuple[tuple[str, ...], object]] = {
     "zero_stage": (("zero_optimization", "stage"), 0),
     "offload_optimizer_device": (("zero_optimization", "offload_optimizer", "device"), "none"),
@@ -36,19 +36,19 @@ COUNTERPARTS: dict[str, tuple[tuple[str, ...], object]] = {
 }
 
 
-@frozen
+@frozen_dataclass
 class DeepSpeedSwitch:
-    """Whether this engine trains. In files the type of the group says so: ``distributed_type: DEEPSPEED``."""
+    """The switch for DeepSpeed; in files it is ``distributed_type: DEEPSPEED``."""
 
     __topic__ = "DeepSpeed"
     __distributed_type__ = "DEEPSPEED"
 
-    use_deepspeed: bool = setting(False, in_file=False, help="train by the DeepSpeed engine")
+    use_deepspeed: bool = setting(False, in_file=False, help="train by DeepSpeed")
 
 
-@frozen
+@frozen_dataclass
 class DeepSpeedSettings:
-    """Options of the engine, and of its own launcher for several machines."""
+    """The options of DeepSpeed, and of its own launcher for several machines."""
 
     __topic__ = "DeepSpeed"
     __section__ = "deepspeed_config"
@@ -58,7 +58,7 @@ class DeepSpeedSettings:
     deepspeed_config_file: str | None = setting(
         None,
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        help="the engine's own JSON file; flags that contradict it are an error",
+        help="DeepSpeed's own JSON file; flags that contradict it are an error",
         question="Its own JSON file? (empty: none)",
     )
     zero_stage: int | None = setting(
@@ -73,7 +73,7 @@ class DeepSpeedSettings:
         None,
         variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
         choices=DEVICES,
-        help="where optimizer state is kept",
+        help="where optimizer state is offloaded to",
         question="Where is optimizer state kept?",
         when={"deepspeed_config_file": (None,)},
     )
@@ -81,21 +81,21 @@ class DeepSpeedSettings:
         None,
         variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
         choices=DEVICES,
-        help="where parameters are kept (stage 3)",
+        help="where parameters are offloaded to (stage 3)",
         question="Where are parameters kept?",
         when={"zero_stage": (3,)},
     )
     offload_optimizer_nvme_path: str | None = setting(
         None,
         variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        help="the folder of optimizer state that is kept on nvme",
+        help="the folder of optimizer state that is offloaded to NVMe",
         question="In which folder?",
         when={"offload_optimizer_device": ("nvme",)},
     )
     offload_param_nvme_path: str | None = setting(
         None,
         variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        help="the folder of parameters that are kept on nvme",
+        help="the folder of parameters that are offloaded to NVMe",
         question="In which folder?",
         when={"offload_param_device": ("nvme",)},
     )
@@ -132,56 +132,56 @@ class DeepSpeedSettings:
         None,
         variable=None,
         choices=LAUNCHERS,
-        help="what starts the other machines: the engine's own launcher by pdsh (the default), MPI, "
+        help="what starts the other machines: DeepSpeed's own launcher by pdsh (the default), MPI, "
         "a scheduler or without ssh; standard: this launcher, once on each",
         question="What starts the machines?",
-        when=_SEVERAL,
+        when=_SEVERAL_MACHINES,
     )
     deepspeed_hostfile: str | None = setting(
         None,
         variable=None,
         help="a file with a line per machine, like 'worker-1 slots=8'",
         question="Which machines? A hostfile",
-        when=_SEVERAL,
+        when=_SEVERAL_MACHINES,
     )
     deepspeed_inclusion_filter: str | None = setting(
         None,
         variable=None,
         help="machines and devices of the hostfile to use, like worker-1@worker-2:0,2",
         question="Which of them to use?",
-        when=_SEVERAL,
+        when=_SEVERAL_MACHINES,
     )
     deepspeed_exclusion_filter: str | None = setting(
         None,
         variable=None,
         help="machines and devices of the hostfile to leave out, like worker-2:0",
         question="Which of them to leave out?",
-        when=_SEVERAL,
+        when=_SEVERAL_MACHINES,
     )
 
     @staticmethod
     def check(origins: Origins) -> None:
-        """Refuses a file of the engine that is not there or contradicts what else was given.
+        """Refuse a DeepSpeed file that is missing or contradicts other settings.
 
         Raises:
-            SettingError: it is so; the error names both places.
+            SettingError: the file is missing, or contradicts a setting; names both places.
         """
-        place = origins("deepspeed_config_file")[0]
-        if _nothing(place.value):
+        file_origin = origins("deepspeed_config_file")[0]
+        if _is_empty(file_origin.value):
             _check_paths(origins)
             return
-        content = _content(place)
+        content = _read_json(file_origin)
         for name in COUNTERPARTS:
-            _check_same(origins(name)[0], place, content, name)
-        _check_precision(origins("mixed_precision")[0], place, content)
+            _check_counterpart(origins(name)[0], file_origin, content, name)
+        _check_precision(origins("mixed_precision")[0], file_origin, content)
 
     @staticmethod
-    def told(origins: Origins) -> Mapping[str, str]:
-        """More variables: which fields a configuration file gave, and where modules are found.
+    def launch_variables(origins: Origins) -> Mapping[str, str]:
+        """Return more variables: the fields that a configuration file gave, and ``PYTHONPATH``.
 
-        The engine starts processes in ways that do not put the working folder on Python's path.
+        DeepSpeed starts processes in ways that do not put the working folder on Python's path.
         """
-        names = [row.name for row in declared(DeepSpeedSettings)]
+        names = [row.name for row in declared_settings(DeepSpeedSettings)]
         names += ["gradient_accumulation_steps", "mixed_precision"]
         fields = (name for name in names if any(origin.source == "file" for origin in origins(name)))
         paths = [*filter(None, (environ.get("PYTHONPATH") or "").split(os.pathsep))]
@@ -192,44 +192,46 @@ class DeepSpeedSettings:
         }
 
 
-def _nothing(value: object) -> bool:
+def _is_empty(value: object) -> bool:
     return value is None or str(value).lower() == "none"
 
 
-def _content(place: Origin) -> Mapping[str, Any]:
-    """The engine's file, or what stands in its place: the same JSON in base 64, as libraries take it."""
+def _read_json(file_origin: Origin) -> Mapping[str, Any]:
+    """Return the content of DeepSpeed's file, or of the same JSON in base 64."""
     import json
 
-    text = str(place.value)
+    text = str(file_origin.value)
     try:
-        content = json.loads(_text(text))
+        content = json.loads(_read_text(text))
     except FileNotFoundError as error:
-        raise SettingError(f"{place.where} is {text!r}, but there is no such file") from error
+        raise SettingError(f"{file_origin.where} is {text!r}, but there is no such file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"{place.where} is {text!r}, which cannot be read", why=str(error)) from error
+        raise SettingError(
+            f"{file_origin.where} is {text!r}, which cannot be read", why=str(error)
+        ) from error
     except json.JSONDecodeError as error:
         raise SettingError(
-            f"{place.where} is {text!r}, which is not valid JSON: line {error.lineno}", why=error.msg
+            f"{file_origin.where} is {text!r}, which is not valid JSON: line {error.lineno}", why=error.msg
         ) from error
     if not isinstance(content, dict):
-        raise SettingError(f"{place.where} is {text!r}, which is not a table of keys")
+        raise SettingError(f"{file_origin.where} is {text!r}, which is not a table of keys")
     return content
 
 
-def _text(place: str) -> str:
+def _read_text(file_origin: str) -> str:
     # JSON in base 64 begins with an encoded brace.
-    if place.startswith(("ey", "ew")) and not os.path.exists(place):
+    if file_origin.startswith(("ey", "ew")) and not os.path.exists(file_origin):
         import base64
 
         try:
-            return base64.b64decode(place, altchars=b"-_", validate=True).decode("utf-8")
+            return base64.b64decode(file_origin, altchars=b"-_", validate=True).decode("utf-8")
         except ValueError as error:
-            raise FileNotFoundError(place) from error
-    return Path(place).expanduser().read_text(encoding="utf-8")
+            raise FileNotFoundError(file_origin) from error
+    return Path(file_origin).expanduser().read_text(encoding="utf-8")
 
 
-def _found(content: Mapping[str, Any], keys: tuple[str, ...], absent: object) -> object:
-    """The value under nested keys."""
+def _nested_value(content: Mapping[str, Any], keys: tuple[str, ...], absent: object) -> object:
+    """Return the value under nested keys."""
     value: Any = content
     for key in keys:
         if not isinstance(value, dict) or key not in value:
@@ -238,22 +240,22 @@ def _found(content: Mapping[str, Any], keys: tuple[str, ...], absent: object) ->
     return value
 
 
-def _check_same(given: Origin, place: Origin, content: Mapping[str, Any], name: str) -> None:
+def _check_counterpart(given: Origin, file_origin: Origin, content: Mapping[str, Any], name: str) -> None:
     keys, absent = COUNTERPARTS[name]
-    there = _found(content, keys, absent)
+    in_file = _nested_value(content, keys, absent)
     # "auto" leaves it to us, and so does what is not there.
-    silent = given.source == "default" or "auto" in (given.value, there) or there is None
-    if not silent and not same(given.value, there):
+    silent = given.source == "default" or "auto" in (given.value, in_file) or in_file is None
+    if not silent and not is_same(given.value, in_file):
         raise SettingError(
-            f"{given.where} is {given.value}, but {place.where} ({place.value}) says "
-            f"{'.'.join(keys)}: {_as_json(there)}",
+            f"{given.where} is {given.value}, but {file_origin.where} ({file_origin.value}) says "
+            f"{'.'.join(keys)}: {_as_json(in_file)}",
             why="each of the two would train in another way",
-            fix=f'keep one of them, or write "auto" for {".".join(keys)} in {place.value}',
+            fix=f'keep one of them, or write "auto" for {".".join(keys)} in {file_origin.value}',
         )
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two places say the same: numbers by value, also where a file has them as text."""
+def is_same(one: object, other: object) -> bool:
+    """Return whether two values are the same: numbers by value, also where a file has them as text."""
     if isinstance(one, bool) or isinstance(other, bool):
         return str(one).lower() == str(other).lower()
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -270,24 +272,24 @@ def _as_json(value: object) -> str:
     return json.dumps(value)
 
 
-def _check_precision(given: Origin, place: Origin, content: Mapping[str, Any]) -> None:
-    """16-bit formats of the file: the one that is enabled is the precision, and a plain one is none."""
+def _check_precision(given: Origin, file_origin: Origin, content: Mapping[str, Any]) -> None:
+    """Refuse a file that enables another 16-bit format than the mixed precision, or none."""
     if given.source == "default" or given.value is None:
         return
     for kind in ("fp16", "bf16"):
-        enabled = _found(content, (kind, "enabled"), "auto")
+        enabled = _nested_value(content, (kind, "enabled"), "auto")
         if isinstance(enabled, bool) and enabled != (given.value == kind):
             raise SettingError(
-                f"{given.where} is {given.value}, but {place.where} ({place.value}) says "
+                f"{given.where} is {given.value}, but {file_origin.where} ({file_origin.value}) says "
                 f"{kind}.enabled: {_as_json(enabled)}",
                 why="each of the two would train in another way",
-                fix=f'keep one of them, or write "auto" for {kind}.enabled in {place.value}',
+                fix=f'keep one of them, or write "auto" for {kind}.enabled in {file_origin.value}',
             )
 
 
 def _check_paths(origins: Origins) -> None:
-    for device, path in _offloads(origins):
-        if device.value == "nvme" and _nothing(path.value):
+    for device, path in _offload_origins(origins):
+        if device.value == "nvme" and _is_empty(path.value):
             name = device.where.replace("_device", "_nvme_path")
             raise SettingError(
                 f"{device.where} is nvme, but nothing says in which folder",
@@ -295,7 +297,7 @@ def _check_paths(origins: Origins) -> None:
             )
 
 
-def _offloads(origins: Origins) -> Iterator[tuple[Origin, Origin]]:
+def _offload_origins(origins: Origins) -> Iterator[tuple[Origin, Origin]]:
     for what in ("optimizer", "param"):
         yield origins(f"offload_{what}_device")[0], origins(f"offload_{what}_nvme_path")[0]
 

@@ -1,13 +1,13 @@
-"""What one says about training by Megatron-LM: the launcher's flags, their variables and file keys.
+"""The settings of Megatron-LM: the launcher's flags, their environment variables and file keys.
 
-Each reader has its own default for what nobody gave, which is why the launcher hands on no default.
+Each reader has its own default, which is why the launcher passes on no default.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 
 
@@ -15,9 +15,9 @@ def _option(name: str, help: str, **more: Any) -> Any:
     return setting(None, switch=False, variable=f"MEGATRON_LM_{name}", help=help, **more)
 
 
-@frozen
+@frozen_dataclass
 class MegatronSwitch:
-    """Whether this engine trains. In files ``distributed_type: MEGATRON_LM`` says so."""
+    """The switch for Megatron-LM; in files it is ``distributed_type: MEGATRON_LM``."""
 
     __topic__ = "Megatron-LM"
     __distributed_type__ = "MEGATRON_LM"
@@ -25,9 +25,9 @@ class MegatronSwitch:
     use_megatron_lm: bool = setting(False, in_file=False, help="train by Megatron-LM")
 
 
-@frozen
+@frozen_dataclass
 class MegatronSettings:
-    """Options of the engine."""
+    """The options of Megatron-LM."""
 
     __topic__ = "Megatron-LM"
     __section__ = "megatron_lm_config"
@@ -36,40 +36,39 @@ class MegatronSettings:
 
     megatron_lm_tp_degree: int | None = _option(
         "TP_DEGREE",
-        "processes that share each layer",
-        question="How many processes share each layer?",
+        "tensor parallel size",
+        question="Tensor parallel size?",
     )
     megatron_lm_pp_degree: int | None = _option(
         "PP_DEGREE",
-        "stages of layers, one after another",
-        question="How many stages?",
+        "pipeline parallel size",
+        question="Pipeline parallel size?",
     )
     megatron_lm_num_micro_batches: int | None = _option(
         "NUM_MICRO_BATCHES",
-        "micro-batches that are in the stages at a time",
+        "micro-batches of a step in the pipeline",
         question="How many micro-batches?",
     )
     megatron_lm_sequence_parallelism: bool | None = _option(
         "SEQUENCE_PARALLELISM",
-        "split activations between layers along the sequence",
-        question="Split activations along the sequence?",
+        "sequence parallelism: shard activations between layers along the sequence",
+        question="Use sequence parallelism?",
     )
-    megatron_lm_context_parallel_size: int | None = _option(
-        "CONTEXT_PARALLEL_SIZE", "processes that share each sequence"
-    )
+    megatron_lm_context_parallel_size: int | None = _option("CONTEXT_PARALLEL_SIZE", "context parallel size")
     megatron_lm_expert_model_parallel_size: int | None = _option(
-        "EXPERT_MODEL_PARALLEL_SIZE", "processes that share the experts"
+        "EXPERT_MODEL_PARALLEL_SIZE", "expert parallel size"
     )
     megatron_lm_expert_tensor_parallel_size: int | None = _option(
-        "EXPERT_TENSOR_PARALLEL_SIZE", "processes that share each layer of an expert"
+        "EXPERT_TENSOR_PARALLEL_SIZE", "tensor parallel size of the experts"
     )
     megatron_lm_decoder_last_pipeline_num_layers: int | None = _option(
-        "DECODER_LAST_PIPELINE_NUM_LAYERS", "layers of the last stage; by default as many as of the others"
+        "DECODER_LAST_PIPELINE_NUM_LAYERS",
+        "layers of the last pipeline stage; by default as many as of the others",
     )
-    megatron_lm_use_custom_fsdp: bool | None = _option("USE_CUSTOM_FSDP", "the engine's own sharding")
+    megatron_lm_use_custom_fsdp: bool | None = _option("USE_CUSTOM_FSDP", "Megatron-LM's own sharding")
     megatron_lm_use_distributed_optimizer: bool | None = _option(
         "USE_DISTRIBUTED_OPTIMIZER",
-        "shard optimizer state over the copies of the model",
+        "shard optimizer state over the data parallel ranks",
         question="Shard optimizer state?",
     )
     megatron_lm_optimizer_cpu_offload: bool | None = _option(
@@ -110,7 +109,7 @@ class MegatronSettings:
     megatron_lm_recompute_num_layers: int | None = _option(
         "RECOMPUTE_NUM_LAYERS", "layers of a part that is computed again"
     )
-    # Today's engine has backends by name; the public package asks yes or no.
+    # Today's Megatron-LM has backends by name; the public package asks yes or no.
     megatron_lm_attention_backend: bool | str | None = _option(
         "ATTENTION_BACKEND", "how attention is computed"
     )

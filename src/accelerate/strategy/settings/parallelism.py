@@ -1,13 +1,13 @@
-"""What one says about degrees of parallelism: the launcher's flags, their variables and file keys.
+"""The settings of the parallelism config: the launcher's flags, their environment variables and file keys.
 
-A section of a file that says anything asks for it. Sizes that nobody gave are 1, by their readers.
+A section of a file with any key asks for it. Sizes default to 1 in their readers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from accelerate.core.frozen import frozen
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 
 
@@ -15,20 +15,20 @@ def _option(name: str, help: str, **more: Any) -> Any:
     return setting(None, switch=False, variable=f"PARALLELISM_CONFIG_{name}", help=help, **more)
 
 
-@frozen
+@frozen_dataclass
 class ParallelismSwitch:
-    """Whether processes are a grid of several dimensions."""
+    """The switch for a device mesh of several dimensions."""
 
     __topic__ = "Degrees of parallelism"
 
     use_parallelism_config: bool = setting(
-        False, help="processes are a grid: data, tensor, context and sequence parallel"
+        False, help="use a device mesh: data, tensor, context and sequence parallel"
     )
 
 
-@frozen
+@frozen_dataclass
 class ParallelismSettings:
-    """The sizes of the grid, and how each dimension works."""
+    """The sizes of the mesh dimensions, and the options of each dimension."""
 
     __topic__ = "Degrees of parallelism"
     __section__ = "parallelism_config"
@@ -38,35 +38,37 @@ class ParallelismSettings:
 
     parallelism_config_dp_replicate_size: int | None = _option(
         "DP_REPLICATE_SIZE",
-        "copies of the model that see different data",
-        question="How many copies of the model?",
+        "replicas of the model, on different data",
+        question="How many replicas of the model?",
     )
     parallelism_config_dp_shard_size: int | None = _option(
         "DP_SHARD_SIZE",
-        "processes that share each copy and see different data",
-        question="How many processes share each copy?",
+        "processes that shard each replica, on different data",
+        question="How many processes shard each replica?",
     )
     parallelism_config_tp_size: int | None = _option(
         "TP_SIZE",
-        "processes that share each layer",
-        question="How many processes share each layer?",
+        "tensor parallel size",
+        question="Tensor parallel size?",
     )
     parallelism_config_pp_size: int | None = _option(
-        "PP_SIZE", "stages of layers, one after another", question="How many stages of layers?"
+        "PP_SIZE", "pipeline parallel size", question="Pipeline parallel size?"
     )
     parallelism_config_cp_size: int | None = _option(
         "CP_SIZE",
-        "processes that share each sequence, around a ring",
-        question="How many processes share each sequence?",
+        "context parallel size",
+        question="Context parallel size?",
     )
-    parallelism_config_cp_backend: str | None = _option("CP_BACKEND", "what does it", choices=("torch",))
+    parallelism_config_cp_backend: str | None = _option(
+        "CP_BACKEND", "the back end of context parallelism", choices=("torch",)
+    )
     parallelism_config_cp_comm_strategy: str | None = _option(
-        "CP_COMM_STRATEGY", "how keys and values go around", choices=("allgather", "alltoall")
+        "CP_COMM_STRATEGY", "how keys and values are exchanged", choices=("allgather", "alltoall")
     )
-    parallelism_config_sp_size: int | None = _option(
-        "SP_SIZE", "processes that share each sequence, head by head"
+    parallelism_config_sp_size: int | None = _option("SP_SIZE", "sequence parallel size (Ulysses)")
+    parallelism_config_sp_backend: str | None = _option(
+        "SP_BACKEND", "the back end of sequence parallelism", choices=("deepspeed",)
     )
-    parallelism_config_sp_backend: str | None = _option("SP_BACKEND", "what does it", choices=("deepspeed",))
     parallelism_config_sp_seq_length: int | None = _option(
         "SP_SEQ_LENGTH", "tokens of every sequence, where they are equally long"
     )

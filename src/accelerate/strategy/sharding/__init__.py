@@ -1,1 +1,1 @@
-"""Sharding by torch's ``fully_shard``: the work behind ``strategy/fsdp.py``."""
+"""FSDP by torch: the options for both versions, and FSDP2 (``fully_shard``) for ``strategy/fsdp.py``."""

@@ -1,9 +1,9 @@
-"""What strategies share that cut parameters, gradients and optimizer state over processes.
+"""The FSDP2 methods of strategies: parameters, gradients and optimizer state are sharded in place.
 
-Before a block computes, its parameters are gathered, and they are freed afterwards; its gradients are
-reduced, and every process keeps its part. torch's ``fully_shard`` does it, in place: the model stays the
-user's object, with its names, and its parameters are distributed tensors. The work stands in the
-other files of this folder, which are loaded only when such a strategy is chosen: they cost a second of torch.
+Before an FSDP unit computes, its parameters are all-gathered, and they are freed afterwards; its gradients
+are reduce-scattered. torch's ``fully_shard`` does it in place: the model stays the user's object, with its
+names, and its parameters are ``DTensor``. The work stands in the other files of this folder, which are loaded
+only when such a strategy is chosen: they cost a second of torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.core.effects import Effect
-from accelerate.strategy.base import Bundle, leaves
+from accelerate.core.option_report import OptionStatus
+from accelerate.strategy.base import Bundle, graph_leaves
 from accelerate.strategy.sharding.base import ShardedStrategy
 from accelerate.world import collective
 
@@ -24,147 +24,151 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.layout import Layout
+    from accelerate.strategy.sharding.layout import ShardingLayout
     from accelerate.strategy.sharding.shard import Sharder
 
 
-class Sharding(ShardedStrategy):
-    """Parameters, gradients and optimizer state cut over processes, in place."""
+class FSDP2Strategy(ShardedStrategy):
+    """Training by ``fully_shard``, in place."""
 
-    def effects(self, models: Sequence[nn.Module]) -> Iterator[Effect]:
-        """See ``effects.py``."""
-        from accelerate.strategy.sharding.effects import effects
-        from accelerate.strategy.sharding.plugin import policy_of
+    def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
+        """Return the status of each option; see ``option_report.py``."""
+        from accelerate.strategy.sharding.option_report import option_statuses
+        from accelerate.strategy.sharding.plugin import precision_policy
 
         mine = [model for model in models if model in self.models]
-        return effects(self.asked(self.request), self.plugin, mine, policy_of(self.request.precision))
+        return option_statuses(
+            self.requested_options(self.request), self.plugin, mine, precision_policy(self.request.precision)
+        )
 
-    # --- over which processes
+    # --- device mesh
 
     @property
-    def _alike(self) -> Sequence[DeviceMesh]:
-        """Further meshes of one dimension along which parameters are equal unless they are distributed."""
+    def _replicated_meshes(self) -> Sequence[DeviceMesh]:
+        """The further meshes of one dimension along which plain parameters are replicated."""
         return ()
 
     @property
-    def _stages(self) -> Sequence[ProcessGroup]:
-        """Groups of processes with other parameters of the same model, which count for its norm."""
+    def _pipeline_groups(self) -> Sequence[ProcessGroup]:
+        """The pipeline parallel groups: ranks with other layers of the model, which count for its norm."""
         return ()
 
-    def _counted(self) -> Sequence[torch.Tensor]:
-        """Parameters that another process of such a group has as well, and counts."""
+    def _params_counted_elsewhere(self) -> Sequence[torch.Tensor]:
+        """Return the parameters that another rank of such a group has as well, and counts."""
         return ()
 
     @cached_property
     def _sharder(self) -> Sharder:
         from accelerate.strategy.sharding.shard import Sharder
 
-        if not self._stages:
-            self._watch_waits()
-        return Sharder(self._shard_mesh, self.plugin, self.world.device, self._alike)
+        if not self._pipeline_groups:
+            self._watch_groups()
+        return Sharder(self._shard_mesh, self.plugin, self.world.device, self._replicated_meshes)
 
     # --- prepare
 
-    def _layout(self, model: nn.Module) -> Layout:
-        from accelerate.strategy.sharding.plugin import policy_of
-        from accelerate.strategy.sharding.shard import layout_of
+    def _plan_layout(self, model: nn.Module) -> ShardingLayout:
+        from accelerate.strategy.sharding.plugin import precision_policy
+        from accelerate.strategy.sharding.shard import make_layout
 
-        return layout_of(model, self.plugin, policy_of(self.request.precision))
+        return make_layout(model, self.plugin, precision_policy(self.request.precision))
 
-    def _shard(self, bundle: Bundle) -> None:
-        for model in dict.fromkeys(bundle.of("model")):
-            if not self._known(model):
-                self.shard(model, bundle.of("optimizer"))
+    def _shard_models(self, bundle: Bundle) -> None:
+        for model in dict.fromkeys(bundle.objects_of("model")):
+            if not self._is_sharded(model):
+                self.shard(model, bundle.objects_of("optimizer"))
 
     def shard(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> None:
-        """Shards one model in place, and makes ``optimizers`` hold its new parameters."""
-        self._sharder.shard(model, self._layout(model), optimizers, self._follow)
-        self._know(model)
+        """Shard one model in place, and make ``optimizers`` hold its new parameters."""
+        self._sharder.shard(model, self._plan_layout(model), optimizers, self._remap_optimizers)
+        self._register(model)
 
-    def _known(self, model: nn.Module) -> bool:
+    def _is_sharded(self, model: nn.Module) -> bool:
         from accelerate.strategy.sharding.shard import is_sharded
 
         return is_sharded(model)
 
-    def _follow(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
-        from accelerate.strategy.sharding.shard import follow
+    def _remap_optimizers(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
+        from accelerate.strategy.sharding.shard import remap_optimizer_params
 
-        follow(renewed, optimizers)
+        remap_optimizer_params(renewed, optimizers)
         for old, new in renewed.values():
-            self._renewed[old] = new
+            self._replaced_params[old] = new
 
-    def _catch_up(self, bundle: Bundle) -> None:
-        """Optimizers that were made before their model was prepared, in a call of its own."""
-        from accelerate.strategy.sharding.shard import follow
+    def _update_optimizers(self, bundle: Bundle) -> None:
+        """Remap optimizers also when their model was prepared in an earlier call."""
+        from accelerate.strategy.sharding.shard import remap_optimizer_params
 
-        for optimizer in bundle.of("optimizer"):
+        for optimizer in bundle.objects_of("optimizer"):
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            renewed = {id(p): (p, self._newest(p)) for p in held if p in self._renewed}
+            renewed = {id(p): (p, self._current_param(p)) for p in held if p in self._replaced_params}
             # It may have been made right after a forward.
-            whole = self._whole()
+            whole = self._sharded_by_unsharded()
             renewed |= {id(p): (p, whole[p]) for p in held if p in whole}
-            follow(renewed, [optimizer])
+            remap_optimizer_params(renewed, [optimizer])
 
-    def _newest(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What has taken its place: other dimensions may have divided it before it was sharded."""
-        while parameter in self._renewed:
-            parameter = self._renewed[parameter]
+    def _current_param(self, parameter: torch.Tensor) -> torch.Tensor:
+        # Tensor parallelism may have replaced it before it was sharded.
+        while parameter in self._replaced_params:
+            parameter = self._replaced_params[parameter]
         return parameter
 
     # --- the loop
 
-    def synchronises(self, model: nn.Module) -> bool:
-        """Unless ``no_sync`` is around it."""
-        from accelerate.strategy.sharding.grads import reduces
+    def reduces_gradients(self, model: nn.Module) -> bool:
+        """Return whether no ``no_sync`` is active."""
+        from accelerate.strategy.sharding.grads import reduces_gradients
 
-        return reduces(model)
+        return reduces_gradients(model)
 
-    def waiting(self, models: Iterable[nn.Module]) -> int:
-        """Whole gradients take as many bytes as unsharded training's."""
-        from accelerate.strategy.sharding.grads import unreduced
+    def accumulation_bytes(self, models: Iterable[nn.Module]) -> int:
+        """Return the bytes of unsharded gradients."""
+        from accelerate.strategy.sharding.grads import unreduced_bytes
 
-        return unreduced(model for model in models if model in self.models)
+        return unreduced_bytes(model for model in models if model in self.models)
 
     @staticmethod
-    def _reduce(model: nn.Module, sync: bool) -> None:
+    def _set_gradient_sync(model: nn.Module, sync: bool) -> None:
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(sync)  # type: ignore[operator]
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
-        """The next backward reduces, with what was kept back."""
-        Sharding._reduce(model, True)
+        """Make the next backward reduce, together with the unreduced gradients."""
+        FSDP2Strategy._set_gradient_sync(model, True)
 
     def parameters(self, model: nn.Module) -> list[torch.Tensor]:
-        """The sharded ones: after a forward the root still has its whole ones in their places."""
-        whole = self._whole()
+        """Return the sharded parameters, also while the root module holds unsharded ones."""
+        whole = self._sharded_by_unsharded()
         return [whole.get(p, p) for p in model.parameters()]
 
-    def _whole(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Sharded parameters by the whole ones that stand in their places now and then."""
-        from accelerate.strategy.sharding.grads import leaf, places
+    def _sharded_by_unsharded(self) -> dict[torch.Tensor, torch.Tensor]:
+        # The root module holds unsharded parameters between its forward and its backward.
+        from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
 
-        pairs = ((leaf(place), p) for p, place in places(self.models).items())
-        return {found: p for found, p in pairs if found is not None}
+        pairs = ((unsharded_param(fsdp_param), p) for p, fsdp_param in fsdp_params(self.models).items())
+        return {unsharded: p for unsharded, p in pairs if unsharded is not None}
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The local parts, and whole gradients that have not been reduced yet."""
-        from accelerate.strategy.sharding.grads import kept_back, local, places
+        """Return the local shards of gradients, and unsharded gradients that have not been reduced yet."""
+        from accelerate.strategy.sharding.grads import fsdp_params, local_grad, unreduced_grad
 
         wanted = list(parameters)
-        found = [local(p.grad) for p in wanted if p.grad is not None]
-        if self._keeps_back:
-            record = places(self.models)
-            more = (kept_back(record[p]) for p in wanted if p in record)
-            found += [grad for grad in more if grad is not None]
-        return found
+        grads = [local_grad(p.grad) for p in wanted if p.grad is not None]
+        if self._has_unreduced:
+            by_param = fsdp_params(self.models)
+            more = (unreduced_grad(by_param[p]) for p in wanted if p in by_param)
+            grads += [grad for grad in more if grad is not None]
+        return grads
 
-    def reached(self, loss: torch.Tensor) -> set[torch.Tensor]:
-        """Graphs reach the whole parameters: those that they stand for."""
-        from accelerate.strategy.sharding.grads import leaf, places
+    def reached_params(self, loss: torch.Tensor) -> set[torch.Tensor]:
+        """Return also the sharded parameters of the unsharded ones that the graph reaches."""
+        from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
 
-        found = leaves(loss)
-        return found | {p for p, place in places(self.models).items() if leaf(place) in found}
+        leaves = graph_leaves(loss)
+        return leaves | {
+            p for p, fsdp_param in fsdp_params(self.models).items() if unsharded_param(fsdp_param) in leaves
+        }
 
     def backward_zero(
         self,
@@ -173,7 +177,7 @@ class Sharding(ShardedStrategy):
         reached: set[torch.Tensor],
         loss: torch.Tensor,
     ) -> None:
-        """The whole backward: other processes wait for every gather and reduction in it."""
+        """Run the whole backward with zero gradients: other ranks wait for each of its collectives."""
         from accelerate.strategy.sharding.grads import zero_backward
 
         zero_backward(self.models, loss)
@@ -181,72 +185,72 @@ class Sharding(ShardedStrategy):
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """By exchanges of one number."""
+        """Clip by the global norm, with all-reduces of one number."""
         from accelerate.strategy.sharding.grads import clip_norm
 
-        device, elsewhere = self.world.device, self._counted()
-        return clip_norm(parameters, max_norm, norm_type, device, self._stages, elsewhere)
+        device, elsewhere = self.world.device, self._params_counted_elsewhere()
+        return clip_norm(parameters, max_norm, norm_type, device, self._pipeline_groups, elsewhere)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
-        """Each process its part."""
+        """Clamp the local shard of each gradient."""
         from accelerate.strategy.sharding.grads import clip_value
 
         clip_value(parameters, limit)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
-        """Also what was kept back."""
-        if self._keeps_back:
-            from accelerate.strategy.sharding.grads import drop, places
+        """Clear gradients, also unreduced ones."""
+        if self._has_unreduced:
+            from accelerate.strategy.sharding.grads import clear_unreduced, fsdp_params
 
-            record = places(self.models)
+            by_param = fsdp_params(self.models)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if parameter in record:
-                        drop(record[parameter])
+                    if parameter in by_param:
+                        clear_unreduced(by_param[parameter])
         zero()
 
     # --- states
 
     @property
     def saves_sharded(self) -> bool:
-        """As the plugin's ``state_dict_type`` says."""
+        """True if the plugin's ``state_dict_type`` is sharded."""
         return "SHARDED_STATE_DICT" in str(self.plugin.state_dict_type)
 
-    def state(self, model: nn.Module) -> dict[str, Any]:
-        """Gathered, on the host of rank 0; other ranks get nothing. All processes must call it."""
-        from accelerate.strategy.sharding.load import hollow, refuse_hollow
-        from accelerate.strategy.sharding.whole import model_state
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the gathered state dict, on the host of rank 0; other ranks get nothing. Collective."""
+        from accelerate.strategy.sharding.full_state import model_state
+        from accelerate.strategy.sharding.initial_weights import refuse_uninitialized, uninitialized_names
 
-        every = collective.all_objects(hollow(model), "get_state_dict")
-        refuse_hollow(name for names in every for name in names)
-        return model_state(model, self._leads)
+        every = collective.all_gather_object(uninitialized_names(model), "get_state_dict")
+        refuse_uninitialized(name for names in every for name in names)
+        return model_state(model, self._is_leader)
 
-    def check_filled(self, model: nn.Module) -> None:
-        """Its parts on this process."""
-        from accelerate.strategy.sharding.load import hollow, refuse_hollow
+    def check_materialized(self, model: nn.Module) -> None:
+        """Refuse parameters whose local shard has no values yet."""
+        from accelerate.strategy.sharding.initial_weights import refuse_uninitialized, uninitialized_names
 
-        refuse_hollow(hollow(model))
+        refuse_uninitialized(uninitialized_names(model))
 
-    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """A full state on every process; each takes its part."""
-        from accelerate.strategy.sharding.whole import load_model
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a full state that every rank passes; each keeps its shard."""
+        from accelerate.strategy.sharding.full_state import load_model
 
         return load_model(model, state, strict=strict)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
     ) -> dict[str, Any]:
-        """Gathered, on the host of rank 0."""
-        from accelerate.strategy.sharding.whole import optimizer_state
+        """Return the gathered optimizer state, on the host of rank 0."""
+        from accelerate.strategy.sharding.full_state import optimizer_state
 
         # Torch's own collectives would wait for a rank that does something else.
-        collective.all_objects(type(optimizer).__name__, "the state of an optimizer")
-        return optimizer_state(optimizer, self._leads)
+        collective.all_gather_object(type(optimizer).__name__, "the state of an optimizer")
+        return optimizer_state(optimizer, self._is_leader)
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """A full state on every process; each takes its part."""
-        from accelerate.strategy.sharding.whole import load_optimizer
+        """Load a full state that every rank passes; each keeps its shard."""
+        from accelerate.strategy.sharding.full_state import load_optimizer
 
         load_optimizer(optimizer, state)

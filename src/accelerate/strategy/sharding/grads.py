@@ -1,7 +1,7 @@
-"""Gradients of sharded parameters: what is kept back while accumulating, norms, clipping, zero backwards.
+"""Gradients of sharded parameters: unreduced gradients, norms, clipping, zero backwards.
 
-Between the micro-batches of a window torch keeps whole gradients at its own whole parameters, out of sight of
-``parameter.grad``. It has no public name for them, so this file looks at the state of its modules.
+Between the micro-batches of a window torch keeps unsharded gradients at its own unsharded parameters, not in
+``parameter.grad``. It has no public name for them, so this file reads the FSDP state of its modules.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from accelerate.strategy.sharding.whole import is_cut
+from accelerate.strategy.sharding.full_state import is_sharded_placement
 
 
-def groups(model: nn.Module) -> Iterator[Any]:
-    """Torch's groups of parameters that travel together."""
+def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield torch's FSDP parameter groups, whose parameters are all-gathered together."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            found = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if found is None else found:
+            several = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if several is None else several:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
                     yield group
 
 
-def reduces(model: nn.Module) -> bool:
-    """Whether a backward through ``model`` now reduces gradients."""
-    return all(group.reduce_grads for group in groups(model))
+def reduces_gradients(model: nn.Module) -> bool:
+    """Return whether a backward through ``model`` now reduces gradients."""
+    return all(group.reduce_grads for group in fsdp_param_groups(model))
 
 
-def number_formats(model: Any) -> tuple[torch.dtype | None, bool, torch.dtype | None]:
-    """In which type whole parameters are gathered, whether inputs are cast to it, and the type of outputs."""
+def mixed_precision_dtypes(model: Any) -> tuple[torch.dtype | None, bool, torch.dtype | None]:
+    """Return (dtype of unsharded parameters, whether inputs are cast to it, dtype of outputs)."""
     if not isinstance(model, FSDPModule):
         return None, False, None
     policy = model._get_fsdp_state()._mp_policy
@@ -46,12 +46,13 @@ def number_formats(model: Any) -> tuple[torch.dtype | None, bool, torch.dtype | 
 
 
 @contextmanager
-def backward_of_a_part(model: Any, *, last: bool, sync: bool) -> Iterator[None]:
-    """Around one of several backwards that belong together: gradients are reduced in the last one.
+def partial_backward(model: Any, *, last: bool, sync: bool) -> Iterator[None]:
+    """Run one of several backwards of one micro-batch inside; gradients are reduced in the last one.
 
     Args:
-        model: sharded, or not.
-        sync: whether they are reduced at all.
+        model: the model, sharded or not.
+        last: whether it is the last backward.
+        sync: whether gradients are reduced at all.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -65,60 +66,60 @@ def backward_of_a_part(model: Any, *, last: bool, sync: bool) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
-def places(models: Iterable[nn.Module]) -> dict[torch.Tensor, Any]:
-    """Torch's record of each sharded parameter, by the parameter."""
-    return {p.sharded_param: p for m in models for group in groups(m) for p in group.fsdp_params}
+def fsdp_params(models: Iterable[nn.Module]) -> dict[torch.Tensor, Any]:
+    """Return torch's ``FSDPParam`` of each sharded parameter, by the parameter."""
+    return {p.sharded_param: p for m in models for group in fsdp_param_groups(m) for p in group.fsdp_params}
 
 
-def leaf(place: Any) -> torch.Tensor | None:
-    """The whole parameter that graphs reach; None before the first forward."""
-    return getattr(place, "_unsharded_param", None)
+def unsharded_param(fsdp_param: Any) -> torch.Tensor | None:
+    """Return the unsharded parameter, which graphs reach; None before the first forward."""
+    return getattr(fsdp_param, "_unsharded_param", None)
 
 
-def kept_back(place: Any) -> torch.Tensor | None:
-    """The whole gradient that has not been reduced yet."""
-    if place.unsharded_accumulated_grad is not None:
-        return place.unsharded_accumulated_grad
-    whole = leaf(place)
+def unreduced_grad(fsdp_param: Any) -> torch.Tensor | None:
+    """Return the unsharded gradient that has not been reduced yet, or None."""
+    if fsdp_param.unsharded_accumulated_grad is not None:
+        return fsdp_param.unsharded_accumulated_grad
+    whole = unsharded_param(fsdp_param)
     return None if whole is None else whole.grad
 
 
-def drop(place: Any) -> None:
-    """Forgets what is kept back."""
-    place.unsharded_accumulated_grad = None
-    whole = leaf(place)
+def clear_unreduced(fsdp_param: Any) -> None:
+    """Clear the unreduced gradient."""
+    fsdp_param.unsharded_accumulated_grad = None
+    whole = unsharded_param(fsdp_param)
     if whole is not None:
         whole.grad = None
 
 
-def unreduced(models: Iterable[nn.Module]) -> int:
-    """Bytes of whole gradients on this process, which wait for the last micro-batch of a window."""
+def unreduced_bytes(models: Iterable[nn.Module]) -> int:
+    """Return the bytes of the unsharded gradients that wait for the last micro-batch of a window."""
     total = 0
-    for group in (group for model in models for group in groups(model)):
-        for place in group.fsdp_params:
-            own = place.sharded_param
+    for group in (group for model in models for group in fsdp_param_groups(model)):
+        for fsdp_param in group.fsdp_params:
+            own = fsdp_param.sharded_param
             if own.requires_grad:
                 dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or own.dtype
-                total += place._orig_size.numel() * dtype.itemsize
+                total += fsdp_param._orig_size.numel() * dtype.itemsize
     return total
 
 
 @torch.no_grad()
-def local(gradient: Any) -> torch.Tensor:
-    """The part of a gradient that is here; changing it changes the gradient."""
+def local_grad(gradient: Any) -> torch.Tensor:
+    """Return the local shard of a gradient; in-place changes take effect."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def zero_backward(models: Iterable[nn.Module], loss: torch.Tensor) -> None:
-    """Runs the backward of ``loss`` with every gradient zero, whatever the loss is.
+    """Run the backward of ``loss`` with every gradient zero, whatever the loss is.
 
-    Every gather and reduction takes place, in the order of the other processes. The loss itself may be NaN, a
-    mean of nothing: what reaches a parameter is replaced there.
+    Every all-gather and reduce-scatter takes place, in the order of the other ranks. The loss itself may be
+    NaN, a mean of nothing: the gradient of each parameter is replaced by zeros.
     """
     handles = [
         whole.register_hook(torch.zeros_like)
-        for place in places(models).values()
-        if (whole := leaf(place)) is not None and whole.requires_grad
+        for fsdp_param in fsdp_params(models).values()
+        if (whole := unsharded_param(fsdp_param)) is not None and whole.requires_grad
     ]
     try:
         loss.backward()
@@ -136,40 +137,40 @@ def clip_norm(
     stages: Sequence[Any] = (),
     elsewhere: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Scales gradients so that their global norm is at most ``limit``; the norm before, equal on all ranks.
+    """Scale gradients so that their global norm is at most ``limit``; return the norm before.
 
-    Every element counts once, however many processes have it.
+    Every element counts once, however many ranks have it. The norm is equal on all ranks.
 
     Args:
-        parameters: sharded or not; those that are not count once.
+        parameters: the parameters, sharded or not.
         limit: the greatest norm.
         p: of the p-norm; ``inf`` takes the greatest value.
-        device: where processes exchange values.
-        stages: groups of processes that have other parameters, whose gradients count too.
-        elsewhere: parameters that count on another process of such a group, which has them too.
+        device: where the all-reduce runs.
+        stages: pipeline parallel groups, whose ranks have other parameters that count too.
+        elsewhere: parameters that count on another rank of such a group, which has them too.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads and not stages:
         return torch.zeros((), device=device)
-    alike: dict[Any, list[torch.Tensor]] = {}
+    by_axes: dict[Any, list[torch.Tensor]] = {}
     others = {id(parameter.grad) for parameter in elsewhere}
-    for grad in map(_summed, (grad for grad in grads if id(grad) not in others)):
-        alike.setdefault(_cut_over(grad), []).append(local(grad))
-    powers = [_power(over, found, float(p), device) for over, found in alike.items()]
+    for grad in map(_reduce_partial, (grad for grad in grads if id(grad) not in others)):
+        by_axes.setdefault(_shard_axes(grad), []).append(local_grad(grad))
+    powers = [_sum_of_powers(over, shards, float(p), device) for over, shards in by_axes.items()]
     total = torch.stack(powers or [torch.zeros((), device=device)])
     total = total.max() if p == float("inf") else total.sum()
     for group in stages:
-        dist.all_reduce(total, _operation(p), group=group)
+        dist.all_reduce(total, _reduce_op(p), group=group)
     norm = total if p == float("inf") else total ** (1.0 / p)
     # As torch does it: 1e-6 keeps the division defined.
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for found in _alike(map(local, grads)):
-        torch._foreach_mul_(found, scale.to(found[0].device))  # pyright: ignore[reportPrivateImportUsage]
+    for shards in _group_by_dtype(map(local_grad, grads)):
+        torch._foreach_mul_(shards, scale.to(shards[0].device))  # pyright: ignore[reportPrivateImportUsage]
     return norm
 
 
-def _summed(gradient: Any) -> Any:
-    """A gradient of which each process has a summand, as one that all have; others as they are."""
+def _reduce_partial(gradient: Any) -> Any:
+    """Redistribute a gradient with ``Partial`` placements to a replicated one; others stay."""
     if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
         return gradient
     return gradient.redistribute(
@@ -177,35 +178,39 @@ def _summed(gradient: Any) -> Any:
     )
 
 
-def _cut_over(gradient: Any) -> tuple[Any, ...]:
-    """The mesh of a gradient and those of its dimensions that cut it; along the others all have the same."""
+def _shard_axes(gradient: Any) -> tuple[Any, ...]:
+    """Return the mesh of a gradient and the mesh dimensions over which it is sharded."""
     if not isinstance(gradient, DTensor):
         return ()
-    return gradient.device_mesh, *(axis for axis, p in enumerate(gradient.placements) if is_cut(p))
+    return gradient.device_mesh, *(
+        axis for axis, p in enumerate(gradient.placements) if is_sharded_placement(p)
+    )
 
 
-def _power(over: tuple[Any, ...], parts: Sequence[torch.Tensor], p: float, device: torch.device) -> Any:
-    """The sum of p-th powers (the maximum for ``inf``) of gradients that are cut ``over`` dimensions."""
-    norms = [torch.linalg.vector_norm(part, p, dtype=_width(part)) for part in parts if part.numel()]
+def _sum_of_powers(
+    over: tuple[Any, ...], parts: Sequence[torch.Tensor], p: float, device: torch.device
+) -> Any:
+    """Return the sum of p-th powers (the maximum for ``inf``) of gradients sharded ``over`` dimensions."""
+    norms = [torch.linalg.vector_norm(part, p, dtype=_norm_dtype(part)) for part in parts if part.numel()]
     mine = (
         torch.stack([n.to(device, torch.float32) for n in norms]) if norms else torch.zeros(1, device=device)
     )
     value = mine.max() if p == float("inf") else (mine**p).sum()
     for axis in over[1:]:
-        dist.all_reduce(value, _operation(p), group=over[0].get_group(axis))
+        dist.all_reduce(value, _reduce_op(p), group=over[0].get_group(axis))
     return value
 
 
-def _width(part: torch.Tensor) -> torch.dtype:
+def _norm_dtype(part: torch.Tensor) -> torch.dtype:
     return torch.promote_types(part.dtype, torch.float32)
 
 
-def _operation(p: float) -> Any:
+def _reduce_op(p: float) -> Any:
     return dist.ReduceOp.MAX if p == float("inf") else dist.ReduceOp.SUM
 
 
-def _alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one device and type together."""
+def _group_by_dtype(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors in lists of one device and dtype each."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for part in parts:
         if part.numel():
@@ -215,9 +220,9 @@ def _alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """Clamps every gradient element to ``[-limit, limit]``."""
+    """Clamp every gradient element to ``[-limit, limit]``."""
     for parameter in parameters:
         if parameter.grad is not None:
             # The sum is clamped, not its summands.
-            parameter.grad = _summed(parameter.grad)
-            local(parameter.grad).clamp_(-limit, limit)
+            parameter.grad = _reduce_partial(parameter.grad)
+            local_grad(parameter.grad).clamp_(-limit, limit)

@@ -1,4 +1,4 @@
-"""How a model will be divided into parts that are gathered by themselves, by either version of sharding."""
+"""The layout of a model: its FSDP units, unsharded parameters and dtypes, for FSDP1 and FSDP2."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.sharding.blocks import blocks_of, check_parameters, ignored_of, parameters_of
+from accelerate.strategy.sharding.fsdp_units import (
+    check_unit_params,
+    direct_parameters,
+    find_ignored,
+    find_units,
+)
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How one model will be sharded.
+class ShardingLayout:
+    """The layout in which one model will be sharded.
 
     Attributes:
-        blocks: the modules that are gathered by themselves, inner ones first.
-        ignored: parameters that stay whole.
-        precision: number formats of compute and reduction, a policy of torch's; None to compute in that of
-            the weights.
-        upcast: whether weights in half precision that train become float32.
+        blocks: the modules that are FSDP units, inner ones first, without the root.
+        ignored: parameters that are not sharded.
+        precision: torch's mixed precision policy; None to compute in the dtype of the weights.
+        upcast: whether trained weights in half precision become float32.
     """
 
     blocks: list[nn.Module]
@@ -32,31 +36,30 @@ class Layout:
     precision: Any
     upcast: bool
 
-    def says(self) -> str:
-        """It, as a clause."""
+    def describe(self) -> str:
+        """Describe the layout, as a clause."""
         kinds = sorted({type(block).__name__.removeprefix("FSDP") for block in self.blocks})
         parts = f"{len(self.blocks)} x {'/'.join(kinds)} and the rest" if self.blocks else "the whole model"
         compute = self.precision.param_dtype if self.precision else None
         reduce = self.precision.reduce_dtype if self.precision else None
         formats = f", computed in {compute}, gradients reduced in {reduce or compute}" if compute else ""
-        return f"gathered as {parts}{formats}"
+        return f"all-gathered as {parts}{formats}"
 
-    def widens(self, parameter: Any) -> bool:
-        """Whether a parameter in half precision becomes float32."""
+    def upcasts(self, parameter: Any) -> bool:
+        """Return whether a parameter in half precision becomes float32."""
         return self.upcast and parameter.requires_grad and parameter.dtype.itemsize == 2
 
-    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        """The type in which a parameter rests, or a buffer."""
-        return torch.float32 if self.widens(tensor) else tensor.dtype
+    def storage_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a parameter or buffer is stored."""
+        return torch.float32 if self.upcasts(tensor) else tensor.dtype
 
     @torch.no_grad()
-    def brought(self, old: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A parameter or buffer on ``device``, in the type in which it rests: itself, where that can be.
+    def materialize(self, old: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a parameter or buffer on ``device`` in its stored dtype: the same object, where possible.
 
-        What is on the meta device gets memory. Some devices cannot swap a tensor's data: a new one takes the
-        place there.
+        A meta tensor gets memory. Some devices cannot swap a tensor's data: a new tensor replaces it there.
         """
-        dtype = self.dtype_of(old)
+        dtype = self.storage_dtype(old)
         if old.is_meta:
             data = torch.empty_like(old.data, dtype=dtype, device=device)
         elif (old.device, old.dtype) == (device, dtype):
@@ -67,68 +70,73 @@ class Layout:
             old.data = data
             return old
         return (
-            self.instead(old, nn.Parameter(data, old.requires_grad))
+            self.replace_ignored(old, nn.Parameter(data, old.requires_grad))
             if isinstance(old, nn.Parameter)
             else data
         )
 
-    def instead(self, old: Any, new: Any) -> Any:
-        """``new``, which takes the place of ``old``: it is ignored as that was."""
+    def replace_ignored(self, old: Any, new: Any) -> Any:
+        """Return ``new``, which replaces ``old``, after marking it ignored if ``old`` was."""
         if old in self.ignored:
             self.ignored.add(new)
         return new
 
-    def share(self, model: nn.Module, size: int, *, offloaded: bool) -> int:
-        """Bytes of ``model`` on a process's device once it is sharded, between two steps.
+    def bytes_per_process(self, model: nn.Module, size: int, *, offloaded: bool) -> int:
+        """Return the bytes of ``model`` on each rank's device once it is sharded, between two steps.
 
         Args:
-            size: processes that share its parameters.
-            offloaded: what is cut rests on the host.
+            model: the model.
+            size: ranks that shard its parameters.
+            offloaded: whether shards rest on the host.
         """
         total = sum(b.numel() * b.element_size() for b in model.buffers())
         for parameter in model.parameters():
             if parameter in self.ignored:
                 total += parameter.numel() * parameter.element_size()
             elif not offloaded:
-                width = 4 if self.widens(parameter) else parameter.element_size()
-                total += self.piece(parameter, size) * width
+                width = 4 if self.upcasts(parameter) else parameter.element_size()
+                total += self.shard_numel(parameter, size) * width
         return total
 
-    def piece(self, parameter: nn.Parameter, size: int) -> int:
-        """Elements of a parameter that each of ``size`` processes holds: whole rows."""
+    def shard_numel(self, parameter: nn.Parameter, size: int) -> int:
+        """Return the elements of a parameter that each of ``size`` ranks holds: whole rows."""
         rows = parameter.shape[0]
         return -(-rows // size) * (parameter.numel() // max(1, rows))
 
 
-def divide(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: Any) -> Layout:
-    """How ``model`` will be sharded; changes nothing.
+def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: Any) -> ShardingLayout:
+    """Return how ``model`` will be sharded; changes nothing.
 
     Args:
-        precision: number formats where the plugin names none; may be None.
+        model: the model.
+        plugin: the options.
+        precision: the mixed precision policy where the plugin has none; may be None.
 
     Raises:
         SettingError, PrepareError: the model cannot be sharded so.
     """
-    ignored = ignored_of(model, plugin.ignored_modules)
-    blocks = blocks_of(model, plugin.policy_for(model), ignored)
+    ignored = find_ignored(model, plugin.ignored_modules)
+    blocks = find_units(model, plugin.policy_for(model), ignored)
     policy = plugin.mixed_precision_policy or precision
     compute = policy.param_dtype if policy else None
-    layout = Layout(blocks, parameters_of(ignored), policy, compute is not None and compute.itemsize == 2)
-    check_parameters(model, blocks, layout.ignored, layout.upcast)
+    layout = ShardingLayout(
+        blocks, direct_parameters(ignored), policy, compute is not None and compute.itemsize == 2
+    )
+    check_unit_params(model, blocks, layout.ignored, layout.upcast)
     return layout
 
 
-def digest(model: nn.Module) -> str:
-    """What is equal on processes that share parameters: names, shapes, types, and which of them train."""
+def model_digest(model: nn.Module) -> str:
+    """Return a digest of the names, shapes, dtypes and ``requires_grad`` that must be equal on all ranks."""
     rows = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     rows += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
-def unequal(model: nn.Module, rank: int, first: int) -> PrepareError:
-    """What is said where ``digest`` is another on ``rank`` than on ``first``."""
+def unequal_models_error(model: nn.Module, rank: int, first: int) -> PrepareError:
+    """Return the error for a model on ``rank`` that differs from that of rank ``first``."""
     return PrepareError(
         f"the {type(model).__name__} of rank {rank} has other parameters than that of rank {first}",
-        why="names, shapes, types and which of them train must be equal: every process holds a part",
+        why="names, shapes, dtypes and which of them train must be equal: every rank holds a shard",
         fix="build the model in the same way on all processes",
     )

@@ -1,4 +1,4 @@
-"""Shards a model in place, part by part, so that no process holds more than one whole part at a time.
+"""The sharder of FSDP2: shards a model in place, unit by unit, with one unsharded unit in memory at a time.
 
 Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"
 (arXiv:2304.11277), and ``torch.distributed.fsdp.fully_shard``, which does the work.
@@ -26,40 +26,50 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.sharding.activations import keep_on_host, leave_cache_out
-from accelerate.strategy.sharding.layout import Layout, digest, divide, unequal
-from accelerate.strategy.sharding.load import Told, Values, marks, unlike
-from accelerate.strategy.sharding.load_packed import check_packed
+from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
+from accelerate.strategy.sharding.full_state import distribute, guard_state_dict
+from accelerate.strategy.sharding.initial_weights import (
+    RankModelInfo,
+    WeightSource,
+    find_unlike_leader,
+    weight_marks,
+)
+from accelerate.strategy.sharding.layout import (
+    ShardingLayout,
+    model_digest,
+    plan_layout,
+    unequal_models_error,
+)
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.whole import distributed, guard
+from accelerate.strategy.sharding.quantized_weights import check_packed
 from accelerate.world import collective
 
 
-def layout_of(
+def make_layout(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecisionPolicy | None
-) -> Layout:
-    """How ``model`` will be sharded; changes nothing.
+) -> ShardingLayout:
+    """Return how ``model`` will be sharded; changes nothing.
 
     Raises:
         SettingError, PrepareError: the model cannot be sharded so.
     """
-    layout = divide(model, plugin, precision or MixedPrecisionPolicy())
+    layout = plan_layout(model, plugin, precision or MixedPrecisionPolicy())
     check_packed(model, layout.precision.param_dtype)
     return layout
 
 
 class Sharder:
-    """Shards models over a mesh, and keeps optimizers on the parameters.
+    """Shards models over a device mesh, and remaps optimizers to the new parameters.
 
-    The mesh may be a part of a greater one: processes outside of it hold other parts of the same parameters
-    (tensor parallelism), or other parameters (stages of a pipeline).
+    The mesh may be a submesh: ranks outside of it hold other shards of the same parameters (tensor parallel)
+    or other parameters (pipeline parallel).
 
     Args:
-        mesh: the processes that share parameters: in one dimension, or copies of shards in two.
-        plugin: how.
-        device: where this process computes.
-        alike: more meshes of one dimension, whose processes have the same parameters as long as these are
-            not distributed.
+        mesh: the device mesh: one dimension of shards, or two with replicas (HSDP).
+        plugin: the options.
+        device: where this rank computes.
+        replicated_meshes: more meshes of one dimension, along which parameters are replicated unless they are
+            DTensors.
     """
 
     def __init__(
@@ -67,33 +77,34 @@ class Sharder:
         mesh: DeviceMesh,
         plugin: FullyShardedDataParallelPlugin,
         device: torch.device,
-        alike: Sequence[DeviceMesh] = (),
+        replicated_meshes: Sequence[DeviceMesh] = (),
     ) -> None:
         self.mesh, self.plugin, self.device = mesh, plugin, device
-        self.alike = tuple(alike)
+        self.replicated_meshes = tuple(replicated_meshes)
 
     @property
     def offload(self) -> OffloadPolicy:
-        """Pinned memory is memory of an accelerator's driver: there is none without one."""
+        """The offload policy; without an accelerator there is no pinned memory."""
         given = self.plugin.cpu_offload
         if isinstance(given, CPUOffloadPolicy) and self.device.type == "cpu":
             return CPUOffloadPolicy(pin_memory=False)
         return given
 
-    def shard(self, model: nn.Module, layout: Layout, optimizers: Iterable[Any], follow: Follow) -> None:
-        """Shards ``model``; afterwards all processes of the mesh have the weights of its first.
+    def shard(
+        self, model: nn.Module, layout: ShardingLayout, optimizers: Iterable[Any], remap: RemapCallback
+    ) -> None:
+        """Shard ``model``; afterwards all ranks of the mesh have the weights of its first rank.
 
         Args:
-            model: the model; its parameters may be on the meta device (on the first process of the mesh too:
-                then their values come later), or mapped from files. Those that are distributed tensors are
-                cut further.
-            layout: how.
-            optimizers: those that may hold its parameters.
-            follow: is told which parameters took the place of which.
+            model: the model; its parameters may be on the meta device (on the first rank of the mesh too:
+                then their values come later), or mapped from files. DTensors are sharded further.
+            layout: its layout.
+            optimizers: the optimizers that may hold its parameters.
+            remap: makes the optimizers hold the new parameters.
         """
-        initialize, values = agree(model, self.plugin.param_init_fn, self.mesh)
+        initialize, values = exchange_model_info(model, self.plugin.param_init_fn, self.mesh)
         if self.plugin.activation_checkpointing:
-            recompute(model, layout.blocks, bool(self.plugin.activation_checkpointing_offload))
+            checkpoint_activations(model, layout.blocks, bool(self.plugin.activation_checkpointing_offload))
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
         held = list(optimizers)
@@ -101,81 +112,87 @@ class Sharder:
             own = [module for module in part.modules() if module not in done]
             done.update(own)
             before = {(m, n): p for m in own for n, p in m._parameters.items() if p is not None}
-            # A parameter has all of its places in one part; whole ones are freed with the part.
-            self._bring(own, layout, (WeakIdKeyDictionary(), buffers), initialize, values)
-            self._same(own, values)
-            waiting = values.waiting(own)
+            # A parameter has all of its places in one unit; unsharded ones are freed with the unit.
+            self._materialize(own, layout, (WeakIdKeyDictionary(), buffers), initialize, values)
+            self._broadcast_values(own, values)
+            waiting = values.pending_params(own)
             fully_shard(
                 part,
                 mesh=self.mesh,
-                mp_policy=_inner(layout.precision, part is model),
+                mp_policy=_unit_precision(layout.precision, part is model),
                 offload_policy=self.offload,
-                **self._options(part is model, layout.ignored),
+                **self._fully_shard_options(part is model, layout.ignored),
             )
-            values.fill(part, waiting)
-            follow(_renewed(before), held)
-            # The whole parameters are freed here: nobody holds them any more.
+            values.fill_params(part, waiting)
+            remap(_replaced_params(before), held)
+            # The unsharded parameters are freed here: nobody holds them any more.
             del before
-        gather_ahead(model, *self.plugin._ahead)
-        guard(model)
-        values.watch(model)
-        verify(model, layout)
+        set_prefetch(model, *self.plugin._prefetch_flags)
+        guard_state_dict(model)
+        values.guard_forward(model)
+        verify_sharded(model, layout)
 
-    def _options(self, root: bool, ignored: set[nn.Parameter]) -> dict[str, Any]:
-        """What is said only where it differs: older versions of torch do not know all of it."""
+    def _fully_shard_options(self, root: bool, ignored: set[nn.Parameter]) -> dict[str, Any]:
+        # Only what differs from the default: older versions of torch do not have all arguments.
         options: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
-        # By default the root keeps its parameters after the forward: the backward needs them first.
+        # By default the root is not resharded after the forward: the backward needs it first.
         if not root or not self.plugin.reshard_after_forward:
             options["reshard_after_forward"] = self.plugin.reshard_after_forward
         return options
 
-    def _bring(
+    def _materialize(
         self,
         modules: list[nn.Module],
-        layout: Layout,
-        brought: tuple[Any, Any],
-        initialize: Initialize | None,
-        values: Values,
+        layout: ShardingLayout,
+        materialized: tuple[Any, Any],
+        initialize: InitFunction | None,
+        values: WeightSource,
     ) -> None:
-        """Brings a part to the device, in the type it trains in; a tensor in several places stays one.
+        """Materialize a unit on the device, in its stored dtype; a tied tensor stays one.
 
-        What is on the meta device gets memory. Some devices cannot swap a tensor's data: its place is taken
-        by a new one, which ``brought`` keeps by the old one.
+        Meta tensors get memory. Some devices cannot swap a tensor's data: a new tensor replaces it, which
+        ``materialized`` keeps by the old one.
         """
         for module in modules:
             empty = False
-            for table, known in zip((module._parameters, module._buffers), brought, strict=True):
+            for table, known in zip((module._parameters, module._buffers), materialized, strict=True):
                 for name, old in table.items():
                     if old is None:
                         continue
                     empty = empty or old.is_meta
                     if old not in known:
-                        known[old] = self._brought(old, layout, values)
+                        known[old] = self._materialize_tensor(old, layout, values)
                     table[name] = known[old]
             if empty and initialize is not None:
                 initialize(module)
 
-    def _brought(self, old: torch.Tensor, layout: Layout, values: Values) -> torch.Tensor:
+    def _materialize_tensor(
+        self, old: torch.Tensor, layout: ShardingLayout, values: WeightSource
+    ) -> torch.Tensor:
         whole = old in layout.ignored or not isinstance(old, nn.Parameter)
-        stand_in = values.stand_in(old, layout.dtype_of(old), self.device, whole=whole)
-        return layout.brought(old, self.device) if stand_in is None else layout.instead(old, stand_in)
+        stand_in = values.make_placeholder(old, layout.storage_dtype(old), self.device, whole=whole)
+        return (
+            layout.materialize(old, self.device)
+            if stand_in is None
+            else layout.replace_ignored(old, stand_in)
+        )
 
-    def _same(self, modules: list[nn.Module], values: Values) -> None:
-        """Gives a part the values of the first process."""
-        found = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
-        for tensor in {id(t): t for t in found if t is not None and values.travels(t)}.values():
+    def _broadcast_values(self, modules: list[nn.Module], values: WeightSource) -> None:
+        """Broadcast the values of a unit from the first rank."""
+        tensors = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
+        for tensor in {id(t): t for t in tensors if t is not None and values.is_broadcast(t)}.values():
             if not isinstance(tensor, DTensor):
-                for mesh in self.alike:
-                    spread(tensor.data, mesh)
-            spread(local(tensor), self.mesh)
+                for mesh in self.replicated_meshes:
+                    broadcast_over_mesh(tensor.data, mesh)
+            broadcast_over_mesh(local_tensor(tensor), self.mesh)
 
 
-Initialize = Callable[[nn.Module], None]
-Follow = Callable[[Mapping[int, tuple[torch.Tensor, torch.Tensor]], list[Optimizer]], None]
+InitFunction = Callable[[nn.Module], None]
+RemapCallback = Callable[[Mapping[int, tuple[torch.Tensor, torch.Tensor]], list[Optimizer]], None]
 
 
-def _inner(policy: MixedPrecisionPolicy, root: bool) -> MixedPrecisionPolicy:
-    """Only the root has an output that leaves the model: inside, the next block expects what it computes."""
+def _unit_precision(policy: MixedPrecisionPolicy, root: bool) -> MixedPrecisionPolicy:
+    # Only the root casts its output: inside the model the next unit expects the compute dtype.
     if root or policy.output_dtype is None:
         return policy
     return MixedPrecisionPolicy(
@@ -183,17 +200,17 @@ def _inner(policy: MixedPrecisionPolicy, root: bool) -> MixedPrecisionPolicy:
     )
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What is here of a tensor, without its gradient."""
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local part of a tensor, detached."""
     data = tensor.detach()
     return data.to_local() if isinstance(data, DTensor) else data
 
 
-def spread(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Gives all processes of ``mesh`` the values of its first, in place."""
+def broadcast_over_mesh(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Broadcast a tensor in place from the first rank of ``mesh`` to all its ranks."""
     whole = tensor.contiguous()
     for axis in range(mesh.ndim):
-        # Along the outer dimensions only those need them who pass them on.
+        # Along the outer dimensions only the ranks that broadcast further need the values.
         if all(mesh.get_local_rank(inner) == 0 for inner in range(axis + 1, mesh.ndim)):
             group = mesh.get_group(axis)
             if dist.get_world_size(group) > 1:
@@ -202,60 +219,61 @@ def spread(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         tensor.copy_(whole)
 
 
-def _renewed(
+def _replaced_params(
     before: Mapping[tuple[nn.Module, str], torch.Tensor],
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """(old, new) of every parameter that was replaced, by ``id`` of the old one."""
+    """Return (old, new) of every replaced parameter, by ``id`` of the old one."""
     pairs = ((old, module._parameters[name]) for (module, name), old in before.items())
     return {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
 
 
-def agree(
-    model: nn.Module, initialize: Initialize | None, mesh: DeviceMesh
-) -> tuple[Initialize | None, Values]:
-    """Refuses models that differ between processes by more than their values.
+def exchange_model_info(
+    model: nn.Module, initialize: InitFunction | None, mesh: DeviceMesh
+) -> tuple[InitFunction | None, WeightSource]:
+    """Exchange the ranks' model info, and refuse models that differ by more than their values.
 
-    Processes of another mesh may have other parameters: another stage of a pipeline.
+    Ranks of another mesh may have other parameters (pipeline parallel).
 
     Args:
         model: the model.
-        initialize: fills a module that has no values on the first process of its mesh.
-        mesh: the processes that share this one's parameters.
+        initialize: fills a module that has no values on the first rank of its mesh.
+        mesh: the mesh over which this rank's parameters are sharded.
 
     Returns:
-        (``initialize`` where it is needed: the first process has no values either; where the values come
-        from)
+        (``initialize`` where the first rank has no values either, else None; the source of the weights)
 
     Raises:
         PrepareError: on all ranks, whichever mesh it is about.
     """
     bare = any(p.is_meta for p in model.parameters())
     first = int(mesh.mesh.flatten()[0])
-    found = collective.all_objects((Told(digest(model), first, marks(model)), bare), "prepare(model)")
-    if len(found) == 1:  # a rehearsal: the others are not there, and no values are needed
-        return None, Values(model)
-    every: list[Told] = [told for told, _ in found]
-    other = [rank for rank, told in enumerate(every) if told.digest != every[told.leader].digest]
+    answers = collective.all_gather_object(
+        (RankModelInfo(model_digest(model), first, weight_marks(model)), bare), "prepare(model)"
+    )
+    if len(answers) == 1:  # a dry run: the other ranks are not there, and no values are needed
+        return None, WeightSource(model)
+    every: list[RankModelInfo] = [info for info, _ in answers]
+    other = [rank for rank, info in enumerate(every) if info.digest != every[info.leader].digest]
     if other:
-        raise unequal(model, other[0], every[other[0]].leader)
-    empty = unlike(every)
+        raise unequal_models_error(model, other[0], every[other[0]].leader)
+    empty = find_unlike_leader(every)
     if empty is not None and initialize is None:
         raise PrepareError(
             f"parameters of the {type(model).__name__} are on the meta device on rank {empty}",
-            why=f"others get a part of the weights of rank {empty}, and ranks beside it have some",
+            why=f"others get shards of the weights of rank {empty}, and ranks of other meshes have weights",
             fix=f"load the weights on rank {empty} too, or give the plugin a param_init_fn",
         )
-    needed = initialize if found[first][1] else None
-    return needed, Values(model, every, collective.rank(), initialized=needed is not None)
+    needed = initialize if answers[first][1] else None
+    return needed, WeightSource(model, every, collective.rank(), initialized=needed is not None)
 
 
-def recompute(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:
-    """Computes the activations of each block again in the backward; names stay as they are.
+def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:
+    """Apply activation checkpointing to each block; names stay as they are.
 
     Args:
-        model: around the blocks; it fills no cache of keys and values while it trains.
-        blocks: which; one inside another is left out.
-        offload: what is kept of each, its inputs, waits for the backward on the host.
+        model: the model around the blocks; ``use_cache`` is turned off while it trains.
+        blocks: the blocks; one inside another is left out.
+        offload: keep the inputs of each block on the host until the backward.
 
     Raises:
         PrepareError: there is no block.
@@ -264,42 +282,44 @@ def recompute(model: nn.Module, blocks: list[nn.Module], offload: bool = False) 
 
     if not blocks:
         raise PrepareError(
-            "activation_checkpointing, but no part of the model is wrapped by itself",
-            why="the activations of each wrapped part are computed again in the backward",
+            "activation_checkpointing, but no module of the model is wrapped",
+            why="the activations of each FSDP unit are computed again in the backward",
             fix="set auto_wrap_policy, for example 'transformer_based_wrap'",
         )
     inside = {part for block in blocks for part in block.modules() if part is not block}
     for block in blocks:
         if block not in inside:
             if offload:
-                keep_on_host(block)
+                offload_inputs(block)
             checkpoint(block)
-    leave_cache_out(model)
+    disable_cache(model)
 
 
-def gather_ahead(model: nn.Module, forward: bool, backward: bool) -> None:
-    """Which parts are gathered before they are needed.
+def set_prefetch(model: nn.Module, forward: bool, backward: bool) -> None:
+    """Set which FSDP units are prefetched.
 
-    Torch's default in the forward is to let the device's queue run ahead, and in the backward to gather the
-    part before the one that computes.
+    Torch's default in the forward is implicit prefetching by the device's queue, and in the backward to
+    prefetch the unit before the one that computes.
 
     Args:
-        model: sharded.
-        forward: each part asks for the next one before it computes, by the order of the modules.
-        backward: as torch does it; False gathers each part when its own backward begins.
+        model: the sharded model.
+        forward: each unit prefetches the next one before it computes, by the order of the modules.
+        backward: torch's default; False all-gathers each unit when its own backward begins.
     """
-    parts: list[Any] = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if forward:
-        for part, following in pairwise(parts):
-            part.set_modules_to_forward_prefetch([following])
+        for unit, following in pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
     if not backward:
-        for part in parts:
-            # The part itself is there already: nothing is gathered ahead.
-            part.set_modules_to_backward_prefetch([part])
+        for unit in units:
+            # The unit itself is unsharded already: nothing is prefetched.
+            unit.set_modules_to_backward_prefetch([unit])
 
 
-def follow(renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers: list[Optimizer]) -> None:
-    """Makes optimizers hold the sharded parameters, and their part of what they keep for them."""
+def remap_optimizer_params(
+    renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers: list[Optimizer]
+) -> None:
+    """Make optimizers hold the sharded parameters, and shard their state."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for place, old in enumerate(group["params"]):
@@ -307,27 +327,27 @@ def follow(renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], optimizers:
                     new = renewed[id(old)][1]
                     group["params"][place] = new
                     if old in optimizer.state:
-                        optimizer.state[new] = _sharded(optimizer.state.pop(old), new)
+                        optimizer.state[new] = _shard_optimizer_state(optimizer.state.pop(old), new)
 
 
-def _sharded(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """An optimizer's state of one parameter, this process's part of it: that of the first process's."""
+def _shard_optimizer_state(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
+    """Broadcast the optimizer state of one parameter from the first rank, and shard it."""
     for value in state.values():
         if type(value) is torch.Tensor and value.shape == parameter.shape:
-            spread(value, parameter.device_mesh)
-    return {name: distributed(value, parameter) for name, value in state.items()}
+            broadcast_over_mesh(value, parameter.device_mesh)
+    return {name: distribute(value, parameter) for name, value in state.items()}
 
 
-def verify(model: nn.Module, layout: Layout) -> None:
-    """Looks at what has come out: everything is sharded, and trains in the type that was said.
+def verify_sharded(model: nn.Module, layout: ShardingLayout) -> None:
+    """Check that every parameter is sharded, and has the planned dtype.
 
     Raises:
-        PrepareError: a parameter is not as it was said; an error of this package.
+        PrepareError: a parameter is not as planned; an error of this package.
     """
     for name, parameter in model.named_parameters():
         if parameter in layout.ignored:
             continue
-        if not isinstance(parameter, DTensor) or layout.widens(parameter):
+        if not isinstance(parameter, DTensor) or layout.upcasts(parameter):
             raise PrepareError(
                 f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
                 f"{parameter.dtype}"
@@ -335,5 +355,5 @@ def verify(model: nn.Module, layout: Layout) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``model`` as a whole was sharded."""
+    """Return whether ``model`` as a whole was sharded."""
     return isinstance(model, FSDPModule)

@@ -1,0 +1,265 @@
+"""Folders of checkpoints for people who list, verify and prune them. Nothing here imports torch.
+
+folder = open_checkpoints("runs/a")   # a checkpoint, a folder of them, or a project's folder
+for candidate in folder.candidates: ...
+for file_check in check_files(candidate): ...   # every file against its size and digest
+removals, kept_reasons = plan_removal(folder, keep=3)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from accelerate.checkpoint import addresses, discovery
+from accelerate.checkpoint.atomic_replace import parse_working_name
+from accelerate.checkpoint.digest import PIECE, file_digest
+from accelerate.checkpoint.discovery import CheckpointCandidate
+from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.names import AUTOMATIC_FOLDER, SHARDED_INDEX
+from accelerate.checkpoint.store import CheckpointStore, FileRecord
+from accelerate.core.errors import CheckpointError
+
+# A running save writes all the time; one that has not written for this long counts as dead.
+QUIET = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder of checkpoints.
+
+    Attributes:
+        store: of that folder.
+        candidates: what looks like a checkpoint in it, oldest first.
+        single: one checkpoint was named, not a folder of them.
+    """
+
+    store: CheckpointStore
+    candidates: list[CheckpointCandidate]
+    single: bool = False
+
+    @property
+    def newest(self) -> CheckpointCandidate | None:
+        """The newest complete checkpoint."""
+        complete = [candidate for candidate in self.candidates if not candidate.problem]
+        return complete[-1] if complete else None
+
+
+def open_checkpoints(text: str) -> CheckpointFolder:
+    """Open a checkpoint, a folder of checkpoints, or a project's folder, by path or URL.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder, or nothing in it looks like a checkpoint.
+    """
+    address = addresses.parse_address(text)
+    above, name = addresses.split_address(address)
+    store = addresses.open_store(above)
+    if not store.is_folder(name):
+        near = ", ".join(store.entries()[:12])
+        raise CheckpointNotFoundError(
+            f"there is no folder {address}", why=f"{store.label()} holds: {near}" if near else ""
+        )
+    candidate = discovery.inspect_folder(store, name)
+    if candidate is not None and (candidate.manifest is not None or not candidate.problem):
+        return CheckpointFolder(store, [candidate], single=True)
+    folder_address = addresses.join_address(above, name)
+    for folder in (folder_address, addresses.join_address(folder_address, AUTOMATIC_FOLDER)):
+        inner_store = addresses.open_store(folder)
+        candidates = discovery.candidates(inner_store)
+        if candidates:
+            return CheckpointFolder(inner_store, candidates)
+    if candidate is not None:
+        return CheckpointFolder(store, [candidate], single=True)
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint in {address}",
+        why=f"nothing in it or in its folder {AUTOMATIC_FOLDER} looks like one",
+        fix="name a checkpoint, a folder of checkpoints, or the project_dir of a run",
+    )
+
+
+def file_sizes(checkpoint: CheckpointCandidate) -> dict[str, int]:
+    """Return the bytes of every file of a checkpoint, by name."""
+    if checkpoint.manifest is not None:
+        return {name: record.size for name, record in checkpoint.manifest.files.items()}
+    return checkpoint.store.files(checkpoint.name)
+
+
+def weight_layout(checkpoint: CheckpointCandidate) -> str:
+    """Return ``"full"`` or ``"sharded"``; with ``"no manifest"`` if another library saved the checkpoint."""
+    if parse_working_name(PurePosixPath(checkpoint.name).name) is not None:
+        return ""
+    is_sharded = any(PurePosixPath(name).name == SHARDED_INDEX for name in file_sizes(checkpoint))
+    form = "sharded" if is_sharded else "full"
+    return form if checkpoint.manifest is not None else f"{form}, no manifest"
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """The result of checking one file.
+
+    Attributes:
+        name: of the file.
+        size: bytes that it has; None if it is missing.
+        problem: what was expected and what was found; empty if they agree.
+    """
+
+    name: str
+    size: int | None
+    problem: str = ""
+
+
+def check_files(checkpoint: CheckpointCandidate, only: Collection[str] | None = None) -> Iterator[FileCheck]:
+    """Compare every file of a checkpoint with its manifest, on all cores; large files first.
+
+    Args:
+        checkpoint: the checkpoint.
+        only: names of the files to look at; all when None.
+
+    Raises:
+        CheckpointError: the checkpoint has no manifest, or a file cannot be read.
+    """
+    if checkpoint.manifest is None:
+        raise CheckpointError(
+            f"{checkpoint.path} has no manifest that could be read",
+            why=checkpoint.problem or "another library saved it: sizes and digests are not known",
+        )
+    hashing, sizes = checkpoint.manifest.hashing, checkpoint.store.files(checkpoint.folder)
+    files = [item for item in checkpoint.manifest.files.items() if only is None or item[0] in only]
+    by_size = sorted(files, key=lambda item: (-item[1].size, item[0]))
+    one = partial(_check_file, checkpoint, hashing, sizes)
+    large = [item for item in by_size if item[1].size > PIECE]
+    yield from (one(item, None) for item in large)  # each by all cores
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(partial(one, threads=1), by_size[len(large) :])
+
+
+def _check_file(
+    checkpoint: CheckpointCandidate,
+    hashing: str,
+    sizes: dict[str, int],
+    item: tuple[str, FileRecord],
+    threads: int | None,
+) -> FileCheck:
+    name, record = item
+    if name not in sizes:
+        return FileCheck(name, None, f"it is missing; rank {record.rank} saved it with {record.size} bytes")
+    if sizes[name] != record.size:
+        return FileCheck(name, sizes[name], f"it has {sizes[name]} bytes, expected {record.size}")
+    actual_digest = _digest(checkpoint.store, f"{checkpoint.folder}/{name}", hashing, threads)
+    if actual_digest != record.digest:
+        return FileCheck(name, record.size, f"its digest is {actual_digest}, expected {record.digest}")
+    return FileCheck(name, record.size)
+
+
+def _digest(store: CheckpointStore, name: str, hashing: str, threads: int | None) -> str:
+    path = store.local_path(name)
+    if path is not None:
+        with file_errors("read", path):
+            return file_digest(path, hashing, threads)
+    with tempfile.TemporaryDirectory(prefix="accelerate-fetch-") as folder:
+        path = Path(folder, "file")
+        store.fetch(name, path)
+        return file_digest(path, hashing, threads)
+
+
+@dataclass(frozen=True)
+class RemovalCandidate:
+    """A folder that may be removed.
+
+    Attributes:
+        name: the folder.
+        why: in words.
+        size: bytes.
+        leftover: of an interrupted save, not a checkpoint.
+    """
+
+    name: str
+    why: str
+    size: int
+    leftover: bool
+
+
+def plan_removal(
+    folder_of_checkpoints: CheckpointFolder, keep: int, now: datetime | None = None
+) -> tuple[list[RemovalCandidate], list[str]]:
+    """Return (folders that may be removed, folders that must stay, each with the reason).
+
+    The oldest complete checkpoints beyond ``keep``; and what interrupted saves have left, if a checkpoint was
+    committed since and nothing in it has changed for ``QUIET``: a save that is going on is neither. What is
+    damaged stays: a person may want to look at it.
+    """
+    now = now or datetime.now(timezone.utc)
+    complete = [candidate for candidate in folder_of_checkpoints.candidates if not candidate.problem]
+    removals = [
+        RemovalCandidate(
+            candidate.name,
+            f"older than the newest {keep}",
+            sum(file_sizes(candidate).values()),
+            leftover=False,
+        )
+        for candidate in complete[: max(0, len(complete) - keep)]
+    ]
+    kept_reasons: list[str] = []
+    folders = {leftover.folder: leftover.role for leftover in folder_of_checkpoints.store.leftovers()}
+    for folder, role in sorted(folders.items()):
+        changed = _last_write(folder_of_checkpoints.store, folder)
+        if role == "old":
+            kept_reasons.append(f"{folder}: the next save or load of it decides")
+        elif not complete or changed >= complete[-1].saved_at:
+            kept_reasons.append(f"{folder}: nothing was committed since, so a save may be going on")
+        elif now - changed < QUIET:
+            kept_reasons.append(f"{folder}: changed just now, so a save may be going on")
+        else:
+            size = sum(folder_of_checkpoints.store.files(folder).values())
+            removals.append(RemovalCandidate(folder, "an interrupted save", size, leftover=True))
+    return removals, kept_reasons
+
+
+def _last_write(store: CheckpointStore, folder: str) -> datetime:
+    """Return the time when anything in a folder was last written."""
+    path = store.local_path(folder)
+    if path is None:
+        return store.modified_at(folder)
+    times = [p.stat().st_mtime for p in (path, *path.rglob("*"))]
+    return datetime.fromtimestamp(max(times), timezone.utc)
+
+
+def remove_candidate(folder: CheckpointFolder, candidate: RemovalCandidate, id: str) -> None:
+    """Remove a folder that ``plan_removal`` named; ``id`` is a new one.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    if candidate.leftover:
+        folder.store.remove(candidate.name)
+    else:
+        folder.store.retire(candidate.name, id)
+
+
+def select_checkpoint(folder: CheckpointFolder, name: str | None = None) -> CheckpointCandidate:
+    """Return the checkpoint of that name, or the newest complete one.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    if name is not None:
+        candidate = next((candidate for candidate in folder.candidates if candidate.name == name), None)
+        if candidate is None:
+            names = ", ".join(candidate.name for candidate in folder.candidates)
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint {name} in {folder.store.label()}", why=f"it holds: {names}"
+            )
+        return candidate
+    newest = folder.candidates[0] if folder.single else folder.newest
+    if newest is None:
+        problems = "; ".join(f"{candidate.name}: {candidate.problem}" for candidate in folder.candidates)
+        raise CheckpointNotFoundError(
+            f"there is no complete checkpoint in {folder.store.label()}", why=problems
+        )
+    return newest

@@ -1,0 +1,358 @@
+"""Lazy access to weights in files, whatever wrote them: one tensor is read at a time.
+
+    weights = weights_of(Path("run/checkpoint_3"))
+    for name, tensor in weights.tensors.items():
+        print(name, tensor.dtype, tensor.shape)
+        tensor.read()                     # this one alone
+
+Files are read, not mapped: what is mapped and touched counts as memory of the process for as long as the
+system likes. A tensor's ``region`` says where it can be mapped, see ``mapped_files.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.lazy_tensor import LazyTensor
+from accelerate.checkpoint.mapped_files import FileRegion
+from accelerate.core.errors import CheckpointError
+
+_DTYPES = {code: dtype for dtype, code in tensors._CODES.items()}
+
+
+@dataclass(frozen=True)
+class LazyWeights:
+    """The weights of one model, not read yet.
+
+    Attributes:
+        tensors: by name; none is read yet.
+        aliases: names that share the tensor of another name.
+        others: names of what is saved beside the tensors and is none.
+    """
+
+    tensors: dict[str, LazyTensor]
+    aliases: dict[str, str]
+    others: tuple[str, ...] = ()
+
+    def rename(self, function: Callable[[str], str]) -> LazyWeights:
+        """Return the weights by other names; unchanged if two names would become one."""
+        every = [*self.tensors, *self.aliases, *self.others]
+        if len({function(name) for name in every}) < len(every):
+            return self
+        return LazyWeights(
+            {function(name): tensor for name, tensor in self.tensors.items()},
+            {function(alias): function(name) for alias, name in self.aliases.items()},
+            tuple(map(function, self.others)),
+        )
+
+    def by_all_names(self) -> dict[str, LazyTensor]:
+        """Return the tensors by all names, aliases included."""
+        return {**self.tensors, **{alias: self.tensors[name] for alias, name in self.aliases.items()}}
+
+
+def open_weights(path: Path) -> LazyWeights:
+    """Open the weights in a file, behind an index, or in a folder.
+
+    Args:
+        path: a safetensors or torch file; an index of shards; or a folder with one of these, a checkpoint, or
+            the folder of a sharded model.
+
+    Raises:
+        CheckpointNotFoundError: there are none.
+        CheckpointError: a file is missing, damaged, would run code, or leads out of its folder.
+    """
+    if path.is_dir():
+        path = find_weights(path)
+    if path.is_dir():
+        return _open_sharded(path)
+    if not path.is_file():
+        raise CheckpointNotFoundError(
+            f"there is no file or folder {path}",
+            fix="name a file of weights, the index of its shards, or the folder that holds them",
+        )
+    if path.name.endswith(".json"):
+        return _join_shards(shards_of(path))
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch_file(path)
+
+
+def find_weights(folder: Path, model: int = 0) -> Path:
+    """Return the file, index or sub-folder of a folder that holds the weights of a model.
+
+    Raises:
+        CheckpointNotFoundError: it holds none, or several and it is not clear which.
+    """
+    file_names = [names.model_file(model, safe=True), names.model_file(model, safe=False)]
+    file_names += [names.sharded_folder("models", model), names.gathered_file(model)]
+    if model == 0:
+        file_names[1:1] = [names.SAFE_WEIGHTS_INDEX_NAME]
+        file_names += [names.WEIGHTS_INDEX_NAME, names.SHARDED_INDEX]
+    for name in file_names:
+        if (folder / name).exists():
+            return folder if name == names.SHARDED_INDEX else folder / name
+    entries = sorted(p.name for p in folder.iterdir())
+    for ending in (".index.json", ".safetensors", ".bin"):
+        matches = [name for name in entries if name.endswith(ending)] if model == 0 else []
+        if len(matches) == 1:
+            return folder / matches[0]
+        if matches:
+            break
+    raise CheckpointNotFoundError(
+        f"{folder} is not a folder with the weights of model {model}",
+        why=f"it holds: {', '.join(entries[:12]) or 'nothing'}",
+        fix="name a file of weights or the index of its shards",
+    )
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that ``open_weights`` reads of a file, an index or the folder of a sharded model."""
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.is_file())
+    return [path, *shards_of(path)] if path.name.endswith(".json") else [path]
+
+
+def shards_of(index: Path) -> dict[Path, list[str]]:
+    """Return the shards that an index names, with the names of the tensors in them.
+
+    Raises:
+        CheckpointError: it is no index, or leads out of its folder.
+    """
+    with file_errors("read", index):
+        body = json.loads(index.read_text(encoding="utf-8"))
+    table = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{index} is no index of shards", why="it has no table 'weight_map'")
+    shards: dict[Path, list[str]] = {}
+    for name, file in table.items():
+        if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file:
+            raise CheckpointError(
+                f"{index} cannot be used", why=f"{name} would be read from {file!r}, outside of the folder"
+            )
+        shards.setdefault(index.parent / file, []).append(name)
+    return shards
+
+
+def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
+    lazy_tensors: dict[str, LazyTensor] = {}
+    aliases: dict[str, str] = {}
+    others: list[str] = []
+    for path, members in shards.items():
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing", why="the index names it")
+        shard = open_weights(path)
+        absent = [name for name in members if name not in shard.by_all_names() and name not in shard.others]
+        if absent:
+            raise CheckpointError(f"{path} does not hold {absent[0]}", why="the index says that it does")
+        lazy_tensors |= shard.tensors
+        aliases |= shard.aliases
+        others += shard.others
+    return LazyWeights(
+        lazy_tensors, {a: n for a, n in aliases.items() if a not in lazy_tensors}, tuple(others)
+    )
+
+
+def _open_sharded(folder: Path) -> LazyWeights:
+    from accelerate.checkpoint.shard_reader import lazy_tensors
+
+    return group_ties(lazy_tensors(folder))
+
+
+def group_ties(lazy_tensors: Mapping[str, LazyTensor]) -> LazyWeights:
+    """Group tied tensors: those with the same file ranges keep one name, the others become aliases."""
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in lazy_tensors.items():
+        owner = first.setdefault((tensor.file_ranges, tensor.dtype, tensor.shape), name)
+        if owner != name and tensor.nbytes:
+            aliases[name] = owner
+    return LazyWeights({name: t for name, t in lazy_tensors.items() if name not in aliases}, aliases)
+
+
+def _open_safetensors(path: Path) -> LazyWeights:
+    with file_errors("read", path):
+        with safe_open(path, framework="pt"):
+            pass  # the library has checked the header: names, sizes and places fit together
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", {})
+        lazy_tensors: dict[str, LazyTensor] = {}
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            if entry["dtype"] not in _DTYPES:
+                raise CheckpointError(f"{name} in {path} is of {entry['dtype']}, which is not known here")
+            dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+            read = partial(_read_tensor, path, begin, shape, dtype)
+            file_ranges = ((path.name, begin, end - begin),)
+            lazy_tensors[name] = LazyTensor(
+                shape, dtype, file_ranges, read, _mappable_region(path, begin, dtype)
+            )
+    aliases = {
+        alias: name for alias, name in metadata.items() if name in lazy_tensors and alias not in lazy_tensors
+    }
+    return LazyWeights(lazy_tensors, aliases)
+
+
+def _mappable_region(
+    path: Path, offset: int, dtype: torch.dtype, stride: tuple[int, ...] | None = None
+) -> FileRegion | None:
+    place = FileRegion(path, offset, stride)
+    return place if place.is_aligned(dtype) else None
+
+
+def _read_tensor(
+    path: Path, offset: int, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    span = shape if stride is None else (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)),)
+    tensor = torch.empty(span, dtype=dtype)
+    target = tensors.raw_bytes(tensor)
+    done = 0
+    with file_errors("read", path), path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while done < len(target):
+            got = file.readinto(target[done:])
+            if not got:
+                raise CheckpointError(f"{path} is damaged", why=f"it ends at {offset + done} bytes")
+            done += got
+    return tensor if stride is None else tensor.as_strided(shape, stride)
+
+
+def _open_torch_file(path: Path) -> LazyWeights:
+    """Open a torch file: unpickle it without its data, which gives the file ranges of all tensors."""
+    trust = "load(path, weights_only=False) of accelerate.utils"
+    if zipfile.is_zipfile(path):
+        with FakeTensorMode():
+            state = pickles.read(path, "cpu", trust)
+    else:  # before torch 1.6: can only be read whole
+        state = pickles.read(path, "cpu", trust)
+    state = _unwrap_state_dict(path, state)
+    if any(map(_is_tensor_subclass, state.values())):
+        state = _unwrap_state_dict(path, pickles.read(path, "cpu", trust, mmap=True))
+    saved_tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, value in saved_tensors.items():
+        if _is_tensor_subclass(value):
+            continue
+        start = _storage_start(value)
+        at = start if start is not None else value.untyped_storage()._cdata
+        key = (at, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        owner = first.setdefault(key, name)
+        if owner != name and value.numel():
+            aliases[name] = owner
+    lazy_tensors = {
+        name: _lazy_tensor(path, value) for name, value in saved_tensors.items() if name not in aliases
+    }
+    return LazyWeights(lazy_tensors, aliases, tuple(str(name) for name in state if name not in saved_tensors))
+
+
+def _unwrap_state_dict(path: Path, state: Any) -> Mapping[Any, Any]:
+    """Return the state dict in a file: its object, or the only entry of a dict."""
+    if isinstance(state, Mapping) and len(state) == 1 and isinstance(next(iter(state.values())), Mapping):
+        state = next(iter(state.values()))
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds no weights", why=f"it holds a {type(state).__name__}")
+    return state
+
+
+def _is_tensor_subclass(value: object) -> bool:
+    """Return True for tensor subclasses, which may hold other tensors and must be read to know."""
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return isinstance(value, torch.Tensor) and type(value) not in plain
+
+
+def _storage_start(value: torch.Tensor) -> int | None:
+    """Return the offset in the file of a storage that was read without its data."""
+    return getattr(value.untyped_storage(), "_checkpoint_offset", None)
+
+
+def _lazy_tensor(path: Path, value: torch.Tensor) -> LazyTensor:
+    start = None if _is_tensor_subclass(value) else _storage_start(value)
+    if start is None or value.numel() == 0:
+        return in_memory(value)
+    begin = start + int(value.storage_offset()) * value.element_size()
+    stride = None if value.is_contiguous() else value.stride()
+    read = partial(_read_tensor, path, begin, value.shape, value.dtype, stride)
+    file_ranges = ((path.name, begin, value.nbytes),)
+    return LazyTensor(
+        value.shape, value.dtype, file_ranges, read, _mappable_region(path, begin, value.dtype, stride)
+    )
+
+
+def in_memory(value: torch.Tensor) -> LazyTensor:
+    """Wrap a tensor in memory as a lazy tensor."""
+    shape, dtype = value.shape, value.dtype
+    if value.numel() == 0:
+        return LazyTensor(shape, dtype, (), lambda: torch.empty(shape, dtype=dtype))
+    return LazyTensor(shape, dtype, (), value.detach)
+
+
+class LazyCast:
+    """A lazy tensor with another dtype, which a writer uses like a tensor."""
+
+    def __init__(self, tensor: LazyTensor, dtype: torch.dtype | None = None) -> None:
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.dtype = cast_to(tensor.dtype, dtype)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        """Return the bytes of one element."""
+        return self.dtype.itemsize
+
+    def detach(self) -> torch.Tensor:
+        """Read the tensor in its new dtype."""
+        return self.tensor.read().to(self.dtype)
+
+    def meta(self) -> torch.Tensor:
+        """Return a tensor of the same shape and dtype on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+_CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def cast_to(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return ``wanted`` for the usual floating point dtypes, ``own`` for all others."""
+    return wanted if wanted is not None and own in _CASTABLE else own
+
+
+def lazy_casts(weights: Mapping[str, LazyTensor], dtype: torch.dtype | None = None) -> dict[str, LazyCast]:
+    """Return the weights as lazy tensors of another dtype, by name."""
+    return {name: LazyCast(tensor, dtype) for name, tensor in weights.items()}
+
+
+def weights_from_state(state: Mapping[str, Any]) -> LazyWeights:
+    """Return a model's state dict as lazy weights: tied tensors once, other views on their own.
+
+    Raises:
+        CheckpointError: a value is no tensor, or has no data.
+    """
+    aliases = tensors.find_ties(state)
+    return LazyWeights(dict(_checked_tensors(state, aliases)), aliases)
+
+
+def _checked_tensors(
+    state: Mapping[str, Any], aliases: Mapping[str, str]
+) -> Iterator[tuple[str, LazyTensor]]:
+    for name, value in state.items():
+        if name in aliases:
+            continue
+        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+            tensors.untie({name: value})  # raises the error
+        yield name, in_memory(value)

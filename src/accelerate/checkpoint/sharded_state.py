@@ -1,0 +1,510 @@
+"""Sharded states of models and optimizers: how they are saved, and loaded under any strategy.
+
+Everything goes by the names of the parameters, which are the same whether a model is plain, replicated or
+sharded. So shards that were saved under one strategy, at one world size, load under another at any world
+size: each rank reads the chunks that overlap its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import _IncompatibleKeys
+
+from accelerate.checkpoint import names, tensors
+from accelerate.checkpoint.manifest import ManifestEntry
+from accelerate.checkpoint.read_plan import ReadPlan
+from accelerate.checkpoint.save_plan import LocalSavePlan, ShardFile, only_distributed
+from accelerate.checkpoint.shard_reader import ShardReader
+from accelerate.checkpoint.train_state import LoadContext
+from accelerate.core.errors import CheckpointError
+
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
+_SHOWN = 6
+
+
+class ShardedModelState:
+    """A model whose state is saved sharded.
+
+    Args:
+        module: the user's own module, sharded or not.
+        only: maps the names of the tensors to save and load to their saved names; None for all, by their own.
+        local_training: each rank trains its own replica, so only DTensors and rank 0's tensors are saved.
+        remote_names: names of the model's state that only other ranks have.
+        saved_buffers: buffers that this rank saves, since rank 0 does not have them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        only: Mapping[str, str] | None = None,
+        *,
+        local_training: bool = False,
+        remote_names: Collection[str] = (),
+        saved_buffers: Collection[str] = (),
+    ) -> None:
+        self.module, self.only, self.local_training = module, only, local_training
+        self.remote_names, self.saved_buffers = frozenset(remote_names), frozenset(saved_buffers)
+        self._save_plan: LocalSavePlan | None = None
+        self._ties: dict[str, str] = {}
+
+    def local_plan(self, rank: int, /) -> Any:
+        """Plan the save, see ``ShardedState``. Buffers differ by rank: those of rank 0 are saved."""
+        state = tensors.strip_compile_prefix(self._state())
+        _refuse_meta_tensors(state)
+        self._ties = {
+            alias: name for alias, name in _find_ties(self.module).items() if {alias, name} <= set(state)
+        }
+        to_save: Any = {name: value for name, value in state.items() if name not in self._ties}
+        if rank > 0:
+            new_names = self.only or {}
+            saved_here = (
+                set()
+                if self.local_training
+                else {new_names.get(name, name) for name, _ in _named_params(self.module)}
+            )
+            saved_here |= self.saved_buffers
+            to_save = {n: v for n, v in to_save.items() if n in saved_here or isinstance(v, DTensor)}
+        self._save_plan = LocalSavePlan.create({"model": to_save}, dedup_to_lowest_rank=self.local_training)
+        return self._save_plan.local_plan
+
+    def _state(self) -> dict[str, Any]:
+        state = self.module.state_dict()
+        if self.only is None:
+            return state
+        return {self.only[name]: value for name, value in state.items() if name in self.only}
+
+    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> ShardFile:
+        """Return this rank's writer, see ``ShardedState``."""
+        assert self._save_plan is not None
+        entry = ManifestEntry(
+            names.sharded_folder("models", index), type(self.module).__name__, aliases=self._ties
+        )
+        ties = {("model", alias): ("model", name) for alias, name in self._ties.items()}
+        share = self._save_plan.shard_file(plans, rank, "models", entry, ties)
+        self._save_plan = None
+        entry.tensors.update(share.table())
+        return share
+
+    def prepare_load(self, folder: Path, context: LoadContext, /) -> Callable[[], Any]:
+        """Prepare the load, see ``ShardedState``. Tensors are read into the model's own memory."""
+        shards = ShardReader(folder, trusted=context.trusted)
+        state = self._state()
+        entries = _entries_by_model_name(shards, state)
+        self._compare_names(shards, entries, state, context)
+        shards.check_files(name for group in entries.values() for name in group)
+        _note_untied(shards, entries, self.module, context)
+        return self._plan_reads(shards, entries, state, context)
+
+    def _compare_names(
+        self,
+        shards: ShardReader,
+        entries: Mapping[str, list[str]],
+        state: Mapping[str, Any],
+        context: LoadContext,
+    ) -> None:
+        ties = _find_ties(self.module)
+        groups = {_clean_name(name): ties.get(_clean_name(name), _clean_name(name)) for name in state}
+        there = {groups[_clean_name(name)] for name in entries if name in state}
+        missing = [name for name in state if name not in entries and groups[_clean_name(name)] not in there]
+        surplus = [name for name in entries if name not in state and name not in self.remote_names]
+        if (missing or surplus) and context.strict:
+            raise CheckpointError(
+                f"{shards.folder} does not fit the model {type(self.module).__name__}",
+                why="; ".join(_describe_differences(missing, surplus)),
+                fix="build the model that was saved, or pass strict=False",
+            )
+        context.missing += [f"{name} (in {shards.folder.name})" for name in missing]
+        context.notes += [f"{name} is in {shards.folder.name}, and not in this model" for name in surplus]
+        for name, group in entries.items():
+            entry, tensor = shards.tensor_metadata(group[0]), state.get(name)
+            if entry is None or not isinstance(tensor, torch.Tensor):
+                continue
+            if entry.size != tensor.shape:
+                raise CheckpointError(
+                    f"{name} has the shape {tuple(entry.size)} in {shards.folder}, and "
+                    f"{tuple(tensor.shape)} in the model"
+                )
+            if tensor.device.type == "meta":
+                raise CheckpointError(
+                    f"{name} has no memory to be loaded into (it is on the meta device)",
+                    fix="model.to_empty(device=...) gives it some",
+                )
+
+    def _plan_reads(
+        self,
+        shards: ShardReader,
+        entries: Mapping[str, list[str]],
+        state: dict[str, Any],
+        context: LoadContext,
+    ) -> Callable[[], Any]:
+        ties, planned, read_plan = _find_ties(self.module), set[str](), ReadPlan()
+        for name, group in entries.items():
+            tensor, owner = state.get(name), ties.get(_clean_name(name), _clean_name(name))
+            if isinstance(tensor, torch.Tensor) and shards.tensor_metadata(group[0]) is not None:
+                if owner not in planned:
+                    shards.add_reads(group[0], tensor, read_plan)
+                planned.add(owner)
+            elif name in state:
+                state[name] = _read_nested(shards, group, 2)
+        return partial(self._load, read_plan, state, context)
+
+    def _load(self, read_plan: ReadPlan, state: dict[str, Any], context: LoadContext) -> Any:
+        read_plan.run()
+        if self.only is not None:
+            return _IncompatibleKeys([], [])
+        # What is not the model's own memory (extra states, tensors that hooks have made) is loaded here.
+        return self.module.load_state_dict(state, **context.model_kwargs)
+
+
+class ShardedOptimizerState:
+    """An optimizer whose state is saved sharded, by the names of the parameters.
+
+    Args:
+        optimizer: the user's own.
+        models: the modules whose parameters it may have. Of several, names begin with the module's number.
+        local_training: each rank trains its own replica, so only DTensors and rank 0's tensors are saved.
+        group_names: the names in each group, if other ranks have parameters that this one lacks.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Sequence[nn.Module],
+        *,
+        local_training: bool = False,
+        group_names: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        self.optimizer, self.models, self.local_training, self.group_names = (
+            optimizer,
+            models,
+            local_training,
+            group_names,
+        )
+        self._save_plan: LocalSavePlan | None = None
+
+    def local_plan(self, rank: int, /) -> Any:
+        """Plan the save, see ``ShardedState``. State that does not exist yet is not created."""
+        whole = optimizer_state_by_name(self.optimizer, self.models, self.optimizer.state_dict())
+        if self.group_names is not None:
+            pairs = zip(whole["param_groups"], self.group_names, strict=True)
+            whole["param_groups"] = [{**group, "params": list(names_)} for group, names_ in pairs]
+        if rank > 0 and self.local_training:
+            whole = only_distributed(whole) or {}
+        elif rank > 0:
+            whole = {"state": _drop_non_tensors(whole["state"])}
+        self._save_plan = LocalSavePlan.create({"optimizer": whole}, dedup_to_lowest_rank=self.local_training)
+        return self._save_plan.local_plan
+
+    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> ShardFile:
+        """Return this rank's writer, see ``ShardedState``."""
+        assert self._save_plan is not None
+        entry = ManifestEntry(names.sharded_folder("optimizers", index), type(self.optimizer).__name__)
+        share = self._save_plan.shard_file(plans, rank, "optimizers", entry, {})
+        self._save_plan = None
+        return share
+
+    def prepare_load(self, folder: Path, context: LoadContext, /) -> Callable[[], Any]:
+        """Prepare the load, see ``ShardedState``."""
+        shards = ShardReader(folder, trusted=context.trusted)
+        shards.check_files(shards.paths)
+        read_plan = ReadPlan()
+        return partial(self._load, read_plan, self._read(shards, context, read_plan))
+
+    def _load(self, read_plan: ReadPlan, state: dict[str, Any]) -> None:
+        read_plan.run()
+        self.optimizer.load_state_dict(state)
+
+    def _read(self, shards: ShardReader, context: LoadContext, read_plan: ReadPlan) -> dict[str, Any]:
+        """Return the optimizer's future ``state_dict``; ``read_plan`` fills its tensors."""
+        entries: dict[Any, list[str]] = {}
+        other: dict[Any, list[str]] = {}
+        for name, path in shards.paths.items():
+            if len(path) > 2 and path[1] == "state":
+                entries.setdefault(path[2], []).append(name)
+            elif len(path) > 1:
+                other.setdefault(path[1], []).append(name)
+        read = {key: _read_nested(shards, group, 2) for key, group in other.items() if key != "state"}
+        saved = list(read.get("param_groups", []))
+        param_names = self._names()
+        saved_names = {name for group in saved for name in group["params"]}
+        others = {name for group in self.group_names or () for name in group} - {
+            n for names_ in param_names for n in names_
+        }
+        saved = [{**group, "params": [n for n in group["params"] if n not in others]} for group in saved]
+        own_state = self.optimizer.state_dict()
+        groups = _match_groups(shards, own_state["param_groups"], saved, param_names, context)
+        state: dict[Any, Any] = {}
+        every = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(every):
+            name = next((n for n in param_names[index] if n in saved_names), None)
+            if name is None:
+                state.update({index: own_state["state"][index]} if index in own_state["state"] else {})
+            elif name in entries:
+                make = partial(
+                    _tensor_like_param, parameter, self.optimizer.state.get(parameter, {}), read_plan
+                )
+                state[index] = _read_nested(shards, entries[name], 3, make)
+        for key in entries.keys() - saved_names:
+            state[key] = _read_nested(shards, entries[key], 3)
+        return {**read, "state": state, "param_groups": groups}
+
+    def _names(self) -> list[list[str]]:
+        return parameter_names(self.optimizer, self.models)
+
+
+def optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Convert an optimizer's state from parameter indices to parameter names.
+
+    Raises:
+        CheckpointError: a parameter is of no model.
+    """
+    param_names = [group[0] for group in parameter_names(optimizer, models)]
+    state_by_name = {
+        param_names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()
+    }
+    groups = [
+        {**group, "params": [param_names[index] for index in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return {**state, "state": state_by_name, "param_groups": groups}
+
+
+def optimizer_state_by_index(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Convert an optimizer's state from parameter names to parameter indices.
+
+    Raises:
+        CheckpointError: it has other parameters.
+    """
+    numbers = {name: n for n, group in enumerate(parameter_names(optimizer, models)) for name in group}
+    groups = [dict(group) for group in state["param_groups"]]
+    unknown = [name for group in groups for name in group["params"] if name not in numbers]
+    if unknown:
+        raise CheckpointError(
+            "the state does not fit the optimizer", why="; ".join(_describe_differences([], unknown))
+        )
+    for group in groups:
+        # Saved indices follow the order of the parameters, so it must be the optimizer's own.
+        group["params"] = sorted(numbers[name] for name in group["params"])
+    state_by_index = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": state_by_index, "param_groups": groups}
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of each parameter, in the order of the optimizer's groups.
+
+    Raises:
+        CheckpointError: a parameter is of no model.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own_parameters = set(parameters)
+    used = [m for m in models if any(p in own_parameters for p in m.parameters())]
+    names_of: dict[torch.Tensor, list[str]] = {}
+    for number, module in enumerate(used):
+        for name, parameter in _named_params(module):
+            names_of.setdefault(parameter, []).append(f"{number}.{name}" if len(used) > 1 else name)
+    for index, parameter in enumerate(parameters):
+        if parameter not in names_of:
+            raise CheckpointError(
+                f"parameter {index} of the optimizer {type(optimizer).__name__}, of shape "
+                f"{tuple(parameter.shape)}, belongs to no prepared model",
+                why="sharded states go by the names of the models' parameters",
+                fix="prepare the module that holds it, or save_state(sharded=False)",
+            )
+    return [names_of[parameter] for parameter in parameters]
+
+
+def _clean_name(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace(_CHECKPOINTED, "")
+
+
+def _named_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return every name of every parameter, as state dicts call it."""
+    return [(_clean_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+
+
+def _find_ties(module: nn.Module) -> dict[str, str]:
+    """Map names of parameters and buffers to the earlier name of the same object.
+
+    Not by memory, as for whole files: a rank with few rows may have no memory of either.
+    """
+    buffers = [(_clean_name(name), b) for name, b in module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, value in (*_named_params(module), *buffers):
+        owner = first.setdefault(id(value), name)
+        if owner != name:
+            ties[name] = owner
+    return ties
+
+
+def _refuse_meta_tensors(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            raise CheckpointError(
+                f"{name} has no data to save (it is on the meta device)",
+                fix="give the model its weights before saving it",
+            )
+
+
+def _drop_non_tensors(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _drop_non_tensors(value) for key, value in state.items()}
+    if isinstance(state, list) and all(isinstance(item, torch.Tensor) for item in state):
+        return state
+    return state if isinstance(state, torch.Tensor) else {}
+
+
+def _entries_by_model_name(shards: ShardReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the index's entries by the model's names; an object may have several entries."""
+    tops = {path[0] for path in shards.paths.values()}
+    below = len(tops) == 1 and all(len(path) > 1 for path in shards.paths.values())
+    entries: dict[str, list[str]] = {}
+    for name, path in shards.paths.items():
+        entries.setdefault(str(path[1 if below else 0]), []).append(name)
+    model_names = {tensors.canonical_name(_clean_name(name)): name for name in state}
+    saved_names = {tensors.canonical_name(name) for name in entries}
+    if len(saved_names) < len(entries) or len(model_names) < len(state):
+        return entries
+    return {model_names.get(tensors.canonical_name(name), name): group for name, group in entries.items()}
+
+
+def _note_untied(
+    shards: ShardReader, entries: Mapping[str, list[str]], module: nn.Module, context: LoadContext
+) -> None:
+    ties, first = _find_ties(module), dict[Any, str]()
+    for name, group in entries.items():
+        owner = first.setdefault(shards.file_ranges(group[0]), name)
+        one, other = _clean_name(name), _clean_name(owner)
+        if owner != name and ties.get(one, one) != ties.get(other, other):
+            context.notes.append(
+                f"{shards.folder.name} has {name} tied to {owner}; in this model they are two tensors"
+            )
+
+
+def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:
+    pairs = (("it lacks", missing), ("the model does not have", surplus))
+    for text, tensor_names in pairs:
+        if tensor_names:
+            more = f" and {len(tensor_names) - _SHOWN} more" if len(tensor_names) > _SHOWN else ""
+            yield f"{text} {', '.join(tensor_names[:_SHOWN])}{more}"
+
+
+def _read_nested(
+    shards: ShardReader,
+    group: Iterable[str],
+    depth: int,
+    make_tensor: Callable[[ShardReader, str, Sequence[Any]], Any] | None = None,
+) -> Any:
+    """Read the value below the first ``depth`` keys from its entries."""
+    flat = {shards.paths[name][depth:]: name for name in group}
+    if () in flat:
+        return _read_value(shards, flat[()], (), make_tensor)
+    root: dict[Any, Any] = {}
+    for path, name in flat.items():
+        holder = root
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[path[-1]] = _read_value(shards, name, path, make_tensor)
+    return _restore_lists(root)
+
+
+def _read_value(shards: ShardReader, name: str, path: Sequence[Any], make_tensor: Any) -> Any:
+    if make_tensor is None or shards.tensor_metadata(name) is None:
+        return shards.read(name)
+    return make_tensor(shards, name, path)
+
+
+def _restore_lists(value: Any) -> Any:
+    """Convert dicts with the keys 0, 1, 2 ... back to lists."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _restore_lists(item) for key, item in value.items()}
+    if inner and set(inner) == set(range(len(inner))):
+        return [inner[index] for index in range(len(inner))]
+    return inner
+
+
+@torch.no_grad()
+def _tensor_like_param(
+    parameter: torch.Tensor,
+    param_state: Mapping[str, Any],
+    read_plan: ReadPlan,
+    shards: ShardReader,
+    name: str,
+    path: Sequence[Any],
+) -> torch.Tensor:
+    """Return a tensor of a parameter's state, sharded as the parameter is; ``read_plan`` fills it."""
+    entry = shards.tensor_metadata(name)
+    assert entry is not None
+    dtype = entry.properties.dtype
+    if not isinstance(parameter, DTensor) or not entry.size:
+        return shards.read(name)
+    present = param_state.get(path[0]) if len(path) == 1 else None
+    like = parameter if entry.size == parameter.shape else present
+    if not isinstance(like, DTensor) or like.shape != entry.size:
+        whole = shards.read(name).to(parameter.to_local().device)
+        mesh = parameter.device_mesh
+        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    target = present if _is_reusable(present, like, dtype) else torch.empty_like(like, dtype=dtype)
+    shards.add_reads(name, target, read_plan)
+    return target
+
+
+def _is_reusable(present: Any, like: DTensor, dtype: torch.dtype) -> TypeGuard[DTensor]:
+    """Return True if the optimizer's present tensor can be filled instead of a new one."""
+    return (
+        isinstance(present, DTensor)
+        and (present.dtype, present.shape, present._spec) == (dtype, like.shape, like._spec)
+        and present.device == like.device
+    )
+
+
+def _match_groups(
+    shards: ShardReader,
+    groups: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    param_names: list[list[str]],
+    context: LoadContext,
+) -> list[dict[str, Any]]:
+    """Return the saved groups in the order, and with the parameters, of the optimizer's own.
+
+    Raises:
+        CheckpointError: they hold other parameters, and loading is strict.
+    """
+    unmatched = [(group, set(group["params"])) for group in saved]
+    result: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        group_names = [param_names[index] for index in group["params"]]
+        every = {name for names_ in group_names for name in names_}
+        best, best_names = max(unmatched, key=lambda pair: len(pair[1] & every), default=(None, set[str]()))
+        missing = [names_[0] for names_ in group_names if not best_names.intersection(names_)]
+        surplus = sorted(best_names - every)
+        if context.strict and (best is None or missing or surplus):
+            raise CheckpointError(
+                f"{shards.folder} does not fit group {number} of the optimizer",
+                why="; ".join(_describe_differences(missing, surplus)) or "it has fewer groups",
+                fix="give the optimizer the groups that were saved, or pass strict=False",
+            )
+        context.missing += [f"the state of {name} (in {shards.folder.name})" for name in missing]
+        if best is None or (group_names and len(missing) == len(group_names)):
+            result.append(dict(group))
+            continue
+        unmatched.remove((best, best_names))
+        result.append({**group, **best, "params": list(group["params"])})
+    if unmatched and context.strict:
+        raise CheckpointError(
+            f"{shards.folder} holds {len(saved)} groups of parameters, and the optimizer {len(groups)}",
+            fix="give the optimizer the groups that were saved, or pass strict=False",
+        )
+    return result

@@ -1,0 +1,152 @@
+"""Single keys of a configuration file: found by any of their spellings, checked by their setting, changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.cli.options import SCRIPT_SETTINGS, launch_settings
+from accelerate.core import environ
+from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
+from accelerate.core.setting import Setting, convert_value
+from accelerate.launch import config_files, config_writer
+from accelerate.launch.check import check_request
+from accelerate.launch.config_files import ConfigFile
+from accelerate.launch.config_writer import KeyPath
+from accelerate.launch.launch_request import build_request
+
+
+def config_path(named: str | None) -> Path:
+    """The file to write: the one named by flag or variable, else the default one."""
+    where = named or environ.get("ACCELERATE_CONFIG_FILE")
+    return Path(where).expanduser() if where else config_files.default_file()
+
+
+def find_setting(key: str) -> Setting:
+    """The setting of a key: ``fsdp_version``, ``fsdp_config.fsdp_version`` or ``fsdp_config.version``.
+
+    Raises:
+        UnknownNameError: there is none; the nearest is suggested.
+    """
+    known = [row for row in launch_settings() if row.in_file]
+    section, _, name = key.rpartition(".")
+    for row in known:
+        if name in (row.name, row.name.removeprefix(row.prefix)) and row.section == section:
+            return row
+        if not section and name == row.name:
+            return row
+    spellings = [row.path if section else row.name for row in known]
+    raise UnknownNameError("key", key, spellings, where="in --set")
+
+
+def parse_pair(pair: str) -> tuple[Setting, Any]:
+    """``"key=value"`` as a setting and its checked value; None for ``key=none`` and ``key=``.
+
+    Raises:
+        SettingError: it is no pair, or the value does not fit.
+        UnknownNameError: there is no such key.
+    """
+    key, sign, text = pair.partition("=")
+    if not sign:
+        raise SettingError(f"--set {pair} has no value", fix=f"write --set {key.strip()}=value")
+    row, word = find_setting(key.strip()), text.strip()
+    if word.lower() in ("", "none", "null"):
+        return row, None
+    return row, file_value(convert_value(row, word, f"--set {row.name}", text=True))
+
+
+def file_value(value: Any) -> Any:
+    """A value as a file holds it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class KeyChange:
+    """One key of a file before and after; None for "not there"."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        if self.new is None:
+            return f"{self.key}: taken out (it was {self.old!r})"
+        return f"{self.key}: {self.new!r}" + ("" if self.old is None else f" (it was {self.old!r})")
+
+
+def set_keys(path: Path, pairs: Iterable[str]) -> list[KeyChange]:
+    """Changes the keys of a file that ``pairs`` name, and leaves everything else as it stands.
+
+    Args:
+        path: the file; made if there is none.
+        pairs: ``"key=value"``, the last one wins.
+
+    Raises:
+        SettingError: a pair is wrong, the file cannot be read, or it would have a key that nobody knows.
+    """
+    asked = {row.name: (row, value) for row, value in map(parse_pair, pairs)}
+    old = config_files.read_raw(path)[0] if path.exists() else {}
+    new = _upgrade_if_old(old)
+    wanted = {_key_path(new, row): value for row, value in asked.values()}
+    new = config_writer.apply_changes(new, wanted)
+    problem = find_refusal(new, path)
+    if isinstance(problem, UnknownNameError):
+        raise problem
+    save_config(path, old, new)
+    return [
+        KeyChange(row.path, _get_nested(old, _key_path(old, row)), value)
+        for row, value in asked.values()
+        if _get_nested(old, _key_path(old, row)) != value
+    ]
+
+
+def _upgrade_if_old(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The values as they stand, unless a key of them exists no more: then all of them as today's."""
+    new = config_files.upgrade_keys(values)
+    return new if new.keys() - values.keys() else {str(key): value for key, value in values.items()}
+
+
+def _key_path(values: Mapping[Any, Any], row: Setting) -> KeyPath:
+    """Return the key path of a setting in a file."""
+    if not row.section:
+        return (row.name,)
+    table = values.get(row.section)
+    short = row.name.removeprefix(row.prefix)
+    return row.section, short if isinstance(table, dict) and short in table else row.name
+
+
+def _get_nested(values: Mapping[Any, Any], keys: KeyPath) -> Any:
+    value: Any = values
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def save_config(path: Path, old: Mapping[Any, Any], new: Mapping[str, Any]) -> Path | None:
+    """Writes ``new`` over a file that holds ``old``.
+
+    Returns:
+        A copy of the file as it was, where comments or its layout could not be kept.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if path.suffix != ".json":
+        kept = config_writer.edit_yaml(text, config_writer.find_changes(old, new))
+        if kept is not None:
+            config_writer.write_file(path, kept)
+            return None
+    copy = config_writer.copy_to_backup(path) if "#" in text else None
+    config_writer.write_file(path, config_writer.format_config(new, path))
+    return copy
+
+
+def find_refusal(values: Mapping[str, Any], path: Path) -> AccelerateError | None:
+    """Return the error of ``accelerate launch`` for a file with these values; None if it is valid."""
+    try:
+        file = ConfigFile(path, config_files.upgrade_keys(values))
+        # A module, so that nobody looks for a script.
+        check_request(build_request(file, {"module": True}, ("module",), SCRIPT_SETTINGS, env={}))
+    except AccelerateError as error:
+        return error
+    return None

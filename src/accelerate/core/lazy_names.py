@@ -1,0 +1,219 @@
+"""Public names that are loaded when first used (PEP 562), from a table of their sources.
+
+The table maps a public module to its names, and a name to its *source*:
+
+    "package.module:attribute"     an object of this package, the package's own name left out
+    Factory(maker, *args, **kw)    the result of calling ``maker`` (a source): families of similar names
+    ConstantValue(constant)        a plain constant that needs no code
+    NotBuilt("what will come")     not built yet: usable in ``import``, ``isinstance`` and as a base class;
+                                   calling or using it raises NotBuiltError
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, TypeVar
+
+from accelerate.core.errors import NotBuiltError, nearest
+
+T = TypeVar("T")
+
+
+class Factory:
+    """A source that makes its object by a call, once, when the name is first used.
+
+    Args:
+        maker: the source of the function that is called.
+        args, kwargs: arguments of the call.
+        then: converts the result of the call into the object.
+    """
+
+    def __init__(
+        self, maker: str, *args: Any, then: Callable[[Any], Any] | None = None, **kwargs: Any
+    ) -> None:
+        self.maker, self.args, self.kwargs, self.then = maker, args, kwargs, then
+
+
+class ConstantValue:
+    """A source that is the object itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class NotBuilt:
+    """The source of a public name that is not built.
+
+    Args:
+        text: what is planned; or, when nothing is, the reason.
+        instead: what to use in place of a name that is not planned.
+    """
+
+    def __init__(self, text: str, instead: str = "") -> None:
+        self.text, self.instead = text, instead
+
+
+NameSource = str | Factory | ConstantValue | NotBuilt
+NameTable = Mapping[str, Mapping[str, NameSource]]
+
+
+class NoSuchName(AttributeError):  # noqa: N818 (Python has such a name for it)
+    """A public module has no such name. The nearest known name is searched only when the message is read.
+
+    ``from accelerate import device`` asks for an attribute before it imports a submodule.
+    """
+
+    def __init__(self, module: str, name: str, known: list[str]) -> None:
+        super().__init__(module, name, known)
+        self.name = name
+
+    def __str__(self) -> str:
+        module, name, known = self.args
+        near = None if name.startswith("__") else nearest(name, known)
+        return f"module {module!r} has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")
+
+
+class PublicNames:
+    """The public names of a package and the sources of their objects.
+
+    Args:
+        package: the package that sources are relative to.
+        sources: public module -> name -> source.
+        reexports: public module -> other public modules -> which of their own names it has too, separated by
+            blanks; ``"*"`` for all of them.
+        complete_modules: modules whose re-exported names are promised too, so that their stubs declare them.
+    """
+
+    def __init__(
+        self,
+        package: str,
+        sources: NameTable,
+        reexports: Mapping[str, Mapping[str, str]],
+        complete_modules: tuple[str, ...] = (),
+    ) -> None:
+        self.package, self.sources, self.reexports, self.complete_modules = (
+            package,
+            sources,
+            reexports,
+            complete_modules,
+        )
+
+    def find_owner(self, module: str, name: str) -> str | None:
+        """Return the public module that owns ``module.name``; None when there is no such name."""
+        if name in self.sources[module]:
+            return module
+        for other, names in self.reexports.get(module, {}).items():
+            if name in self.sources[other] and (names == "*" or name in names.split()):
+                return other
+        return None
+
+    def list_names(self, module: str) -> list[str]:
+        """Return every name of a public module, own and re-exported, sorted; without submodules."""
+        listed = set(self.sources[module])
+        for other, names in self.reexports.get(module, {}).items():
+            listed.update(self.sources[other] if names == "*" else names.split())
+        return sorted(listed)
+
+    def list_submodules(self, module: str) -> list[str]:
+        """Return the last names of the public modules directly below ``module``, sorted."""
+        prefix = f"{module}."
+        below = (name[len(prefix) :] for name in self.sources if name.startswith(prefix))
+        return sorted(name for name in below if "." not in name)
+
+    def resolve(self, module: str, name: str) -> Any:
+        """Return the object behind a public name.
+
+        Raises:
+            AttributeError: the module has no such name.
+        """
+        owner = self.find_owner(module, name)
+        if owner is None:
+            if name in self.list_submodules(module):
+                return importlib.import_module(f"{module}.{name}")
+            raise NoSuchName(module, name, self.list_names(module))
+        if owner != module:
+            return getattr(importlib.import_module(owner), name)
+        return self._load_object(self.sources[module][name], f"{module}.{name}")
+
+    def _load_object(self, source: NameSource, path: str) -> Any:
+        if isinstance(source, NotBuilt):
+            return make_placeholder(path, source)
+        if isinstance(source, ConstantValue):
+            return source.value
+        if isinstance(source, Factory):
+            result = self._load_object(source.maker, path)(*source.args, **source.kwargs)
+            result = result if source.then is None else source.then(result)
+            if isinstance(result, FunctionType):
+                result.__module__, _, result.__name__ = path.rpartition(".")
+                result.__qualname__ = result.__name__
+            return result
+        file, _, attribute = source.partition(":")
+        return getattr(importlib.import_module(f"{self.package}.{file}"), attribute)
+
+    def module_hooks(self, module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+        """Return ``__getattr__`` and ``__dir__`` of one public module.
+
+        A resolved object is stored in the module's globals, so it is looked up once, and an object that a
+        user put there is the one that everybody sees.
+        """
+        namespace = vars(sys.modules[module])
+
+        def __getattr__(name: str) -> Any:  # noqa: N807
+            if name == "__all__":
+                return self.list_names(module)
+            value = self.resolve(module, name)
+            namespace[name] = value
+            return value
+
+        def __dir__() -> list[str]:  # noqa: N807
+            return sorted({*namespace, *self.list_names(module), *self.list_submodules(module)})
+
+        # The import system binds a submodule in its package when it is first imported. Where a public name
+        # is spelled like a submodule, the name must win in any order of imports: so import the submodule now.
+        for clash in set(self.list_submodules(module)) & set(self.list_names(module)):
+            importlib.import_module(f"{module}.{clash}")
+            namespace.pop(clash, None)
+        return __getattr__, __dir__
+
+
+def get_override(module: str, name: str, default: T) -> T:
+    """Return what a user assigned to a name of a public module, or ``default``.
+
+    Some programs replace a function of a public module (``accelerate.data_loader.prepare_data_loader``) and
+    expect this package to call theirs. Callers of such a function ask here at each call.
+
+    Args:
+        module: the public module.
+        name: the public name.
+        default: the object behind the name when nobody replaced it.
+    """
+    return vars(sys.modules[module]).get(name, default) if module in sys.modules else default
+
+
+def make_placeholder(path: str, source: NotBuilt) -> Any:
+    """Return a placeholder for a name that is not built; its spelling tells its kind (PEP 8)."""
+    module, _, name = path.rpartition(".")
+    state = "has no counterpart here" if source.instead else "is not built yet"
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotBuiltError(f"{path} {state}", why=source.text, fix=source.instead)
+
+    if name.isupper():
+        return _make_placeholder_constant(refuse)
+    if name[0].isupper():
+        return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": source.text})
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__module__, refuse.__doc__ = module, source.text
+    return refuse
+
+
+_USES = ("getattr", "getitem", "iter", "len", "contains", "bool", "eq", "lt", "gt", "call", "add", "or")
+
+
+def _make_placeholder_constant(refuse: Callable[..., Any]) -> Any:
+    """Return an object that refuses every use: a planned constant must not pass for an empty one."""
+    methods: dict[str, Any] = {f"__{use}__": refuse for use in _USES}
+    return type("PlannedConstant", (), {**methods, "__hash__": object.__hash__})()

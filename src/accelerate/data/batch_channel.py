@@ -1,0 +1,414 @@
+"""The channel on which rank 0 sends batches to the other ranks, in a separate gloo group.
+
+There is one message per batch. The messages never mix with the collectives of training, and gloo's own thread
+sends them while Python computes. No other thread is needed: a rank posts a receive for its next batch as soon
+as it has one, and rank 0 sends a batch as soon as it is read.
+
+A message is one flat buffer of bytes: a header of int64s, a pickle in which every tensor is replaced by its
+offset, and the bytes of the tensors. A receive buffer is large enough for all messages so far; a larger
+message is announced by a GROW message with its size.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import pickle
+import sys
+import threading
+import traceback
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.world import collective
+from accelerate.world import world as worlds
+
+# Kinds of messages.
+DATA, GROW, END, LEFT, ERROR = range(1, 6)
+
+# kind, bytes of this message (GROW: of the next), bytes of its pickle, oldest loop that rank 0 has not left,
+# the loader's id
+_HEADER_SIZE = 5 * 8
+_ALIGN = 64
+_MIN_BUFFER = 1 << 16
+# Messages in flight to one rank; rank 0 waits before it sends more.
+_MAX_PENDING = 4
+# Seconds that rank 0 waits at the end for other ranks to receive what was sent.
+_DRAIN_TIMEOUT = 20.0
+
+
+# --- messages
+
+
+class _BatchPickler(pickle.Pickler):
+    """Pickles everything but plain tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.parts: list[tuple[int, torch.Tensor]] = []
+        self.size = 0
+        self._places: dict[int, tuple[Any, Any]] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return offset, dtype and shape of a plain tensor; None for anything else."""
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return None
+        known = self._places.get(id(obj))
+        if known is None:
+            place = (self.size, obj.dtype, tuple(obj.shape), obj.requires_grad)
+            # Keep the object alive, since its id may be reused otherwise.
+            known = self._places[id(obj)] = (obj, place)
+            if obj.numel():
+                flat = obj.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+                self.parts.append((self.size, flat.view(torch.uint8)))
+                self.size += -(-flat.nbytes // _ALIGN) * _ALIGN
+        return known[1]
+
+
+class _BatchUnpickler(pickle.Unpickler):
+    """Restores the tensors as views of the message or, if small in it, as copies."""
+
+    def __init__(self, file: io.BytesIO, body: torch.Tensor) -> None:
+        super().__init__(file)
+        self._body = body
+        self._tensors: dict[Any, torch.Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """Return the tensor at an offset."""
+        start, dtype, shape, requires_grad = pid
+        made = self._tensors.get(pid)
+        if made is None:
+            count = torch.Size(shape).numel() * dtype.itemsize
+            made = self._body[start : start + count].view(dtype).view(shape) if count else None
+            if made is None:
+                made = torch.empty(shape, dtype=dtype)
+            elif 2 * count < len(self._body):
+                # A reference to one small tensor must not keep the whole batch in memory.
+                made = made.clone()
+            self._tensors[pid] = made.requires_grad_(requires_grad)
+        return self._tensors[pid]
+
+
+def _pack_header(kind: int, size: int, text: int, oldest_open: int, loader_id: int) -> torch.Tensor:
+    return torch.tensor([kind, size, text, oldest_open, loader_id]).view(torch.uint8)
+
+
+def pack(kind: int, value: Any, oldest_open: int = 0, loader_id: int = 0) -> torch.Tensor:
+    """Serialize a message into one buffer of bytes.
+
+    Raises:
+        PrepareError: something in ``value`` can neither be sent as a tensor nor be pickled.
+    """
+    file = io.BytesIO()
+    pickler = _BatchPickler(file)
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+        raise PrepareError(
+            f"a batch cannot be sent to other processes: {error}",
+            why="under dispatch_batches=True rank 0 reads for all, and what it reads is pickled",
+            fix="give picklable batches, or let every process read: dispatch_batches=False",
+        ) from error
+    text = file.getbuffer()
+    start = -(-(_HEADER_SIZE + len(text)) // _ALIGN) * _ALIGN
+    block = torch.empty(start + pickler.size, dtype=torch.uint8)
+    block[:_HEADER_SIZE] = _pack_header(kind, len(block), len(text), oldest_open, loader_id)
+    block[_HEADER_SIZE : _HEADER_SIZE + len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+    for place, flat in pickler.parts:
+        block[start + place : start + place + len(flat)] = flat
+    return block
+
+
+def unpack(block: torch.Tensor) -> Any:
+    """Deserialize the value of a message."""
+    size = int(block[16:24].view(torch.int64))
+    start = -(-(_HEADER_SIZE + size) // _ALIGN) * _ALIGN
+    file = io.BytesIO(block[_HEADER_SIZE : _HEADER_SIZE + size].numpy().tobytes())
+    return _BatchUnpickler(file, block[start:]).load()
+
+
+# --- the group
+
+
+class _PendingMessage(NamedTuple):
+    """A message in flight: gloo reads or writes its buffer until the transfer ends.
+
+    Wait for its work only once: a second wait would wait for another message.
+    """
+
+    work: Any
+    block: torch.Tensor
+
+
+@dataclass
+class BatchChannel:
+    """This process's end of the gloo group for batches.
+
+    Attributes:
+        group: the group of processes.
+        default_group: the default process group that was open when it was created.
+        loop_number: number of the next loop over a dispatched loader; equal on all ranks.
+        open_loops: loops that rank 0 has not left.
+        pending: messages in flight of loops that were left, by loop.
+        unread_notices: LEFT messages to ranks that have most likely left too and never receive them.
+    """
+
+    group: Any
+    default_group: Any
+    loop_number: int = 0
+    open_loops: set[int] = field(default_factory=lambda: set[int]())
+    pending: dict[int, list[_PendingMessage]] = field(
+        default_factory=lambda: dict[int, list[_PendingMessage]]()
+    )
+    unread_notices: list[_PendingMessage] = field(default_factory=lambda: list[_PendingMessage]())
+
+    def release(self, before: int) -> None:
+        """Free the messages of loops that both sides have left: those of lower numbers than ``before``."""
+        for loop_number in [number for number in self.pending if number < before]:
+            for sent in self.pending.pop(loop_number):
+                wait(sent.work, "for a loop that was left")
+
+    def flush(self) -> None:
+        """Wait at exit for messages in flight that other ranks still need."""
+        if not hasattr(sys, "last_value"):
+            _wait_some_seconds([sent for loop in self.pending.values() for sent in loop])
+            self.pending.clear()
+
+
+def _wait_some_seconds(sent: list[_PendingMessage]) -> None:
+    """Wait until messages are delivered, but not for ever: a rank that failed never receives them."""
+
+    def wait_all() -> None:
+        for item in sent:
+            with suppress(CollectiveError):  # no rank is left that needs the message
+                wait(item.work, "at the end of a loop")
+
+    thread = threading.Thread(target=wait_all, daemon=True)
+    thread.start()
+    thread.join(_DRAIN_TIMEOUT)
+
+
+_channel: BatchChannel | None = None
+
+
+def channel() -> BatchChannel:
+    """Return the channel; the first loop creates its group, on all ranks."""
+    global _channel
+    default_group = dist.group.WORLD
+    if _channel is None or _channel.default_group is not default_group:
+        world = worlds.current()
+        timeout = None if world is None else world.timeout
+        _channel = BatchChannel(dist.new_group(backend="gloo", timeout=timeout), default_group)
+        worlds.add_close_action(_close_channel)
+        atexit.register(_close_channel)  # runs before the group is closed, since that was registered earlier
+    return _channel
+
+
+def _close_channel() -> None:
+    """Flush the channel and release its group, whose threads must not outlive the interpreter."""
+    global _channel
+    left, _channel = _channel, None
+    if left is not None:
+        left.flush()
+
+
+def wait(work: Any, what: str) -> None:
+    """Wait until a message is delivered.
+
+    Raises:
+        CollectiveError: the other side is gone, or did not come within the group's timeout.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {collective.rank()} waited in vain {what}",
+            why=str(error).splitlines()[0],
+            fix="look for the first error of another rank; all ranks must take the same batches of a "
+            "loader with dispatch_batches=True",
+        ) from error
+
+
+def _buffer_size(size: int) -> int:
+    """Return the receive buffer size after a message of ``size`` bytes: some more, since batches vary."""
+    return max(_MIN_BUFFER, size + size // 4)
+
+
+class BatchSender:
+    """The sending end of one loop, on rank 0.
+
+    Args:
+        loader_id: a number that identifies this loader.
+    """
+
+    def __init__(self, loader_id: int) -> None:
+        self.channel = channel()
+        self.loop_number, self.loader_id = self.channel.loop_number, loader_id
+        self.channel.loop_number += 1
+        # Messages of the previous loop may still be in flight; older ones have been received by all.
+        self.channel.release(self.loop_number - 1)
+        self.channel.open_loops.add(self.loop_number)
+        ranks = range(1, collective.world_size())
+        self._buffer_size = dict.fromkeys(ranks, _MIN_BUFFER)
+        self._pending = {rank: deque[_PendingMessage]() for rank in ranks}
+        self._active_ranks = set(ranks)
+
+    def pack(self, value: Any) -> torch.Tensor:
+        """Serialize a batch as a message."""
+        return pack(DATA, value, min(self.channel.open_loops), self.loader_id)
+
+    def send(self, rank: int, block: torch.Tensor) -> None:
+        """Send ``rank`` its next batch."""
+        if rank not in self._active_ranks:
+            raise PrepareError(
+                f"rank {rank} had no part of an earlier batch, and there are more batches",
+                why="a batch in the middle of an epoch has fewer samples than there are processes",
+                fix="use even_batches=True, which fills it",
+            )
+        sent = self._pending[rank]
+        while len(sent) >= _MAX_PENDING:
+            wait(sent.popleft().work, f"for rank {rank} to take its next batch")
+        self._pending[rank] += self._post(rank, block)
+
+    def end(self, rank: int) -> None:
+        """Tell ``rank`` that no batch follows."""
+        if rank in self._active_ranks:
+            self._active_ranks.discard(rank)
+            self._pending[rank] += self._post(
+                rank, pack(END, None, min(self.channel.open_loops), self.loader_id)
+            )
+
+    def fail(self, error: Exception) -> None:
+        """Send an error of reading: every rank raises it in place of the next batch."""
+        value = _make_portable(error)
+        for rank in sorted(self._active_ranks):
+            self._pending[rank] += self._post(
+                rank, pack(ERROR, value, min(self.channel.open_loops), self.loader_id)
+            )
+        self._active_ranks.clear()
+
+    def drain(self) -> None:
+        """Wait until all ranks have received what was sent, so that this process may end."""
+        rest = [item for sent in self._pending.values() for item in sent]
+        for sent in self._pending.values():
+            sent.clear()
+        _wait_some_seconds(rest)
+
+    def close(self) -> None:
+        """Close the loop, complete or left."""
+        for rank in sorted(self._active_ranks):
+            self.channel.unread_notices += self._post(
+                rank, pack(LEFT, None, min(self.channel.open_loops), self.loader_id)
+            )
+        self._active_ranks.clear()
+        self.channel.open_loops.discard(self.loop_number)
+        self.channel.pending[self.loop_number] = [item for sent in self._pending.values() for item in sent]
+
+    def _post(self, rank: int, block: torch.Tensor) -> list[_PendingMessage]:
+        size = len(block)
+        blocks = [block]
+        if size > self._buffer_size[rank]:
+            blocks.insert(0, _pack_header(GROW, size, 0, min(self.channel.open_loops), self.loader_id))
+        self._buffer_size[rank] = max(self._buffer_size[rank], _buffer_size(size))
+        try:
+            return [
+                _PendingMessage(self.channel.group.send([item], rank, self.loop_number), item)
+                for item in blocks
+            ]
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {rank} is gone: its batch cannot be sent", why=str(error).splitlines()[0]
+            ) from error
+
+
+class BatchReceiver:
+    """The receiving end of one loop, on the other ranks: an iterator over the batches of rank 0.
+
+    Args:
+        loader_id: the number that identifies this loader.
+        name: the loader in words, for errors.
+        pin: receive into pinned memory.
+    """
+
+    def __init__(self, loader_id: int, name: str, pin: bool = False) -> None:
+        self.channel = channel()
+        self.loop_number, self.loader_id, self.name, self.pin = self.channel.loop_number, loader_id, name, pin
+        self.channel.loop_number += 1
+        self._buffer_size = _MIN_BUFFER
+        self._pending: _PendingMessage | None = None
+        self._post(self._buffer_size)
+
+    def __iter__(self) -> BatchReceiver:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            CollectiveError: rank 0 left the loop, failed, is gone, or iterates another loader.
+        """
+        if self._pending is None:
+            raise StopIteration
+        kind, block = self._receive()
+        if kind == DATA:
+            self._buffer_size = max(self._buffer_size, _buffer_size(len(block)))
+            self._post(self._buffer_size)
+            return unpack(block)
+        if kind == END:
+            raise StopIteration
+        if kind == LEFT:
+            raise CollectiveError(
+                f"rank 0 left its loop over {self.name}, rank {collective.rank()} did not",
+                why="under dispatch_batches=True rank 0 reads for all: all must take the same batches",
+                fix="break on all ranks in the same step, or use dispatch_batches=False",
+            )
+        error, text = unpack(block)
+        cause = CollectiveError(f"rank 0 failed to read the next batch of {self.name}", why=text)
+        if error is None:
+            raise cause
+        raise error from cause
+
+    def _receive(self) -> tuple[int, torch.Tensor]:
+        """Receive the next message; return its kind and its bytes without padding."""
+        assert self._pending is not None
+        work, block = self._pending
+        wait(work, f"for a batch of {self.name} from rank 0")
+        self._pending = None
+        kind, size, _, oldest_open, loader_id = block[:_HEADER_SIZE].view(torch.int64).tolist()
+        self.channel.release(oldest_open)
+        if loader_id != self.loader_id:
+            raise CollectiveError(
+                f"rank 0 iterates another loader than rank {collective.rank()}, which iterates {self.name}",
+                why="under dispatch_batches=True every loop takes its batches from rank 0's loop",
+                fix="iterate the same loaders in the same order on all ranks",
+            )
+        if kind == GROW:
+            self._post(size)
+            return self._receive()
+        return kind, block[:size]
+
+    def _post(self, buffer_size: int) -> None:
+        block = torch.empty(buffer_size, dtype=torch.uint8, pin_memory=self.pin)
+        self._pending = _PendingMessage(self.channel.group.recv([block], 0, self.loop_number), block)
+
+    def close(self) -> None:
+        """Close the loop; keep the buffer that rank 0 may still write into."""
+        if self._pending is not None:
+            self.channel.pending.setdefault(self.loop_number, []).append(self._pending)
+            self._pending = None
+
+
+def _make_portable(error: BaseException | None) -> tuple[BaseException | None, str]:
+    """Return an exception that can be raised in another process, or None; and its traceback as text."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError):
+        return None, text
+    return (copied if isinstance(copied, Exception) and str(copied) == str(error) else None), text

@@ -1,0 +1,414 @@
+"""The sources of a loader's batches: map-style data fetched by index, and streams.
+
+Map-style data is read by index: torch's loader gets its batches of indices from an ``IndexSampler``, which
+knows the last one, so no batch is fetched before it is requested. A stream, or a loader with its own
+iteration, shows its end only when it is reached: one batch is prefetched, under isolated random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from accelerate.data.epoch_order import Broadcast, OrderState, finish_at_end, open_order, open_walk
+from accelerate.data.position import Epoch, FetchedBatch
+from accelerate.data.rng_states import RNGSnapshot, capture_generators, find_generators, restore_generators
+from accelerate.data.sample_order import (
+    END,
+    StepIndices,
+    StepSlicer,
+    draw_seed,
+    inner_sampler,
+    mark_last,
+    sampler_chain,
+    single_steps,
+    skip_items,
+)
+from accelerate.data.shard import BatchSamplerShard, slicer_for
+from accelerate.data.sharding_detection import check_first_batch
+from accelerate.data.stream import IterableDatasetShard
+from accelerate.data.stream_resume import resume_stream
+from accelerate.world import collective
+from accelerate.world.rng import derive, seed_host
+
+StepsOpener = Callable[[Any, list[Any], Epoch, bool], Iterator[StepIndices]]
+
+
+def fetches_by_index(loader: DataLoader[Any]) -> bool:
+    """Return True if torch's own loop fetches the indices of a sampler."""
+    return uses_torch_iterator(loader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def uses_torch_iterator(loader: DataLoader[Any]) -> bool:
+    """Return True if a loader uses torch's own iterator."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+def loader_generators(loader: DataLoader[Any]) -> list[Any]:
+    """Return the generators that a loader's order may depend on: its own, its samplers', its stream's."""
+    holders: list[Any] = [loader, *sampler_chain(outer_sampler(loader))]
+    if not fetches_by_index(loader):
+        stream: Any = loader.dataset
+        while stream is not None and not any(stream is holder for holder in holders):
+            holders.append(stream)
+            stream = getattr(stream, "dataset", None)
+    return find_generators(*holders)
+
+
+def outer_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives a loader its batches of indices, or single indices."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def copy_loader(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Return a shallow copy of a loader with other ``parts``; its class and all other attributes stay."""
+    twin = copy.copy(loader)
+    # Torch forbids assigning these after construction; the copy has not been iterated yet.
+    twin.__dict__.update(parts)
+    twin.__dict__["_iterator"] = None
+    return twin
+
+
+def with_index_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], IndexSampler]:
+    """Return a copy of the loader with an index sampler in place of its own, and that sampler."""
+    index_sampler = IndexSampler(outer_sampler(loader))
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return copy_loader(loader, **{name: index_sampler}), index_sampler
+
+
+class IndexSampler(Sampler[Any]):
+    """Replaces a loader's sampler; its indices are set anew for every epoch.
+
+    Args:
+        replaced_sampler: the sampler that it replaces.
+    """
+
+    def __init__(self, replaced_sampler: Any) -> None:
+        self.replaced_sampler = replaced_sampler
+        self.upcoming: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "replaced_sampler":
+            raise AttributeError(name)
+        return getattr(self.replaced_sampler, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Torch asks twice for one epoch when it has workers.
+        return iter(self.replaced_sampler) if self.upcoming is None else self.upcoming
+
+    def __len__(self) -> int:
+        return len(self.replaced_sampler)
+
+
+@dataclass(frozen=True)
+class _SeededIndices:
+    """Indices for a worker; unpickling them there seeds the worker for this fetch."""
+
+    indices: Any
+    seed: int
+
+    def __reduce__(self) -> Any:
+        return _begin_fetch, (self.indices, self.seed)
+
+
+def _begin_fetch(indices: Any, seed: int) -> Any:
+    seed_host(seed)
+    return indices
+
+
+def fetch_batches(
+    base: DataLoader[Any],
+    indexed: DataLoader[Any],
+    index_sampler: IndexSampler,
+    epoch: Epoch,
+    opener: StepsOpener | None = None,
+) -> Iterator[FetchedBatch]:
+    """Fetch the batches of map-style data, from the position where ``epoch`` begins.
+
+    Args:
+        base: the sharded loader.
+        indexed: the same with ``index_sampler`` in place of its sampler.
+        epoch: what to skip, and the order to resume; a new order state is recorded there.
+        opener: opens the steps instead of ``open_steps``.
+    """
+    pending_steps: deque[StepIndices] = deque()
+    snapshots: list[RNGSnapshot] = []
+    generators = loader_generators(base)
+    outside = torch.default_generator.get_state()
+    inside = epoch.is_resumed and not epoch.advances_generators
+    # Torch draws a seed when it starts workers: it does so here, but did not where the epoch began.
+    started = base.persistent_workers and epoch.workers_started and indexed._iterator is None
+    epoch.later_states = capture_generators(generators) if inside or started else None
+
+    def issue_indices() -> Iterator[Any]:
+        if started and not inside:
+            torch.default_generator.set_state(outside)
+            restore_generators(generators, epoch.later_states or [])
+            epoch.later_states = None
+        # Processes that read the same shard use the same random numbers, also without workers.
+        seeded, workers = base.num_workers > 0 or epoch.data_shard is not None, base.num_workers > 0
+        steps = (opener or open_steps)(outer_sampler(base), generators, epoch, seeded)
+        if not seeded:
+            yield from _record_steps(epoch, steps, pending_steps)
+            return
+        indices = _seed_indices(base, epoch, steps, pending_steps)
+        yield from indices if workers else _seed_fetches(indices, snapshots)
+
+    index_sampler.upcoming = issue_indices()
+    iterator = iter(indexed)
+    if inside:
+        torch.default_generator.set_state(outside)
+    single = base.batch_sampler is None
+    for batch in _restore_after_fetch(iterator, snapshots):
+        step = pending_steps.popleft()
+        remainder, real = step.remainder, step.real
+        if single and remainder:
+            # An item that the data makes itself may have any number of rows: all of them count, or none.
+            remainder, real = -1, None if real else 0
+        yield FetchedBatch(batch, step.last, step.samples, remainder, real)
+
+
+def _record_steps(
+    epoch: Epoch, steps: Iterator[StepIndices], pending_steps: deque[StepIndices]
+) -> Iterator[Any]:
+    """Yield the indices of each step, and record the step in ``pending_steps``."""
+    for step in steps:
+        pending_steps.append(step)
+        epoch.exhausted = epoch.exhausted or step.last
+        yield step.indices
+
+
+def _seed_indices(
+    base: DataLoader[Any], epoch: Epoch, steps: Iterator[StepIndices], pending_steps: deque[StepIndices]
+) -> Iterator[Any]:
+    """Yield the indices of each step with the seed of its fetch."""
+    data_shard = epoch.data_shard
+    own_index = (
+        collective.rank() if data_shard is None else data_shard.index if data_shard.has_own_order else 0
+    )
+    part = 0 if find_shard(base) is not None else own_index
+    for indices in _record_steps(epoch, steps, pending_steps):
+        assert epoch.order_state is not None
+        assert epoch.order_state.worker_seed is not None
+        # The seed depends on the position in the order, not on what was skipped or the number of workers.
+        seed = derive(epoch.order_state.worker_seed, "data", epoch.number, part, pending_steps[-1].offset)
+        yield _SeededIndices(indices, seed)
+
+
+def _seed_fetches(seeded_indices: Iterator[_SeededIndices], snapshots: list[RNGSnapshot]) -> Iterator[Any]:
+    """Seed each fetch in this process and yield its indices; store the earlier states in ``snapshots``."""
+    for item in seeded_indices:
+        snapshots.append(RNGSnapshot.capture())
+        yield _begin_fetch(item.indices, item.seed)
+
+
+def _restore_after_fetch(batches: Iterator[Any], snapshots: list[RNGSnapshot]) -> Iterator[Any]:
+    """Yield the same batches; restore the global generators after each fetch."""
+    while True:
+        try:
+            batch = next(batches, END)
+        finally:
+            if snapshots:
+                snapshots.pop().restore()
+        if batch is END:
+            return
+        yield batch
+
+
+def _order_broadcast(epoch: Epoch, shared: bool) -> Broadcast:
+    """Return the function that broadcasts this process's order, or None."""
+    if epoch.data_shard is not None:
+        return epoch.data_shard.broadcast
+    return collective.broadcast_object if shared else None
+
+
+def find_shard(base: DataLoader[Any]) -> BatchSamplerShard | None:
+    """Return the sampler that shards a loader's batches over several processes, or None."""
+    for item in sampler_chain(outer_sampler(base))[:2]:
+        if isinstance(item, BatchSamplerShard) and item.num_processes > 1:
+            return item
+    return None
+
+
+def open_steps(sampler: Any, generators: list[Any], epoch: Epoch, workers: bool) -> Iterator[StepIndices]:
+    """Open this process's steps of an epoch; its order is drawn, or reproduced, at once.
+
+    Args:
+        sampler: a batch sampler, one of single indices, or a shard of either.
+        generators: the generators of the loader and its samplers.
+        epoch: see ``fetch_batches``.
+        workers: batches are fetched by workers.
+    """
+    below = getattr(sampler, "batch_sampler", None)
+    single = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
+    holder = below if single else sampler
+    shard = holder if isinstance(holder, BatchSamplerShard) and holder.num_processes > 1 else None
+    order_state = epoch.order_state if epoch.is_resumed else None
+    slicer = slicer_for(holder)
+    if slicer is not None:
+        steps = _slice_steps(
+            slicer,
+            holder,
+            generators,
+            epoch,
+            order_state,
+            _order_broadcast(epoch, shard is not None),
+            workers,
+        )
+    else:
+        steps = _walk_steps(holder, shard, generators, epoch, order_state)
+    return (step._replace(indices=step.indices[0]) for step in steps) if single else steps
+
+
+def _slice_steps(
+    slicer: StepSlicer,
+    holder: Any,
+    generators: list[Any],
+    epoch: Epoch,
+    order_state: OrderState | None,
+    broadcast: Broadcast,
+    workers: bool,
+) -> Iterator[StepIndices]:
+    sampler, skip = inner_sampler(holder), epoch.skip
+    if epoch.advances_generators:
+        draw_seed(sampler)
+    always = epoch.data_shard is not None
+    order, epoch.order_state = open_order(
+        sampler,
+        generators,
+        broadcast=broadcast,
+        order_state=order_state,
+        later_states=epoch.later_states,
+        with_worker_seed=workers,
+        always=always,
+    )
+    offset = skip.batches * slicer.step_samples if skip.samples is None else skip.samples
+    if epoch.is_resumed and epoch.length not in (None, len(order)):
+        warnings.warn(
+            f"the data has {len(order)} samples, but the checkpoint was saved with {epoch.length}: the order "
+            "of the samples is another one, so some are repeated and others are left out",
+            stacklevel=2,
+        )
+    epoch.length, epoch.samples = len(order), min(offset, len(order))
+    return finish_at_end(slicer.steps(order, offset), sampler, epoch.is_resumed and epoch.exhausted)
+
+
+def _walk_steps(
+    holder: Any,
+    shard: BatchSamplerShard | None,
+    generators: list[Any],
+    epoch: Epoch,
+    order_state: OrderState | None,
+) -> Iterator[StepIndices]:
+    items = holder if shard is None else shard.batch_sampler
+    batches, epoch.order_state = open_walk(
+        items, generators, broadcast=_order_broadcast(epoch, shard is not None), order_state=order_state
+    )
+    if shard is not None and shard.name_to_verify is not None:
+        batches, shard.name_to_verify = check_first_batch(batches, shard.name_to_verify), None
+    group = 1 if shard is None or shard.split_batches else shard.num_processes
+    skip = epoch.skip
+    rest, epoch.samples, head = skip_items(batches, skip.batches * group, skip.samples, group)
+    if shard is not None:
+        return mark_last(shard.steps(rest, epoch.samples, head))
+    return mark_last(single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1))
+
+
+class _PersistentWorkerStream:
+    """A stream that persistent workers read; it seeds each worker at the begin of every epoch.
+
+    Without that they would continue with the states of the epoch before, which a new process cannot know.
+    """
+
+    def __init__(
+        self, base: DataLoader[Any], indexed: DataLoader[Any], index_sampler: IndexSampler, epoch: Epoch
+    ) -> None:
+        self.base, self.indexed, self.index_sampler, self.epoch = base, indexed, index_sampler, epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        rng_snapshot, generators = RNGSnapshot.capture(), loader_generators(self.base)
+        started = self.epoch.workers_started and self.indexed._iterator is None
+        later_states = capture_generators(generators)
+        # A reference to the workers' owner here would keep them alive until the next garbage collection.
+        self.index_sampler.upcoming = _seed_first_fetches(self.base, rng_snapshot.digest(), self.epoch.number)
+        iterator = iter(self.indexed)
+        if started:  # torch has drawn a seed to start them, but did not where the epoch began
+            rng_snapshot.restore()
+            restore_generators(generators, later_states)
+        return iterator
+
+
+def _seed_first_fetches(base: DataLoader[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """Yield the requests to the workers, the first one of each with a seed."""
+    for number, item in enumerate(outer_sampler(base)):
+        # Workers get requests in turn.
+        yield _SeededIndices(item, derive(seed, "data", epoch, number)) if number < base.num_workers else item
+
+
+def stream_batches(
+    base: DataLoader[Any],
+    epoch: Epoch,
+    step: int,
+    index_loader: tuple[DataLoader[Any], IndexSampler] | None = None,
+) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch of a stream, or of a loader with its own iteration, and whether it is the last.
+
+    Args:
+        base: the sharded loader.
+        epoch: see ``fetch_batches``; skipped batches are read and dropped, to repeat all random draws.
+        step: samples of all processes in a step.
+        index_loader: the loader with an index sampler, and that sampler, for persistent workers.
+    """
+    generators = loader_generators(base)
+    if epoch.advances_generators:  # torch's loader draws a seed for workers
+        torch.empty((), dtype=torch.int64).random_(generator=base.generator)
+    stream = isinstance(base.dataset, IterableDataset)
+    broadcast = _order_broadcast(
+        epoch, type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
+    )
+    order_state = epoch.order_state if epoch.is_resumed else None
+    items, count = _select_items(base, generators, epoch, step)
+    if items is base and index_loader and base.persistent_workers and stream and uses_torch_iterator(base):
+        items = _PersistentWorkerStream(base, *index_loader, epoch)
+    isolate = base.num_workers == 0 or not stream
+    batches, epoch.order_state = open_walk(
+        items, generators, broadcast=broadcast, order_state=order_state, isolate=isolate
+    )
+    upcoming = next(islice(batches, count, None), END)
+    while upcoming is not END:
+        batch, upcoming = upcoming, next(batches, END)
+        yield batch, upcoming is END
+
+
+def _select_items(
+    base: DataLoader[Any], generators: list[Any], epoch: Epoch, step: int
+) -> tuple[Iterable[Any], int]:
+    """Return the object to iterate, and the number of its items to skip."""
+    skip = epoch.skip
+    epoch.samples = skip.batches * step if skip.samples is None else skip.samples
+    if epoch.samples == skip.batches * step and epoch.saved_world in (None, (epoch.num_shards, step)):
+        return base, skip.batches
+    if isinstance(base.dataset, IterableDataset):
+        return resume_stream(base, epoch), 1
+    # The loader's own batches cannot be cut, but its sampler's can.
+    indexed, index_sampler = with_index_sampler(base)
+    part = Epoch(epoch.number, skip)
+    index_sampler.upcoming = _remaining_indices(base, generators, part)
+    return indexed, 0
+
+
+def _remaining_indices(base: DataLoader[Any], generators: list[Any], epoch: Epoch) -> Iterator[Any]:
+    shard = find_shard(base)
+    for step in open_steps(outer_sampler(base), generators, epoch, workers=False):
+        if shard is not None:
+            shard.remainder = step.remainder
+        yield step.indices

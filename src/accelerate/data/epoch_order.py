@@ -1,0 +1,160 @@
+"""The order of an epoch: a new one, or the one of a saved checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from accelerate.data import sample_order as orders
+from accelerate.data.rng_states import (
+    RNGSnapshot,
+    capture_generators,
+    from_plain,
+    restore_generators,
+    to_plain,
+    torch_digest,
+)
+from accelerate.data.sample_order import SeedableRandomSampler
+from accelerate.world import collective
+
+# Broadcasts a value that one rank draws; None: this process draws for itself.
+Broadcast = Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """The data shard that this process reads, where several processes read the same one.
+
+    Attributes:
+        num_shards, index: number of data shards, and the index of this process's.
+        has_own_order: each shard has an order of its own; otherwise all are sliced from that of rank 0.
+    """
+
+    num_shards: int
+    index: int
+    has_own_order: bool = False
+
+    def broadcast(self, value: Any) -> Any:
+        """Broadcast the value of rank 0, or of the first rank that reads the same shard. Collective."""
+        if not self.has_own_order:
+            return collective.broadcast_object(value)
+        every = collective.all_gather_object((self.index, value), "broadcast_object")
+        return next(other for index, other in every if index == self.index)
+
+
+@dataclass
+class OrderState:
+    """The state from which an epoch's order was drawn: enough to reproduce it.
+
+    Attributes:
+        seed: seed of the order of one of torch's samplers, or None.
+        worker_seed: the base of the seeds of workers.
+        rng_snapshot: the global generators when a sampler or stream of another kind began.
+        generator_states: states of the generators that the loader and its samplers hold, as JSON types.
+    """
+
+    seed: int | None = None
+    worker_seed: int | None = None
+    rng_snapshot: RNGSnapshot | None = None
+    generator_states: list[Any] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        rng_snapshot = None if self.rng_snapshot is None else self.rng_snapshot.state_dict()
+        return {
+            "seed": to_plain(self.seed),
+            "data": to_plain(self.worker_seed),
+            "hosts": rng_snapshot,
+            "own": self.generator_states,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> OrderState:
+        """Restore the object from ``state_dict``."""
+        rng_snapshot = None if state["hosts"] is None else RNGSnapshot.from_state_dict(state["hosts"])
+        return cls(from_plain(state["seed"]), from_plain(state["data"]), rng_snapshot, state["own"])
+
+
+def open_order(
+    sampler: Any,
+    generators: Sequence[Any] = (),
+    *,
+    broadcast: Broadcast,
+    order_state: OrderState | None = None,
+    later_states: list[Any] | None = None,
+    with_worker_seed: bool = False,
+    always: bool = False,
+) -> tuple[torch.Tensor | range, OrderState]:
+    """Draw the order of one of torch's samplers.
+
+    Args:
+        sampler: one for which ``sample_order.is_known`` is true.
+        generators: those that the loader and its samplers hold.
+        broadcast: makes all ranks use the same random order; then the call is collective.
+        order_state: reproduce this order; None draws the next one.
+        later_states: generator states to restore after it; None leaves them as they are.
+        with_worker_seed: also derive a seed for workers.
+        always: broadcast also if only that seed needs it.
+    """
+    generator_states = capture_generators(generators)
+    current_state = order_state or OrderState(
+        worker_seed=torch_digest() if with_worker_seed else None,
+        seed=orders.draw_seed(sampler),
+        generator_states=generator_states,
+    )
+    if broadcast and collective.world_size() > 1 and (always or orders.is_random(sampler)):
+        current_state = broadcast(current_state)
+    if current_state.generator_states is not generator_states:
+        restore_generators(generators, current_state.generator_states)
+    if type(sampler) is SeedableRandomSampler and current_state.seed is not None:
+        sampler.initial_seed = current_state.seed
+    order = orders.draw(sampler, current_state.seed)
+    if later_states is not None:
+        restore_generators(generators, later_states)
+    return order, current_state
+
+
+def open_walk(
+    items: Any,
+    generators: Sequence[Any] = (),
+    *,
+    broadcast: Broadcast,
+    order_state: OrderState | None = None,
+    isolate: bool = True,
+) -> tuple[Iterator[Any], OrderState]:
+    """Iterate a sampler of any kind, or a loader; the arguments are those of ``open_order``.
+
+    Args:
+        isolate: it draws in this process, so use isolated random numbers after its first item.
+    """
+    generator_states = capture_generators(generators) if order_state is None else order_state.generator_states
+    if broadcast and generators and collective.world_size() > 1:
+        generator_states = broadcast(generator_states)
+    restore_generators(generators, generator_states)
+    iterator, rng_snapshot = orders.walk_sampler(
+        items, None if order_state is None else order_state.rng_snapshot, broadcast, isolate
+    )
+    return iterator, OrderState(
+        worker_seed=rng_snapshot.digest(), rng_snapshot=rng_snapshot, generator_states=generator_states
+    )
+
+
+def finish_at_end(
+    steps: Iterator[orders.StepIndices], sampler: Any, exhausted: bool
+) -> Iterator[orders.StepIndices]:
+    """Yield the same steps, and finish the sampler with the last one.
+
+    Args:
+        exhausted: its generators have the states after its end already.
+    """
+    ended = False
+    for step in steps:
+        if step.last:
+            ended = True
+            orders.finish(sampler, exhausted)
+        yield step
+    if not ended:
+        orders.finish(sampler, exhausted)

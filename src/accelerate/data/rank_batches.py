@@ -1,0 +1,164 @@
+"""Division of every step of map-style data into the samples of all ranks, on one process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
+from accelerate.data.position import Epoch
+from accelerate.data.sample_order import (
+    StepIndices,
+    StepSlicer,
+    draw_seed,
+    inner_sampler,
+    mark_last,
+    skip_items,
+)
+from accelerate.data.shard import BatchSamplerShard, slicer_for
+
+# A rank's samples of a step, and the number of real ones.
+RankSamples = tuple[list[Any], int]
+
+
+class AllRankSteps:
+    """Opens the steps of all ranks, rank after rank, in place of ``batch_source.open_steps``.
+
+    An incomplete step is divided equally and filled with the first samples again.
+
+    Args:
+        shard: the options of the loader's sharding.
+        single: the loader does not collate, so a batch is one index.
+
+    Attributes:
+        ranks: ranks of the batches that the loader is fetching, in order.
+    """
+
+    def __init__(self, shard: BatchSamplerShard, single: bool) -> None:
+        self.shard, self.single = shard, single
+        self.ranks: deque[int] = deque()
+
+    def __call__(
+        self, sampler: Any, generators: list[Any], epoch: Epoch, workers: bool
+    ) -> Iterator[StepIndices]:
+        """Open the batches of all ranks in turn; the arguments are those of ``batch_source.open_steps``."""
+        items: Any = self.shard.batch_sampler
+        order_state = epoch.order_state if epoch.is_resumed else None
+        slicer = slicer_for(items)
+        if slicer is not None:
+            inner, skip = inner_sampler(items), epoch.skip
+            if epoch.advances_generators:
+                draw_seed(inner)
+            order, epoch.order_state = open_order(
+                inner,
+                generators,
+                broadcast=None,
+                order_state=order_state,
+                later_states=epoch.later_states,
+                with_worker_seed=workers,
+            )
+            size = slicer.rank_samples * (1 if self.shard.split_batches else self.shard.num_processes)
+            offset = skip.batches * size if skip.samples is None else skip.samples
+            epoch.length, epoch.samples = len(order), min(offset, len(order))
+            first = [int(index) for index in order[: self.shard.num_processes]]
+            whole = StepSlicer(size, drop_last=slicer.drop_last).steps(order, offset)
+            steps = self._divide_known(
+                finish_at_end(whole, inner, epoch.is_resumed and epoch.exhausted), first, slicer.rank_samples
+            )
+        else:
+            batches, epoch.order_state = open_walk(items, generators, broadcast=None, order_state=order_state)
+            group = 1 if self.shard.split_batches else self.shard.num_processes
+            rest, epoch.samples, head = skip_items(
+                batches, epoch.skip.batches * group, epoch.skip.samples, group
+            )
+            divide = self._divide_each if self.shard.split_batches else self._group_batches
+            steps = divide(rest, head)
+        return mark_last(self._flatten_ranks(steps, epoch.samples))
+
+    def _flatten_ranks(self, steps: Iterable[list[RankSamples]], taken: int) -> Iterator[StepIndices]:
+        for step in steps:
+            real = sum(count for _, count in step)
+            filled = real < sum(len(part) for part, _ in step)
+            offset = taken
+            for rank, (part, count) in enumerate(step):
+                if part:
+                    self.ranks.append(rank)
+                    mine = part[0] if self.single else part
+                    yield StepIndices(mine, False, real, real if filled else 0, count, offset)
+                offset += len(part)
+            taken += real
+
+    def _divide_known(
+        self, steps: Iterable[StepIndices], first: list[Any], share: int
+    ) -> Iterator[list[RankSamples]]:
+        for step in steps:
+            if step.remainder and self.shard.even_batches:
+                yield divide_step(step.indices, first, self.shard.num_processes)
+            else:
+                part = share // self.shard.num_processes if self.shard.split_batches else share
+                starts = range(0, part * self.shard.num_processes, part)
+                yield [(mine, len(mine)) for start in starts for mine in [step.indices[start : start + part]]]
+
+    def _group_batches(
+        self, batches: Iterable[list[Any]], head: list[list[Any]]
+    ) -> Iterator[list[RankSamples]]:
+        """Group whole batches into steps; divide an incomplete last step anew if the batch size is known."""
+        count, first, group = self.shard.num_processes, list(head), list[list[Any]]()
+        for batch in batches:
+            if len(group) == count:
+                yield [(whole, len(whole)) for whole in group]
+                group = []
+            if len(first) < count:
+                first.append(batch)
+            group.append(batch)
+        if not group or (self.shard.drop_last and len(group) < count):
+            return
+        size, missing = self.shard.batch_size, count - len(group)
+        short = missing or (size is not None and any(len(whole) < size for whole in group))
+        if short and self.shard.even_batches and size is not None:
+            yield divide_step(chain.from_iterable(group), chain.from_iterable(first), count)
+        else:
+            # Batches of varying size cannot be divided anew: repeat whole ones.
+            repeated = islice(cycle(first), missing) if self.shard.even_batches else [[]] * missing
+            yield [(whole, len(whole)) for whole in group] + [(whole, 0) for whole in repeated]
+
+    def _divide_each(
+        self, batches: Iterable[list[Any]], head: list[list[Any]]
+    ) -> Iterator[list[RankSamples]]:
+        first: list[Any] = head[0] if head else []
+        for batch in batches:
+            first = first or batch
+            if not (self.shard.drop_last and len(batch) < (self.shard.batch_size or 0)):
+                yield divide_step(batch, first if self.shard.even_batches else [], self.shard.num_processes)
+
+
+def divide_step(samples: Iterable[Any], first: Iterable[Any], count: int) -> list[RankSamples]:
+    """Divide ``samples`` into ``count`` equal parts, filled by repeating ``first``."""
+    whole = list(samples)
+    real, share = len(whole), -(-len(whole) // count)
+    whole = list(islice(chain(whole, cycle(first)), share * count))
+    starts = range(0, share * count, share)
+    parts = [whole[start : start + share] for start in starts]
+    return [(part, min(len(part), max(0, real - start))) for start, part in zip(starts, parts, strict=True)]
+
+
+class SingleIndexSampler(Sampler[Any]):
+    """A sampler of single indices from a shard with batches of one, for loaders that do not collate."""
+
+    def __init__(self, shard: BatchSamplerShard) -> None:
+        self.batch_sampler = shard
+
+    @property
+    def remainder(self) -> int:
+        """The remainder of the shard."""
+        return self.batch_sampler.remainder
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch[0] for batch in self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)

@@ -1,0 +1,274 @@
+"""The order of the samples, and how it is sliced into steps and divided among the ranks.
+
+A step is one batch of every process. The order of torch's own samplers is kept as one tensor and sliced on
+demand, so an epoch can start anywhere at no cost; any other sampler is iterated from its beginning.
+
+Random numbers are drawn as torch's loader draws them in one process; with several processes, those of rank 0
+are broadcast. So the order on N processes is the one that rank 0 alone would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from accelerate.data.rng_states import IsolatedRNG, RNGSnapshot, begin_order
+
+END: Any = object()
+# Samples converted to Python numbers at a time.
+_CHUNK = 4096
+
+
+class StepIndices(NamedTuple):
+    """The indices of one process in one step.
+
+    Attributes:
+        indices: those of its batch, or a single index for a loader that does not collate.
+        last: True for the last step of this process.
+        samples: samples of the order in this step, on all processes, without fillers.
+        remainder: the same for an incomplete step, else 0.
+        real: how many of ``indices`` are not fillers.
+        offset: position of ``indices`` in the order.
+    """
+
+    indices: Any
+    last: bool
+    samples: int
+    remainder: int
+    real: int
+    offset: int
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A sampler whose random order is a function of a seed and the epoch, the same on every process.
+
+    Args:
+        args, kwargs: those of ``torch.utils.data.RandomSampler``, and ``data_seed`` (None takes
+            ``torch.initial_seed()``).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seed = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        self.epoch = 0
+        self.initial_seed: int = torch.random.initial_seed() if seed is None else seed
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+
+
+def inner_sampler(sampler: Any) -> Any:
+    """Return the sampler of single indices at the bottom of a batch sampler."""
+    return sampler_chain(sampler)[-1]
+
+
+def sampler_chain(sampler: Any) -> list[Any]:
+    """Return a batch sampler and every sampler below it, down to that of single indices."""
+    seen: list[Any] = [sampler]
+    while True:
+        below = getattr(seen[-1], "batch_sampler", None) or getattr(seen[-1], "sampler", None)
+        if below is None or any(below is item for item in seen):
+            return seen
+        seen.append(below)
+
+
+def is_known(sampler: Any) -> bool:
+    """Return True if ``draw`` can compute the order of a sampler without iterating it."""
+    return type(sampler) in (RandomSampler, SequentialSampler, SeedableRandomSampler)
+
+
+def is_random(sampler: Any) -> bool:
+    """Return True if a known sampler draws random numbers."""
+    return type(sampler) is not SequentialSampler
+
+
+def draw_seed(sampler: Any) -> int | None:
+    """Draw the seed of the next order of a known sampler, as torch does; None if it needs none."""
+    if type(sampler) is SeedableRandomSampler:
+        return sampler.initial_seed
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        return int(torch.empty((), dtype=torch.int64).random_().item())
+    return None
+
+
+def draw(sampler: Any, seed: int | None) -> torch.Tensor | range:
+    """Compute the order of a known sampler from the seed of ``draw_seed``; equal to ``list(sampler)``."""
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    if type(sampler) is SeedableRandomSampler:
+        sampler.generator = generator = sampler.generator or torch.Generator()
+        generator.manual_seed((sampler.initial_seed if seed is None else seed) + sampler.epoch)
+    else:
+        generator = torch.Generator().manual_seed(seed) if seed is not None else sampler.generator
+    total, count = sampler.num_samples, len(sampler.data_source)
+    if sampler.replacement:
+        # One call for all whole blocks draws what torch's sampler draws in blocks of 32.
+        parts = [
+            torch.randint(high=count, size=(size,), dtype=torch.int64, generator=generator)
+            for size in (total // 32 * 32, total % 32)
+        ]
+    else:
+        parts = [torch.randperm(count, generator=generator) for _ in range(total // count)]
+        if total % count:
+            parts.append(torch.randperm(count, generator=generator)[: total % count])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def finish(sampler: Any, exhausted: bool = False) -> None:
+    """Advance a known sampler as at its end; draw nothing if it is ``exhausted`` already."""
+    if type(sampler) is SeedableRandomSampler:
+        sampler.set_epoch(sampler.epoch + 1)
+    elif type(sampler) is RandomSampler and not exhausted and not sampler.replacement and sampler.generator:
+        count = len(sampler.data_source)
+        if sampler.num_samples % count == 0:  # torch's sampler draws once more and uses none of it
+            torch.randperm(count, generator=sampler.generator)
+
+
+@dataclass(frozen=True)
+class StepSlicer:
+    """Slices a known order into the steps of one process.
+
+    Attributes:
+        rank_samples: samples of one process in a step.
+        size, rank: number of processes, and the index of this one.
+        drop_last: leave out an incomplete last step, else
+        fill_last: fill it from the beginning of the order; otherwise each process gets what is left for it.
+        single: a step is one index instead of a list.
+    """
+
+    rank_samples: int
+    size: int = 1
+    rank: int = 0
+    drop_last: bool = False
+    fill_last: bool = False
+    single: bool = False
+
+    @property
+    def step_samples(self) -> int:
+        """The samples of all processes in a step."""
+        return self.rank_samples * self.size
+
+    def count_steps(self, samples: int) -> int:
+        """Count the steps of this process when ``samples`` are left."""
+        whole, rest = divmod(max(samples, 0), self.step_samples)
+        return whole + (
+            rest > 0 and not self.drop_last and (self.fill_last or self.rank * self.rank_samples < rest)
+        )
+
+    def steps(self, order: torch.Tensor | range, offset: int) -> Iterator[StepIndices]:
+        """Yield the steps of this process from ``offset`` samples into the order."""
+        total, step, rank_samples = len(order), self.step_samples, self.rank_samples
+        count = self.count_steps(total - offset)
+        whole, rest = divmod(max(total - offset, 0), step)
+        begin = self.rank * rank_samples
+        chunk = max(1, _CHUNK // rank_samples)
+        at = offset + begin
+        for first in range(0, whole, chunk):
+            until = min(first + chunk, whole)
+            rows = _slice_order(order, offset + first * step, offset + until * step).view(-1, step)
+            for number, row in enumerate(rows[:, begin : begin + rank_samples].tolist(), first + 1):
+                yield StepIndices(row[0] if self.single else row, number == count, step, 0, rank_samples, at)
+                at += step
+        if count > whole:
+            indices = _slice_order(order, offset + whole * step, total).tolist()
+            if self.fill_last:
+                fillers = _slice_order(order, 0, min(step, total)).tolist()
+                indices += [fillers[i % len(fillers)] for i in range(step - rest)]
+            mine = indices[begin : begin + rank_samples]
+            real = min(max(rest - begin, 0), rank_samples)
+            yield StepIndices(mine[0] if self.single else mine, True, rest, rest, real, at)
+
+
+def _slice_order(order: torch.Tensor | range, start: int, stop: int) -> torch.Tensor:
+    return torch.arange(start, stop) if isinstance(order, range) else order[start:stop]
+
+
+def walk_sampler(
+    items: Any, start: RNGSnapshot | None, broadcast: Callable[[Any], Any] | None, isolate: bool = True
+) -> tuple[Iterator[Any], RNGSnapshot]:
+    """Iterate a sampler of any kind in a reproducible order; the first item is drawn at once.
+
+    Args:
+        items: the sampler, of batches or of single indices.
+        start, broadcast: see ``rng_states.begin_order``.
+        isolate: draw later items under isolated random numbers.
+    """
+
+    def open_iterator() -> tuple[Iterator[Any], Any]:
+        iterator = iter(items)
+        return iterator, next(iterator, END)
+
+    (iterator, first), snapshot, isolated_rng = begin_order(open_iterator, start, broadcast)
+    return iterate_from(first, lambda: next(iterator, END), isolated_rng if isolate else None), snapshot
+
+
+def iterate_from(first: Any, fetch: Callable[[], Any], isolated_rng: IsolatedRNG | None) -> Iterator[Any]:
+    """Yield ``first`` and then the results of ``fetch``, until one of them is ``END``."""
+    item = first
+    while item is not END:
+        yield item
+        item = fetch() if isolated_rng is None else isolated_rng(fetch)
+
+
+def count_samples(item: Any) -> int:
+    """Count the samples of an item of a sampler: a batch of indices, or one."""
+    return len(item) if isinstance(item, list | tuple) or hasattr(item, "__len__") else 1
+
+
+def skip_items(
+    items: Iterator[Any], count: int, samples: int | None, keep_first: int
+) -> tuple[Iterator[Any], int, list[Any]]:
+    """Skip the first items of a sampler.
+
+    Args:
+        items: batches of indices, or single ones.
+        count: number of items to skip, or
+        samples: number of samples to skip, if given; a batch that this ends in is cut.
+        keep_first: how many of the first items to return.
+
+    Returns:
+        The rest, the number of skipped samples, and the first ``keep_first`` items of those.
+    """
+    skipped, number, first_items = 0, 0, list[Any]()
+    while skipped < samples if samples is not None else number < count:
+        item = next(items, END)
+        if item is END:
+            break
+        if len(first_items) < keep_first:
+            first_items.append(item)
+        if samples is not None and skipped + count_samples(item) > samples:
+            items = chain([item[samples - skipped :]], items)
+            skipped = samples
+            break
+        skipped, number = skipped + count_samples(item), number + 1
+    return items, skipped, first_items
+
+
+def single_steps(items: Iterator[Any], skipped: int, full: int) -> Iterator[StepIndices]:
+    """Yield the steps of one process that has the whole order; a complete one has ``full`` samples."""
+    for item in items:
+        size = count_samples(item)
+        yield StepIndices(item, False, size, size if size < full else 0, size, skipped)
+        skipped += size
+
+
+def mark_last(steps: Iterator[StepIndices]) -> Iterator[StepIndices]:
+    """Yield the same steps, with ``last`` set on the last one."""
+    held = next(steps, None)
+    while held is not None:
+        upcoming = next(steps, None)
+        yield held if upcoming is not None else held._replace(last=True)
+        held = upcoming

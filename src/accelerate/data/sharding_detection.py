@@ -1,0 +1,271 @@
+"""Detection of data that is sharded already: by its attributes, by its code, or by comparing the ranks.
+
+Sharding such data again would silently drop most of it, and so would reading it on rank 0 for all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import PurePath
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.world import collective
+
+_logger = logging.getLogger(__name__)
+
+# Attribute names of samplers and streams for the number of shards and the index of theirs.
+_SIZES = (
+    *("num_replicas", "num_processes", "world_size", "world", "num_ranks", "num_shards", "n_shards"),
+    *("dp_size", "dp_world_size", "data_parallel_size"),
+)
+_RANKS = (
+    *("rank", "process_index", "global_rank", "shard_index", "shard_id", "shard_rank", "shard"),
+    *("dp_rank", "data_parallel_rank"),
+)
+# Names by which code asks for its rank and the world size.
+_RANK = frozenset(("get_rank", "process_index", "RANK", "get_node_local_rank", "local_process_index"))
+_SIZE = frozenset(("get_world_size", "num_processes", "WORLD_SIZE"))
+_LIBRARIES = frozenset(("torch", "accelerate", "datasets", "torchdata", "numpy", "builtins"))
+# Attributes that may differ between ranks without sharding.
+_RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "temp", "output", "epoch")
+_FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
+
+
+def _walk_attributes(start: Any, *names: str) -> Iterator[Any]:
+    """Yield an object and those inside it, by attribute names."""
+    seen: list[Any] = []
+    todo = [start]
+    while todo:
+        item = todo.pop(0)
+        if item is None or any(item is other for other in seen):
+            continue
+        seen.append(item)
+        yield item
+        inside = getattr(item, "__dict__", {})
+        todo += [inside[name] for name in names if inside.get(name) is not None]
+
+
+def _sharding_candidates(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the objects that may be sharded: a loader's samplers and data, and the objects that they wrap."""
+    if not isinstance(loader.dataset, IterableDataset):
+        yield from _walk_attributes(loader.batch_sampler or loader.sampler, "batch_sampler", "sampler")
+    yield from _walk_attributes(loader.dataset, "dataset", "source", "source_dataset")
+
+
+def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None:
+    """Return why the loader seems to be sharded over ``count`` processes already, or None."""
+    for holder in _sharding_candidates(loader):
+        split = getattr(holder, "_distributed", None)  # datasets.distributed.split_dataset_by_node
+        for item in (holder, split):
+            sizes, ranks = _int_attributes(item, _SIZES), _int_attributes(item, _RANKS)
+            size = next((name for name in sizes if sizes[name] == count), None)
+            rank = next((name for name in ranks if ranks[name] == index), None)
+            if "num_replicas" in sizes and sizes["num_replicas"] > 1 and "rank" in ranks:
+                size, rank = "num_replicas", "rank"  # perhaps over some of the processes only
+            if size is not None and rank is not None:
+                return f"its {type(holder).__name__} has {size}={sizes[size]} and {rank}={ranks[rank]}"
+    return None
+
+
+def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
+    """Refuse data that is sharded per process, if several processes must read the same shard.
+
+    Args:
+        loader: the user's.
+        count, index: number of data shards, and the index of this process's.
+
+    Raises:
+        PrepareError: the data has another number of shards, or is sharded by rank.
+    """
+    why = ""
+    for holder in _sharding_candidates(loader):
+        numbers = _int_attributes(holder, ("num_replicas", "rank"))
+        if len(numbers) == 2 and numbers["num_replicas"] > 1 and tuple(numbers.values()) != (count, index):
+            attributes = " and ".join(f"{name}={value}" for name, value in numbers.items())
+            why = f"its {type(holder).__name__} has {attributes}"
+    why = why or detect_in_code(loader) or ""
+    if why:
+        raise PrepareError(
+            f"{describe_loader(loader)} is sharded by processes ({why}), of which several share layers or "
+            "sequences",
+            why=f"those must read the same; the data have {count} parts, and this process reads part {index}",
+            fix="leave the sharding to prepare, or shard by these numbers and prepare it with shard=False",
+        )
+
+
+def _int_attributes(item: Any, names: Iterable[str]) -> dict[str, int]:
+    values = {name: getattr(item, name, None) for name in names}
+    return {name: value for name, value in values.items() if type(value) is int}
+
+
+def detect_in_code(loader: DataLoader[Any]) -> str | None:
+    """Return why the code of the loader's own samplers and stream seems to shard, or None.
+
+    Raises:
+        PrepareError: the code asks only for the rank, so its purpose is unknown.
+    """
+    for holder in _sharding_candidates(loader):
+        names = set(_code_names(holder))
+        rank, size = sorted(names & _RANK), sorted(names & _SIZE)
+        if rank and size:
+            return f"the code of its {type(holder).__name__} asks for {rank[0]} and {size[0]}"
+        if rank:
+            raise PrepareError(
+                f"the code of {type(holder).__qualname__} asks for {rank[0]}: it is unknown whether it "
+                "gives each process its own part of the data",
+                why="if it does, sharding it again would silently drop samples",
+                fix=_FIX,
+            )
+    return None
+
+
+def _code_names(holder: Any) -> Iterator[str]:
+    """Yield the names and strings in the user's code of an object's class."""
+    for base in type(holder).__mro__:
+        if base.__module__.partition(".")[0] not in _LIBRARIES:
+            for name, member in vars(base).items():
+                if name != "__init__":  # its results are in the attributes
+                    yield from _function_names(
+                        getattr(member, "__func__", getattr(member, "fget", member)), 3
+                    )
+
+
+def _function_names(function: Any, depth: int) -> Iterator[str]:
+    """Yield the names and strings in a function and in the user's global functions that it calls."""
+    code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return
+    yield from code.co_names
+    outside: dict[str, Any] = getattr(function, "__globals__", {})
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _function_names(constant, depth)
+    for name in code.co_names if depth else ():
+        called = outside.get(name)
+        if isinstance(called, types.FunctionType):
+            if called.__module__.partition(".")[0] not in _LIBRARIES:
+                yield from _function_names(called, depth - 1)
+            else:
+                yield called.__name__
+
+
+def log_not_sharded(loader: DataLoader[Any], why: str) -> None:
+    """Log, once and on rank 0, that a loader is not sharded again."""
+    if collective.rank() == 0:
+        _logger.warning(
+            "%s is sharded already (%s): each process keeps its own part. To share it out all the same, "
+            "prepare it with shard=True.",
+            describe_loader(loader),
+            why,
+        )
+
+
+def describe_loader(loader: DataLoader[Any]) -> str:
+    """Return a name of the loader for error texts."""
+    kind = type(loader.dataset)
+    return f"{type(loader).__name__}({kind.__qualname__}, batch_size={loader.batch_size})"
+
+
+# --- facts that the ranks compare when the loader is first iterated
+
+
+def loader_facts(loader: DataLoader[Any]) -> dict[str, str]:
+    """Return facts that must be equal on all ranks if they shard this data, as short texts by name."""
+    facts: dict[str, str] = {}
+    data: Any = loader.dataset
+    if hasattr(type(data), "__len__"):
+        with suppress(TypeError, NotImplementedError):  # a stream whose __len__ raises
+            facts["its length"] = str(len(data))
+    for holder in _walk_attributes(data, "dataset"):
+        mark = getattr(holder, "_fingerprint", None)
+        if isinstance(mark, str):
+            facts["its fingerprint"] = mark
+    for holder in _sharding_candidates(loader):
+        # Attributes of a map-style dataset may differ for other reasons, those of samplers and streams not.
+        everything = holder is not data or isinstance(data, IterableDataset)
+        if isinstance(holder, list | tuple | range):
+            facts["its order"] = _shorten_text(f"{len(holder)} samples {[*holder[:512], *holder[-512:]]}")
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+            text = _short_text(value, everything)
+            if text is not None and not any(part in name.lower() for part in _RANK_SPECIFIC):
+                facts[f"{type(holder).__name__}.{name}"] = text
+    return facts
+
+
+def _short_text(value: Any, everything: bool) -> str | None:
+    """Return a short text of a list of names, or (``everything``) of any plain value, else None."""
+    if isinstance(value, list | tuple) and value and all(isinstance(item, str | PurePath) for item in value):
+        return _shorten_text(repr([str(item) for item in value]))
+    if not everything:
+        return None
+    if isinstance(value, str | int | float | PurePath | range):
+        return _shorten_text(str(value))
+    if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value[:64]):
+        return _shorten_text(f"{len(value)} numbers {[*value[:512], *value[-512:]]}")
+    return None
+
+
+def _shorten_text(text: str) -> str:
+    if len(text) <= 80:
+        return text
+    return f"{text[:60]}... ({hashlib.blake2b(text.encode(), digest_size=6).hexdigest()})"
+
+
+def compare_ranks(loader: DataLoader[Any], how: str) -> None:
+    """Compare the facts of a loader on all ranks. Collective.
+
+    Args:
+        loader: the user's.
+        how: the way it is used: "kept", "sharded" or "dispatched".
+
+    Raises:
+        CollectiveError: on every rank, if it is used in different ways, or is to be sharded and differs.
+    """
+    seen = {"how it is used": how}
+    check_same(describe_loader(loader), seen if how == "kept" else {**seen, **loader_facts(loader)})
+
+
+def check_same(name: str, seen: Any) -> None:
+    """Raise on every rank if the ranks do not have the same facts.
+
+    Args:
+        name: name of the loader.
+        seen: facts by name, as texts; None takes part without comparing.
+
+    Raises:
+        CollectiveError: with the facts of each rank, and the options.
+    """
+    every = collective.all_gather_object(seen)
+    known = [row for row in every if row is not None]
+    names: Iterable[str] = dict.fromkeys(key for row in known for key in row)
+    for key in names:
+        if len({row.get(key) for row in known}) > 1:
+            table = "\n       ".join(f"rank {rank}: {row and row.get(key)}" for rank, row in enumerate(every))
+            raise CollectiveError(
+                f"the processes do not have the same data in {name}: {key} differs",
+                why=f"to share it out, all must begin with the whole data in one order\n       {table}",
+                fix=f"{_FIX}; with dispatch_batches=True and shard=True rank 0's data is read for all",
+            )
+
+
+def check_first_batch(batches: Iterator[Any], name: str) -> Iterator[Any]:
+    """Yield the same batches of indices; before the first one, compare it on all ranks.
+
+    Args:
+        batches: those of the whole data, in the order that all ranks should have.
+        name: name of the loader.
+    """
+    first = next(batches, None)
+    check_same(name, {"its first batch of indices": "none" if first is None else _shorten_text(str(first))})
+    if first is not None:
+        yield first
+        yield from batches

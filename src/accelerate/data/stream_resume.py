@@ -1,0 +1,97 @@
+"""Resuming a stream at a sample that is no step boundary, for checkpoints of another world size.
+
+The samples before are read and dropped one by one, and not batch by batch, with the same random numbers as
+when they were read first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accelerate.data.position import Epoch
+from accelerate.data.sample_order import END
+from accelerate.data.stream import IterableDatasetShard
+
+
+class RemainingStream(IterableDataset[Any]):
+    """The rest of a stream after a number of samples.
+
+    Args:
+        stream: the whole stream; its attributes are visible here.
+        skip_counts: how many samples each worker skips.
+    """
+
+    def __init__(self, stream: Any, skip_counts: list[int]) -> None:
+        self.stream, self.skip_counts = stream, skip_counts
+        # The iterator of the stream, if it has been started already.
+        self.stream_iterator: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("stream", "skip_counts", "stream_iterator") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        stream_iterator = iter(self.stream) if self.stream_iterator is None else self.stream_iterator
+        yield from islice(stream_iterator, self.skip_counts[0 if worker is None else worker.id], None)
+
+
+def resume_stream(base: DataLoader[Any], epoch: Epoch) -> Any:
+    """Return an iterable over the remaining batches of a stream, for one use; its first item is a dummy.
+
+    Args:
+        base: the sharded loader of a stream.
+        epoch: with a skip that counts samples.
+    """
+    total, (_, step) = epoch.skip.samples or 0, epoch.saved_world or (1, 1)
+    if base.num_workers == 0:
+        return _resume_in_process(base, total, step)
+    # The batches of all processes came from the workers in turn.
+    done = [
+        len(range(worker, epoch.saved_batches, base.num_workers)) * step for worker in range(base.num_workers)
+    ]
+    return _resume_in_workers(_replace_stream(base, done)[0])
+
+
+def _resume_in_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    batches = iter(loader)
+    first = next(batches, END)
+    yield None
+    if first is not END:
+        yield first
+        yield from batches
+
+
+def _resume_in_process(base: DataLoader[Any], total: int, step: int) -> Iterator[Any]:
+    """Yield a dummy after the random draws of the start and the first step, then the remaining batches."""
+    loader, rest = _replace_stream(base, [0])
+    batches = iter(loader)
+    rest.stream_iterator = iter(rest.stream)
+    _discard(rest.stream_iterator, min(step, total))
+    yield None
+    _discard(rest.stream_iterator, total - step)
+    yield from batches
+
+
+def _discard(samples: Iterator[Any], count: int) -> None:
+    for _ in islice(samples, max(count, 0)):
+        pass
+
+
+def _replace_stream(base: DataLoader[Any], skip_counts: list[int]) -> tuple[DataLoader[Any], RemainingStream]:
+    """Return a copy of the loader over the rest of its stream, and that rest."""
+    stream: Any = base.dataset
+    shared = isinstance(stream, IterableDatasetShard)
+    rest = RemainingStream(stream.dataset if shared else stream, skip_counts)
+    loader, held = copy.copy(base), rest
+    if shared:
+        held = copy.copy(stream)
+        held.dataset = rest
+    loader.__dict__.update(dataset=held, _iterator=None)
+    return loader, rest

@@ -1,0 +1,103 @@
+"""Adapters from prepared models and optimizers to checkpoints, full or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint.state import StatefulAdapter
+from accelerate.offload.offloaded_tensor import source_of
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.train_state import ShardedState
+    from accelerate.strategy.base import Strategy
+
+
+def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
+    """Return the adapter that saves and loads a prepared model, full or sharded."""
+    return StatefulAdapter(
+        type(model).__name__,
+        lambda: resolve_offloaded(strategy.master_state(model)),
+        partial(strategy.load_model, model),
+        sharded_state=cache(partial(sharded_model_state, strategy, model))
+        if strategy.supports_sharded_save
+        else None,
+        template=partial(strategy.state_template, model) if strategy.shards_params else None,
+        check=partial(strategy.check_materialized, model),
+    )
+
+
+def resolve_offloaded(state: Any) -> Any:
+    """Replace offloaded weights in a state dict by those in memory or mapped files; nothing is copied."""
+    offloaded = {name: source_of(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for name, source in offloaded.items():
+        if source is not None:
+            state[name] = source.host_tensor().detach()
+    return state
+
+
+def optimizer_adapter(strategy: Strategy, optimizer: Any, models: Sequence[nn.Module]) -> Any:
+    """Return the adapter of a prepared optimizer; one that is not torch's is saved as it is.
+
+    Args:
+        strategy: how it trains.
+        optimizer: the prepared optimizer.
+        models: all prepared models.
+    """
+    inner = optimizer.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    return StatefulAdapter(
+        type(optimizer).__name__,
+        partial(strategy.optimizer_state, inner, models),
+        partial(load_optimizer_state, strategy, inner, models),
+        sharded_state=cache(partial(sharded_optimizer_state, strategy, inner, models))
+        if strategy.supports_sharded_save
+        else None,
+    )
+
+
+def load_optimizer_state(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    models: Sequence[nn.Module],
+    state: Mapping[str, Any],
+) -> None:
+    """Load a full optimizer state dict, keyed by parameter number or by parameter name."""
+    if any(isinstance(key, str) for group in state["param_groups"] for key in group["params"]):
+        from accelerate.checkpoint.sharded_state import optimizer_state_by_index
+
+        own = strategy.optimizer_checkpoint_view(optimizer)
+        state = optimizer_state_by_index(
+            own, [strategy.model_checkpoint_view(model) for model in models], state
+        )
+    strategy.load_optimizer(optimizer, models, state)
+
+
+# torch.distributed.checkpoint takes most of a second to import: only sharded checkpoints pay for it.
+def sharded_model_state(
+    strategy: Strategy, model: nn.Module, only: Mapping[str, str] | None = None
+) -> ShardedState:
+    """Return the sharded state of a model; ``only`` maps the tensors to save to their names in the file."""
+    from accelerate.checkpoint.sharded_state import ShardedModelState
+
+    elsewhere, gives = strategy.partial_state_names(model)
+    module = strategy.model_checkpoint_view(model)
+    return ShardedModelState(
+        module, only, local_training=strategy.local_training, remote_names=elsewhere, saved_buffers=gives
+    )
+
+
+def sharded_optimizer_state(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+) -> ShardedState:
+    """Return the sharded state of an optimizer."""
+    from accelerate.checkpoint.sharded_state import ShardedOptimizerState
+
+    modules = [strategy.model_checkpoint_view(model) for model in models]
+    own, groups = strategy.optimizer_checkpoint_view(optimizer), strategy.original_group_names(optimizer)
+    return ShardedOptimizerState(own, modules, local_training=strategy.local_training, group_names=groups)

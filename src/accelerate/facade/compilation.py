@@ -1,0 +1,183 @@
+"""Compiling models: the options of ``torch.compile``, and compilation block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.core import environ
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.option_report import OptionStatus, RequestedOption, report_overridden, requested_options
+from accelerate.core.setting import load_settings
+from accelerate.facade.modules import is_repeated_blocks
+from accelerate.precision.settings import CompileSettings, DynamoBackend
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of ``torch.compile`` (see there); a field that is None takes its variable, then its default.
+
+    Attributes:
+        backend: compiler, by its ``DynamoBackend`` name in any case (``ACCELERATE_DYNAMO_BACKEND``, no).
+        mode: see ``torch.compile`` (``ACCELERATE_DYNAMO_MODE``, default).
+        fullgraph: refuse a model that does not compile as one graph (``ACCELERATE_DYNAMO_USE_FULLGRAPH``).
+        dynamic: compile for any shape; None lets torch decide (``ACCELERATE_DYNAMO_USE_DYNAMIC``).
+        options: options of the backend.
+        disable: make ``torch.compile`` do nothing, for tests.
+        use_regional_compilation: compile repeated blocks one by one
+            (``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION``).
+
+    Raises:
+        UnknownNameError: there is no such backend or mode.
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        code_values = {
+            "dynamo_backend": None if self.backend is None else str(self.backend),
+            "dynamo_mode": self.mode,
+            "dynamo_use_fullgraph": self.fullgraph,
+            "dynamo_use_dynamic": self.dynamic,
+            "dynamo_use_regional_compilation": self.use_regional_compilation,
+        }
+        self._loaded_settings = load_settings(CompileSettings, code=code_values)
+        settings = self._loaded_settings.value
+        self.backend = DynamoBackend(settings.dynamo_backend or DynamoBackend.NO.value)
+        self.mode = settings.dynamo_mode or "default"
+        self.fullgraph, self.dynamic = settings.dynamo_use_fullgraph, settings.dynamo_use_dynamic
+        self.use_regional_compilation = settings.dynamo_use_regional_compilation
+
+    @property
+    def requested_compile_options(self) -> list[RequestedOption]:
+        """The options given to the compiler, with their origin; none where compilation was declined."""
+        requested = [
+            option
+            for option in requested_options(self._loaded_settings)
+            if option.value != DynamoBackend.NO.value
+        ]
+        more = {"options": self.options, "disable": self.disable or None}
+        where = type(self).__name__
+        return requested + [
+            RequestedOption(name, value, where) for name, value in more.items() if value is not None
+        ]
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether anything is compiled."""
+        return self.backend != DynamoBackend.NO and not self.disable
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field; the backend as ``torch.compile`` spells it."""
+        return {**super().to_dict(), "backend": str(self.backend).lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return arguments of ``torch.compile`` that differ from its defaults; the backend always."""
+        plain = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
+        fields = self.to_dict()
+        chosen = {name: fields[name] for name, usual in plain.items() if fields[name] != usual}
+        return chosen if self.backend == DynamoBackend.NO else {"backend": fields["backend"], **chosen}
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of a model one by one, in place; without such blocks the whole model.
+
+    Blocks of one class share the compiled code, so a deep model starts as fast as one block. Names,
+    parameters and ``state_dict`` stay as they are.
+
+    Args:
+        module: the model.
+        compile_kwargs: arguments of ``torch.compile``.
+
+    Returns:
+        The same model.
+    """
+    lists = [part for part in module.modules() if is_repeated_blocks(part)]
+    blocks = {block: None for part in lists for block in part.children()}
+    # The outermost blocks only: a block inside one is compiled with it.
+    inside = {part for block in blocks for part in block.modules() if part is not block}
+    for block in blocks:
+        if block not in inside:
+            block.compile(**compile_kwargs)
+    if not blocks:
+        module.compile(**compile_kwargs)
+    return module
+
+
+def option_statuses(
+    plugin: TorchDynamoPlugin, models: Sequence[nn.Module], *, stepped: bool
+) -> Iterator[OptionStatus]:
+    """Yield the status of each compile option, as seen on the prepared models.
+
+    Args:
+        plugin: the options.
+        models: the user's own modules.
+        stepped: a training step is over, so that what is compiled has run.
+    """
+    why = _reason_not_compiled(plugin, models, stepped=stepped)
+    done = sum(map(_is_compiled, (part for model in models for part in model.modules())))
+    yield from report_overridden(plugin._loaded_settings)
+    for option in plugin.requested_compile_options:
+        if option.name == "disable" and not plugin.is_enabled:
+            yield option.report_applied()
+        elif why:
+            yield option.report_not_applied(why)
+        elif not models:
+            yield option.report_pending("no model is prepared")
+        elif option.name == "dynamo_use_regional_compilation" and all(map(_is_compiled, models)):
+            yield option.report_not_applied("no model has repeated blocks: it is compiled as a whole")
+        else:
+            yield option.report_applied(
+                f"{done} modules are compiled" if plugin.use_regional_compilation else ""
+            )
+
+
+def _reason_not_compiled(plugin: TorchDynamoPlugin, models: Sequence[nn.Module], *, stepped: bool) -> str:
+    """Return why some model is not compiled; empty when all are."""
+    if plugin.disable:
+        return "TorchDynamoPlugin(disable=True) turns compilation off"
+    if plugin.backend == DynamoBackend.NO:
+        return "no dynamo_backend is chosen, so nothing is compiled"
+    if not models:
+        return ""
+    bare = [model for model in models if not any(map(_is_compiled, model.modules()))]
+    for variable in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if environ.get(variable) == "1":
+            return f"{variable}=1 turns torch.compile off"
+    dynamo: Any = torch._dynamo
+    if dynamo.config.disable:
+        return "torch._dynamo.config.disable turns torch.compile off"
+    if bare:
+        return f"no part of the {type(bare[0]).__name__} is compiled"
+    return _reason_not_run() if stepped else ""
+
+
+def _reason_not_run() -> str:
+    """Return why no graph ran in the first step; torch skips its own code, and may suppress errors."""
+    from torch._dynamo.utils import counters
+
+    graphs, frames = counters["stats"]["unique_graphs"], counters["frames"]
+    hidden = torch._dynamo.config.suppress_errors and frames["total"] > frames["ok"]
+    if hidden:
+        return "torch._dynamo.config.suppress_errors hid an error, and some code runs uncompiled"
+    return (
+        "" if graphs else "the first step ran without it: torch compiles no code of modules that are its own"
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of ``module`` go to something that torch compiles."""
+    call: Any = module._compiled_call_impl
+    while call is not None and not hasattr(call, "_torchdynamo_orig_callable"):
+        call = getattr(call, "__wrapped__", None)
+    return call is not None

@@ -1,0 +1,126 @@
+"""The arguments of ``Accelerator``, checked and merged with environment variables and DeepSpeed's config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.core.errors import SettingError
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.setting import load_settings
+from accelerate.data.configuration import DataLoaderConfiguration
+from accelerate.facade.accumulation import GradientSettings
+from accelerate.facade.compilation import TorchDynamoPlugin
+from accelerate.facade.gradient import GradientAccumulationPlugin
+from accelerate.precision import PRECISIONS
+from accelerate.strategy import STRATEGIES
+from accelerate.watch.profile import ProfileKwargs
+from accelerate.world.preemption import PreemptionKwargs
+from accelerate.world.world import InitProcessGroupKwargs
+
+if TYPE_CHECKING:
+    from accelerate.strategy.parallelism.config import ParallelismConfig
+
+
+def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismConfig | None:
+    """Return the parallelism config: as given, from the older plugin, or from the launcher; None without.
+
+    Raises:
+        SettingError: ``config`` is no ``ParallelismConfig``, or the two differ in ``tp_size``.
+    """
+    from accelerate.strategy.settings.parallelism import ParallelismSwitch
+
+    if config is not None and not hasattr(config, "total_size"):
+        raise SettingError(
+            f"parallelism_config is a {type(config).__name__}", fix="give a ParallelismConfig, or None"
+        )
+    tp_size = getattr(tp_plugin, "tp_size", 1)
+    if config is None and (tp_size > 1 or load_settings(ParallelismSwitch).value.use_parallelism_config):
+        from accelerate.strategy.parallelism.config import ParallelismConfig
+
+        return ParallelismConfig(tp_size=tp_size) if tp_size > 1 else ParallelismConfig()
+    if config is not None and tp_size not in (1, config.tp_size):
+        raise SettingError(
+            f"torch_tp_plugin says tp_size={tp_size}, and parallelism_config tp_size={config.tp_size}",
+            fix="leave torch_tp_plugin out",
+        )
+    return config
+
+
+def resolve_compiler(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
+    """Return the compile options: the plugin, or those of a backend, or those of the launcher."""
+    if plugin is not None and backend is not None:
+        raise SettingError(
+            "the compiler is given twice: as dynamo_backend and in dynamo_plugin", fix="keep the second"
+        )
+    return plugin or TorchDynamoPlugin(backend=backend)
+
+
+def handlers_by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:
+    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs, PreemptionKwargs, ProfileKwargs]
+    known += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
+    known += [c for p in PRECISIONS for c in p.handler_classes if c not in known]
+    handlers_of: dict[type, KwargsHandler] = {}
+    for handler in handlers:
+        kind = next((k for k in known if isinstance(handler, k)), None)
+        if kind is None:
+            raise SettingError(
+                f"{type(handler).__name__} is not a kwargs handler that is known here",
+                why=f"known: {', '.join(sorted({k.__name__ for k in known}))}",
+                fix="give an instance of one of them in kwargs_handlers=[...]",
+            )
+        if kind in handlers_of:
+            raise SettingError(f"two {kind.__name__} are given in kwargs_handlers", fix="keep one of them")
+        handlers_of[kind] = handler
+    return handlers_of
+
+
+def resolve_data_config(
+    config: DataLoaderConfiguration | None, split_batches: Any
+) -> DataLoaderConfiguration:
+    if split_batches is None:
+        return config or DataLoaderConfiguration()
+    if config is not None:
+        raise SettingError(
+            "split_batches is given twice: as an argument and in dataloader_config", fix="keep the second"
+        )
+    return DataLoaderConfiguration(split_batches=bool(split_batches))
+
+
+def resolve_accumulation(
+    plugin: GradientAccumulationPlugin | None, steps: int, engine_steps: int | None = None
+) -> GradientAccumulationPlugin:
+    """Return the options of gradient accumulation: as given, else from the DeepSpeed or Megatron-LM config.
+
+    Args:
+        plugin: the plugin given to the ``Accelerator``.
+        steps: ``gradient_accumulation_steps`` of the ``Accelerator``; 1 means not given.
+        engine: micro-batches of a step in the DeepSpeed or Megatron-LM config, if given there.
+    """
+    if plugin is not None:
+        if steps != 1:
+            raise SettingError(
+                "gradient_accumulation_steps is given twice: as an argument and in the plugin",
+                fix="keep the second",
+            )
+        _check_steps(1 if plugin.num_steps is None else plugin.num_steps)
+        return plugin
+    code_values = {"gradient_accumulation_steps": steps if steps != 1 else None}
+    loaded = load_settings(GradientSettings, code=code_values)
+    count = loaded.value.gradient_accumulation_steps
+    origin = loaded.origin("gradient_accumulation_steps")
+    if engine_steps is not None and origin.source == "default":
+        count = engine_steps
+    elif engine_steps not in (None, count):
+        raise SettingError(
+            f"{origin.where} is {count}, but the DeepSpeed configuration says gradient_accumulation_steps: "
+            f"{engine_steps}",
+            why="each of the two would train in another way",
+            fix='keep one of them, or write "auto" there',
+        )
+    _check_steps(count)
+    return GradientAccumulationPlugin(num_steps=count)
+
+
+def _check_steps(count: int) -> None:
+    if count < 1:
+        raise SettingError(f"gradient_accumulation_steps is {count}", fix="use 1 or more")

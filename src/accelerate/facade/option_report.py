@@ -1,0 +1,344 @@
+"""The option report of ``Accelerator``: which requested options were applied, and why others were not.
+
+Every package that owns options checks them on the prepared objects (``core/option_report.py``). Here the
+statuses are collected: after each ``prepare``, and before the first optimizer step, when compiled code
+has run. Only a strict run of several ranks gathers them. Otherwise a rank with a failed option writes it
+to the key-value store of the process group, and rank 0 reads the store in its first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any
+
+from torch import nn
+
+from accelerate.core.errors import SettingError
+from accelerate.core.option_report import (
+    OptionReport,
+    OptionStatus,
+    RequestedOption,
+    non_default_options,
+    report_overridden,
+    requested_options,
+)
+from accelerate.core.setting import load_settings
+from accelerate.core.units import show_bytes
+from accelerate.data.configuration import DataLoaderConfiguration
+from accelerate.data.loader import DataLoaderShard
+from accelerate.data.option_report import loader_option_statuses
+from accelerate.facade import compilation, option_report_settings
+from accelerate.facade.accumulation import GradientSettings
+from accelerate.facade.gradient import GradientState
+from accelerate.facade.processes import ProcessMixin
+from accelerate.precision import PRECISIONS
+from accelerate.precision.base import Precision
+from accelerate.precision.settings import PrecisionSettings
+from accelerate.strategy import unused_options
+from accelerate.strategy.base import Strategy
+from accelerate.track.base import GeneralTracker
+from accelerate.world import collective, watchdog
+from accelerate.world.option_report import world_option_statuses
+from accelerate.world.world import InitProcessGroupKwargs
+
+_report_ids = count()
+
+
+# Lines that this process has printed: a second Accelerator with the same options prints nothing new.
+_PRINTED: set[str] = set()
+
+
+class OptionReportMixin(ProcessMixin):
+    """Collects and reports the statuses of options."""
+
+    handlers: dict[type, Any]
+    precision: Precision
+    strategy: Strategy
+    gradient_state: GradientState
+    dataloader_config: DataLoaderConfiguration
+    rng_types: list[Any] | None
+    log_with: list[Any]
+    trackers: list[GeneralTracker]
+    state: Any
+    _models: list[nn.Module]
+    _dataloaders: list[Any]
+
+    def _init_option_report(self, strict: bool | None, **constructor_options: Any) -> None:
+        """Store the options that were requested, with their origins.
+
+        Args:
+            strict: the argument of the ``Accelerator``.
+            constructor_options: arguments of the constructor, by name; None or False stand for not given.
+        """
+        self._report_settings = load_settings(
+            option_report_settings.OptionReportSettings, code={"strict": strict}
+        ).value
+        self._launcher_options = option_report_settings.launcher_options()
+        self._constructor_options = constructor_options
+        self._has_stepped = False
+        # The statuses reported so far: option, applied or not, and why.
+        self._reported: set[tuple[str, bool | None, str]] = set()
+        # On rank 0, the statuses of other ranks; on others, their own failed statuses.
+        self._reported_of_ranks: set[tuple[int, OptionStatus]] = set()
+        self._failed_statuses: list[OptionStatus] = []
+        self._store_key = f"effects/{next(_report_ids)}"
+
+    def effects(self) -> OptionReport:
+        """Return the status of every requested option, as far as known now. Print it: a table.
+
+        Requested options are those that differ from their default, in code, flags, variables and files. Of
+        this rank only.
+        """
+        return OptionReport(self._with_origin(status) for status in self._collect_statuses())
+
+    def _with_origin(self, status: OptionStatus) -> OptionStatus:
+        """Name the flag or config line that gave the launcher the option, instead of the variable."""
+        origin = self._launcher_options.get(status.option)
+        if origin is None or not status.where.startswith("the environment variable"):
+            return status
+        return dataclasses.replace(status, where=origin.where)
+
+    # --- statuses of options, by package
+
+    def _collect_statuses(self) -> Iterator[OptionStatus]:
+        group = self.handlers.get(InitProcessGroupKwargs)
+        yield from world_option_statuses(
+            self.world, group, self._launcher_options, cpu=bool(self._constructor_options.get("cpu"))
+        )
+        yield from self._precision_statuses()
+        models = [self.strategy.unwrap(model) for model in self._models]
+        yield from compilation.option_statuses(self.state.dynamo_plugin, models, stepped=self._has_stepped)
+        yield from self.strategy.option_statuses(self._models)
+        yield from unused_options(self.strategy.request, self.strategy)
+        yield from loader_option_statuses(
+            self._data_options(), self._dataloaders, self.strategy.data_shard.count
+        )
+        yield from self._accumulation_statuses()
+        yield from self._tracker_statuses()
+
+    def _precision_statuses(self) -> Iterator[OptionStatus]:
+        code = {"mixed_precision": self._constructor_options.get("mixed_precision")}
+        loaded = load_settings(PrecisionSettings, code=code)
+        yield from report_overridden(loaded)
+        for option in requested_options(loaded):
+            if option.value == "no":
+                continue
+            if self.strategy.owns_precision:
+                yield option.report_applied(f"by the strategy {self.strategy.name}")
+            else:
+                yield self._model_precision_status(self.precision, option)
+        for kind in {kind: None for each in PRECISIONS for kind in each.handler_classes}:
+            for option in non_default_options(self.handlers.get(kind)):
+                if kind in self.precision.handler_classes:
+                    yield option.report_applied()
+                else:
+                    yield option.report_not_applied(
+                        f"mixed_precision is {self.precision.name!r}", matters=False
+                    )
+
+    def _model_precision_status(self, precision: Precision, option: RequestedOption) -> OptionStatus:
+        """Check the precision on the prepared models, or on the user's models inside of wrappers."""
+        if not self._models:
+            return option.report_pending("no model is prepared")
+        inside = [
+            self.strategy.unwrap(model) if precision.explain_missing(model) else model
+            for model in self._models
+        ]
+        return precision.report_option(option, inside)
+
+    def _data_options(self) -> Iterator[RequestedOption]:
+        for option in non_default_options(self.dataloader_config):
+            own = option.name == "split_batches" and self._constructor_options.get("split_batches")
+            yield dataclasses.replace(option, where=f"the argument {option.name}") if own else option
+        if self.rng_types is not None:
+            yield RequestedOption("rng_types", self.rng_types, "the argument rng_types")
+
+    def _accumulation_statuses(self) -> Iterator[OptionStatus]:
+        steps = self._constructor_options.get("gradient_accumulation_steps")
+        options = requested_options(
+            load_settings(
+                GradientSettings, code={"gradient_accumulation_steps": steps if steps != 1 else None}
+            )
+        )
+        plugin = self._constructor_options.get("gradient_accumulation_plugin")
+        for option in (*options, *non_default_options(plugin)):
+            if option.name in ("gradient_accumulation_steps", "num_steps"):
+                if self.gradient_state.num_steps != option.value:
+                    yield option.report_not_applied(f"it is {self.gradient_state.num_steps} now")
+                elif self._stepped_without_accumulation():
+                    yield option.report_not_applied(
+                        "the first optimizer.step() came after the first batch: the loop needs "
+                        "'with accelerator.accumulate(model):' or accelerator.windows(loader)"
+                    )
+                else:
+                    yield option.report_applied(self._describe_accumulation_cost())
+            elif option.name == "adjust_scheduler":
+                yield option.report_not_applied(
+                    "a schedule advances with the optimizer, whatever it says", matters=False
+                )
+            else:
+                here = self.gradient_state.plugin_kwargs.get(option.name)
+                yield option.report_unless("" if here == option.value else f"it is {here} now")
+
+    def _describe_accumulation_cost(self) -> str:
+        """Describe the memory that accumulation takes where gradients are sharded otherwise."""
+        more = self.strategy.accumulation_bytes(self._models)
+        if not more or self.gradient_state.num_steps == 1:
+            return ""
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            return "gradients are reduced in every micro-batch, so no unsharded gradients are kept"
+        return (
+            f"unsharded gradients are kept until the end of a window: {show_bytes(more)} on each process; "
+            "GradientAccumulationPlugin(sync_each_batch=True) takes none of it"
+        )
+
+    def _stepped_without_accumulation(self) -> bool:
+        """Return whether the first step came after one batch that is not the last, without accumulation.
+
+        One micro-batch per step needs no accumulation.
+        """
+        return self._has_stepped and self._first_step_early and self.gradient_state.num_steps != 1
+
+    def _tracker_statuses(self) -> Iterator[OptionStatus]:
+        running = {tracker.name for tracker in self.trackers}
+        for each in self.log_with:
+            name = each.name if isinstance(each, GeneralTracker) else str(each)
+            option = RequestedOption("log_with", name, "the argument log_with")
+            if name in running:
+                yield option.report_applied()
+            elif self._has_stepped and self.is_main_process:
+                yield option.report_not_applied(
+                    "the first step was taken and init_trackers() has not been called"
+                )
+            else:
+                yield option.report_pending("init_trackers() starts it, on process 0")
+
+    # --- reports of new statuses
+
+    def _report_options(self, depth: int = 5) -> None:
+        """Report new statuses; ``depth`` is the stack depth of the user's line, for warnings.
+
+        Raises:
+            SettingError: the run is strict, and an option was not applied; in ``prepare`` on all ranks.
+        """
+        known = (self._with_origin(status) for status in self._collect_statuses())
+        fresh = [e for e in known if e.applied is not None and self._is_new(e)]
+        if self._report_settings.strict:
+            self._refuse_not_applied(fresh)
+        failed = [status for status in fresh if status.is_failure]
+        if not self.is_main_process:
+            self._publish_failures(failed)
+            return
+        self._print_report(fresh)
+        for status in failed:
+            warnings.warn(str(status), stacklevel=depth - 1)
+
+    def _publish_failures(self, failed: list[OptionStatus]) -> None:
+        """Write failed statuses to the store for rank 0."""
+        current_watchdog = watchdog.current()
+        self._failed_statuses += failed
+        if failed and current_watchdog is not None:
+            # All of them: rank 0 may not have read earlier ones.
+            current_watchdog.store.put(
+                f"{self._store_key}/{self.process_index}", _to_json(self._failed_statuses)
+            )
+            current_watchdog.store.put(self._store_key, "")
+
+    def _is_new(self, status: OptionStatus) -> bool:
+        key = (status.option, status.applied, status.why if status.not_applied else "")
+        fresh = key not in self._reported
+        self._reported.add(key)
+        return fresh
+
+    def _refuse_not_applied(self, fresh: list[OptionStatus]) -> None:
+        own = [str(status) for status in fresh if status.is_failure]
+        # Not in a step: a rank without batches takes none, and the others would wait for it.
+        failures_of_ranks = (
+            [own] if self._has_stepped else collective.all_gather_object(own, "the effects of a strict run")
+        )
+        lines = {
+            line: [rank for rank, failures in enumerate(failures_of_ranks) if line in failures]
+            for failures in failures_of_ranks
+            for line in failures
+        }
+        if not lines:
+            return
+        several = len(failures_of_ranks) > 1
+        shown = [
+            f"{_format_ranks(ranks)}: {line}" if several and len(ranks) < len(failures_of_ranks) else line
+            for line, ranks in lines.items()
+        ]
+        raise SettingError(
+            shown[0],
+            why="; ".join(
+                ["the run is strict: a requested option that is not applied is an error", *shown[1:]]
+            ),
+            fix="make it possible, or leave it out, or run without --strict (ACCELERATE_STRICT)",
+        )
+
+    def _print_report(self, fresh: list[OptionStatus]) -> None:
+        report = OptionReport(fresh)
+        if report and self._report_settings.effects in ("line", "table"):
+            text = report.summary if self._report_settings.effects == "line" else f"\n{report}"
+            if text not in _PRINTED:
+                _PRINTED.add(text)
+                print(f"accelerate: {text}", file=sys.stderr, flush=True)
+
+    def _warn_of_other_ranks(self, depth: int = 3) -> None:
+        """Warn on rank 0 of failed options that only other ranks have reported."""
+        current_watchdog = watchdog.current()
+        if (
+            current_watchdog is None
+            or not self.is_main_process
+            or not current_watchdog.store.has(self._store_key)
+        ):
+            return
+        store = current_watchdog.store
+        store.delete(self._store_key)
+        ranks_of: dict[OptionStatus, list[int]] = {}
+        own = {option for option, applied, _ in self._reported if applied is False}
+        for key, text in store.read(
+            [f"{self._store_key}/{rank}" for rank in range(1, self.num_processes)]
+        ).items():
+            rank = int(key.rpartition("/")[2])
+            for status in _from_json(text):
+                if status.option not in own and (rank, status) not in self._reported_of_ranks:
+                    self._reported_of_ranks.add((rank, status))
+                    ranks_of.setdefault(status, []).append(rank)
+        for status, ranks in ranks_of.items():
+            warnings.warn(f"{_format_ranks(ranks)}: {status}", stacklevel=depth - 1)
+
+    def _report_first_step(self) -> None:
+        """Report before the first step of each optimizer, after the first backward."""
+        if not self._has_stepped:
+            self._has_stepped, self._first_step_early = True, self._is_first_step_early()
+        self._report_options(depth=6)
+        self._warn_of_other_ranks(depth=6)
+
+    def _is_first_step_early(self) -> bool:
+        gradients = self.gradient_state
+        loader = gradients.active_dataloader
+        if not isinstance(loader, DataLoaderShard) or gradients.window is not None or gradients.step:
+            return False
+        begins = loader.micro_steps == loader.micro_steps_before == 0 and not loader.end_of_dataloader
+        current = loader.position.current
+        return begins and current is not None and current.batches == 1
+
+
+def _format_ranks(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _to_json(effects: Iterable[OptionStatus]) -> str:
+    return json.dumps([[e.option, e.value_text, e.where, e.why] for e in effects])
+
+
+def _from_json(text: str) -> Iterator[OptionStatus]:
+    rows: list[list[str]] = json.loads(text)
+    return (OptionStatus(option, value, where, False, why) for option, value, where, why in rows)

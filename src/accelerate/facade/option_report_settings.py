@@ -1,0 +1,37 @@
+"""Settings of the option report, and the options of the launcher. Imports no torch: the launcher reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from accelerate.core import environ
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import setting
+
+if TYPE_CHECKING:
+    from accelerate.core.option_report import RequestedOption
+
+
+@frozen_dataclass
+class OptionReportSettings:
+    """The settings of the report on requested options, printed after ``prepare``."""
+
+    __topic__ = "Output"
+
+    strict: bool = setting(
+        False, help="raise an error, instead of a warning, when a requested option cannot be applied"
+    )
+    effects: Literal["line", "table", "none"] | None = setting(
+        None, help="how to report on stderr which requested options were applied; a launch prints a line"
+    )
+
+
+def launcher_options() -> dict[str, RequestedOption]:
+    """Return the options given to ``accelerate launch``, by name; empty without it."""
+    import json
+
+    from accelerate.core.option_report import RequestedOption
+
+    text = environ.get("ACCELERATE_ASKED")
+    rows: dict[str, list[object]] = json.loads(text) if text else {}
+    return {name: RequestedOption(name, value, str(where)) for name, (where, value) in rows.items()}

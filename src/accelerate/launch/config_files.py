@@ -1,0 +1,230 @@
+"""Configuration files: where one may lie, reading it, and saying on which line something stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.errors import SettingError, nearest
+from accelerate.core.frozen_dataclass import frozen_dataclass
+
+WORKING_NAME = "accelerate.yaml"
+DEFAULT_NAME = "default_config.yaml"
+
+
+@frozen_dataclass
+class ConfigFile:
+    """The content of one configuration file.
+
+    Attributes:
+        path: the file.
+        values: its keys and values as they stand there, old formats made new.
+        lines: the line of each key, by path: ``("mixed_precision",)``, ``("fsdp_config", "fsdp_version")``;
+            empty for JSON.
+        is_explicit: the user named it; otherwise it was found where such files lie.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    is_explicit: bool = True
+
+    def locate(self, *keys: str) -> str:
+        """The place of a key in the user's words: ``"config.yaml, line 3"``."""
+        line = self.lines.get(keys)
+        return f"{self.path}, line {line}" if line else str(self.path)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A nested table; empty when absent.
+
+        Raises:
+            SettingError: the key holds something else than a table.
+        """
+        table = self.values.get(name) or {}
+        if not isinstance(table, dict):
+            raise SettingError(
+                f"{self.locate(name)}: {name} is {table!r}, but it is a table of keys",
+                fix=f"write the keys of {name} on the lines below it, indented",
+            )
+        return table
+
+    def section_lines(self, name: str) -> dict[str, int]:
+        """The lines of the keys of a section; of the top level for ``""``."""
+        depth = 2 if name else 1
+        depth_lines = ((keys, line) for keys, line in self.lines.items() if len(keys) == depth)
+        return {keys[-1]: line for keys, line in depth_lines if not name or keys[0] == name}
+
+
+def cache_folder() -> Path:
+    """The folder of the default file: in ``$HF_HOME``, else in the user's cache."""
+    home = environ.get("HF_HOME")
+    if home is None:
+        cache = environ.get("XDG_CACHE_HOME")
+        home = str(Path(cache or "~/.cache", "huggingface"))
+    return Path(home).expanduser() / "accelerate"
+
+
+def default_file() -> Path:
+    """The file that is used when nobody names one and the working folder has none."""
+    return cache_folder() / DEFAULT_NAME
+
+
+def find_config(path: str | None, *, use_default: bool = True) -> ConfigFile | None:
+    """The configuration file to use: the one named, else ``accelerate.yaml`` here, else the default one.
+
+    Args:
+        is_explicit: what the user named.
+        use_default: whether the file in the cache folder may be used.
+
+    Raises:
+        SettingError: the named file is missing, or the file cannot be read.
+    """
+    if path is not None:
+        return read_config(Path(path).expanduser())
+    here = Path(WORKING_NAME)
+    if here.is_file():
+        return read_config(here, is_explicit=False)
+    default = default_file()
+    return read_config(default, is_explicit=False) if use_default and default.is_file() else None
+
+
+def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:
+    """Reads a YAML file, or a JSON file by its ending.
+
+    Raises:
+        SettingError: it is missing, unreadable, not valid, or not a table of keys.
+    """
+    values, lines = read_raw(path)
+    new = upgrade_keys(values)
+    for old, key in (("fp16", "mixed_precision"), ("dynamo_backend", "dynamo_config")):
+        if (old,) in lines and key in new:
+            lines.setdefault((key,), lines[(old,)])
+            lines.setdefault((key, old), lines[(old,)])
+    return ConfigFile(path, new, lines, is_explicit)
+
+
+def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:
+    """(what a file says, as it stands there; the line of each key of its upper two levels).
+
+    Raises:
+        SettingError: as for ``read_config``.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise _missing_file_error(path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"the configuration file {path} cannot be read", why=str(error)) from error
+    values, lines = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
+    if not isinstance(values, dict):
+        raise SettingError(
+            f"{path} is not a table of keys", why="a configuration file holds lines like 'num_processes: 2'"
+        )
+    return values, lines
+
+
+class MissingFileError(SettingError, FileNotFoundError):
+    """There is no such configuration file."""
+
+
+def _missing_file_error(path: Path) -> MissingFileError:
+    folder = path.parent
+    near = nearest(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else None
+    return MissingFileError(
+        f"there is no configuration file {path}",
+        why="" if folder.is_dir() else f"there is no folder {folder}",
+        fix=f"did you mean {folder / near}?" if near else "",
+    )
+
+
+def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        node = loader.get_single_node()
+        values = {} if node is None else loader.construct_document(node)
+        lines = {} if node is None else dict(_key_lines(path, node, loader))
+    except SettingError:
+        raise
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        why = getattr(error, "problem", None) or str(error)
+        raise SettingError(f"{where}: this is not valid YAML", why=why) from error
+    except (ValueError, RecursionError) as error:  # a date or number that is none, or nesting without end
+        raise SettingError(f"{path}: this is not valid YAML", why=str(error)) from error
+    finally:
+        loader.dispose()
+    return values, lines
+
+
+def _key_lines(
+    path: Path, node: Any, loader: Any, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """(path of a key, its line) for two levels; a key that stands twice is an error, YAML takes the last.
+
+    What a table takes over from others (``<<``) is among its keys by now, with the lines of the others;
+    keys of its own win over it.
+    """
+    if node.id != "mapping" or len(above) == 2:
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(loader.construct_object(key, deep=True)), key.start_mark.line + 1
+        own = node.start_mark.line < line <= node.end_mark.line + 1
+        if name in seen and own and seen[name] > node.start_mark.line:
+            raise SettingError(
+                f"{path}, line {line}: the key {name!r} stands twice",
+                why=f"it stands on line {seen[name]} too",
+                fix="keep one of them",
+            )
+        if value.id == "scalar" and value.tag.endswith(":int") and ":" in value.value:
+            raise SettingError(
+                f"{path}, line {line}: {name}: {value.value} is a number of seconds in YAML",
+                why="numbers with colons are times of a day",
+                fix=f"write {name}: '{value.value}'",
+            )
+        seen[name] = line
+        yield (*above, name), line
+        yield from _key_lines(path, value, loader, (*above, name))
+
+
+def _parse_json(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    import json
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in table:
+                raise SettingError(f"{path}: the key {key!r} stands twice", fix="keep one of them")
+            table[key] = value
+        return table
+
+    try:
+        return json.loads(text or "{}", object_pairs_hook=refuse_duplicates), {}
+    except json.JSONDecodeError as error:
+        raise SettingError(f"{path}, line {error.lineno}: this is not valid JSON", why=error.msg) from error
+    except RecursionError as error:
+        raise SettingError(f"{path}: this is not valid JSON", why=str(error)) from error
+
+
+def upgrade_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The keys of old formats as today's.
+
+    ``fp16: true`` is ``mixed_precision: fp16``; ``dynamo_backend`` at the top level belongs to
+    ``dynamo_config``; ``num_processes: -1`` and empty values say nothing.
+    """
+    new = {str(key): value for key, value in values.items() if value is not None}
+    if new.get("num_processes") == -1:
+        del new["num_processes"]
+    if new.get("distributed_type") is False:  # a bare NO is YAML's word for false
+        new["distributed_type"] = "NO"
+    if isinstance(new.get("fp16"), bool) and "mixed_precision" not in new:
+        new["mixed_precision"] = "fp16" if new.pop("fp16") else "no"
+    if "dynamo_backend" in new and "dynamo_config" not in new:
+        new["dynamo_config"] = {"dynamo_backend": new.pop("dynamo_backend")}
+    return new

@@ -1,0 +1,236 @@
+"""A plan for people: what would be started, and what each option does. ``--dry_run`` prints it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.errors import LaunchError
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import declared_settings
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.option_report import LaunchOption, display_value
+from accelerate.launch.plan import LaunchPlan, PlannedCommand
+from accelerate.strategy.settings import SETTINGS
+
+Row = tuple[str, ...]
+
+
+@frozen_dataclass
+class DryRunSection:
+    """A part of what is shown.
+
+    Attributes:
+        title: its heading.
+        rows: its lines, cell by cell; all of one length.
+        column_titles: the headings of the cells, if they need any.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    column_titles: Row = ()
+
+
+def print_plan(request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOption]) -> None:
+    """Prints a plan on stdout: tables on a terminal, else plain aligned text."""
+    parts = [part for part in plan_sections(request, plan, asked) if part.rows]
+    if sys.stdout.isatty():
+        _print_tables(parts)
+        return
+    print("\n\n".join("\n".join(_plain_lines(part)) for part in parts), flush=True)
+
+
+def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
+    """Spreads ``--dry_run_model`` over processes that are not there, in a process of its own.
+
+    Raises:
+        LaunchError: the model cannot be spread so.
+    """
+    settings = request.settings
+    told = {**plan.variables, **(plan.commands[0].variables if plan.commands else {})}
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    environment = {
+        **environ.snapshot(),
+        **{name: str(value) for name, value in told.items() if value is not None},
+    }
+    command = [sys.executable, "-m", "accelerate.facade.dry_run", str(settings.dry_run_model)]
+    command += [str(_world_size(request, plan)), str(request.machines[1])]
+    print(flush=True)
+    kept = {name: value for name, value in environment.items() if name not in of_ranks}
+    code = subprocess.run(command, env=kept, check=False).returncode
+    if code:
+        raise LaunchError(f"{settings.dry_run_model} cannot be spread as asked: the lines above say why")
+
+
+def _world_size(request: LaunchRequest, plan: LaunchPlan) -> int:
+    """All of them, on all machines."""
+    asked = request.settings.num_processes
+    return asked if isinstance(asked, int) else max(1, len(plan.commands)) * request.machines[1]
+
+
+def plan_sections(
+    request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOption]
+) -> Iterator[DryRunSection]:
+    """Yield the sections of a plan, in order; some may be empty."""
+    yield DryRunSection("A dry run: nothing is started", tuple(_fact_rows(request, plan)))
+    yield DryRunSection("Commands", tuple(_command_rows(plan.commands)))
+    common, own = split_common_variables([start.variables for start in plan.commands])
+    shared = {**plan.variables, **common}
+    yield DryRunSection(
+        "Environment of all: what is added and what is taken away", tuple(_variable_rows(shared))
+    )
+    yield DryRunSection(
+        f"Environment of each ({_join_names([start.name for start in plan.commands])})",
+        tuple(
+            (name, _join_names([_variable_text(name, value) for value in values]))
+            for name, values in own.items()
+        ),
+    )
+    rows, titles = (
+        tuple(_option_row(one) for one in asked if not one.unused_reason and one.setting.name != "dry_run"),
+        ("option", "value", "from", "what it does", "instead of"),
+    )
+    # Seldom does one place overrule another: then the last column says which.
+    columns = len(titles) if any(row[-1] for row in rows) else len(titles) - 1
+    yield DryRunSection("What was asked", tuple(row[:columns] for row in rows), titles[:columns])
+    yield DryRunSection(
+        "Without effect", tuple((one.origin.where, one.unused_reason) for one in asked if one.unused_reason)
+    )
+    yield DryRunSection("Notes", tuple((note,) for note in plan.notes))
+
+
+def _fact_rows(request: LaunchRequest, plan: LaunchPlan) -> Iterator[Row]:
+    facts = dict(plan.facts)
+    yield "launch", plan.kind
+    yield "machines", facts.pop("machines", str(request.settings.num_machines))
+    yield from facts.items()
+    yield "strategy", _strategy_text(request, alone=facts.get("processes") == "1")
+    if "use_parallelism_config" in request and request.get("use_parallelism_config"):
+        yield "mesh", _mesh_text(request, _world_size(request, plan))
+    precision = request.origin("mixed_precision")
+    yield "precision", f"{precision.value} ({precision.where})" if precision.value else "as the weights are"
+    yield "settings", _file_text(request)
+    yield "script", shlex.join(request.program)
+
+
+def _strategy_text(request: LaunchRequest, *, alone: bool) -> str:
+    for switch, place in request.strategy_switches.items():
+        for name in SETTINGS.names():
+            if any(row.name == switch for cls in SETTINGS.get(name) for row in declared_settings(cls)):
+                return f"{name} ({place.where})"
+    if alone:
+        return "none: one process"
+    return "parallelism" if request.get("use_parallelism_config") else "data parallel"
+
+
+def _mesh_text(request: LaunchRequest, processes: int) -> str:
+    """The dimensions, outermost first; neighbouring ranks meet in the last one."""
+    from accelerate.world.layout import DIMENSIONS, MeshLayout
+
+    sizes = {name: request.get(f"parallelism_config_{name}_size") or 1 for name in DIMENSIONS.values()}
+    layout = MeshLayout(**{degree: sizes[name] for degree, name in DIMENSIONS.items()}).check(processes)
+    shown = [f"{name} {sizes[name]}" for name in layout.axes()]
+    return f"{' x '.join(shown) or 1} = {layout.size()} processes"
+
+
+def _file_text(request: LaunchRequest) -> str:
+    if request.file is None:
+        return "from no file"
+    return f"from {request.file.path}" + (
+        "" if request.file.is_explicit else " (--config_file names another)"
+    )
+
+
+def _command_rows(starts: Sequence[PlannedCommand]) -> Iterator[Row]:
+    programs: dict[tuple[str, ...], list[str]] = {}
+    for start in starts:
+        programs.setdefault(start.program, []).append(start.name)
+    for program, names in programs.items():
+        yield _join_names(names), shlex.join(program)
+
+
+def split_common_variables(
+    environments: Sequence[Mapping[str, object | None]],
+) -> tuple[dict[str, object | None], dict[str, list[object | None]]]:
+    """(what all are told alike, the others by name with the value of each)."""
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    values = {name: [environment.get(name) for environment in environments] for name in names}
+    common = {name: each[0] for name, each in values.items() if all(value == each[0] for value in each)}
+    return common, {name: each for name, each in values.items() if name not in common}
+
+
+def _variable_rows(told: Mapping[str, object | None]) -> Iterator[Row]:
+    here = environ.snapshot()
+    for name, value in sorted(told.items()):
+        if value is not None:
+            yield name, _variable_text(name, value)
+        elif name in here:
+            yield name, "taken away"
+
+
+def _variable_text(name: str, value: object | None) -> str:
+    if name == "ACCELERATE_ASKED":
+        return "what was asked, as listed below"
+    return "taken away" if value is None else display_value(name, value) or '""'
+
+
+def _join_names(words: Sequence[str]) -> str:
+    """``rank 0, rank 1``; numbers that only count up are ``rank 0 to rank 7``."""
+    if len(words) > 3:
+        heads = [word.rstrip("0123456789") for word in words]
+        tails = [word[len(head) :] for word, head in zip(words, heads, strict=True)]
+        if len(set(heads)) == 1 and all(tails):
+            numbers = [int(tail) for tail in tails]
+            if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+                return f"{words[0]} to {words[-1]}"
+    return ", ".join(words)
+
+
+def _option_row(one: LaunchOption) -> Row:
+    others = "; ".join(
+        f"{display_value(one.setting.name, other.value)} ({other.where})" for other in one.overridden
+    )
+    return (
+        one.setting.name,
+        display_value(one.setting.name, one.origin.value),
+        one.origin.where,
+        one.effect,
+        others,
+    )
+
+
+def _plain_lines(part: DryRunSection) -> Iterable[str]:
+    """Lines of a section; the cells stand under one another, the last one is as long as it is."""
+    rows = [part.column_titles, *part.rows] if part.column_titles else list(part.rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield f"{part.title}:"
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield f"  {'  '.join(cells).rstrip()}"
+
+
+def _print_tables(parts: Iterable[DryRunSection]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for part in parts:
+        plain: dict[str, Any] = {} if part.column_titles else {"show_header": False}
+        table = Table(
+            *(part.column_titles or [""] * len(part.rows[0])),
+            title=Text(part.title, style="bold"),
+            title_justify="left",
+            box=box.SIMPLE_HEAD if part.column_titles else None,
+            **plain,
+        )
+        for row in part.rows:
+            # As text: brackets of a value are no markup.
+            table.add_row(*map(Text, row))
+        console.print(table)
+        console.print()

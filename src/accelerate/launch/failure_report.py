@@ -1,0 +1,212 @@
+"""The error of a failed job: which rank failed first, and its whole traceback, printed last."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.launch.errors import RankError
+from accelerate.launch.supervisor import GracefulStop, JobOutcome, ProcessExit
+
+# A process that dies without a word is noticed a moment later, when its peers may have complained already.
+DETECTION_DELAY = 100_000_000  # ns
+# What starts the script in each rank; the frames of these two files are no part of the script's stack.
+RANK_SCRIPT = str(Path(__file__).with_name("child.py"))
+RUNNER = str(Path(__file__).with_name("accelerate_rank.py"))
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "nothing in the job sends it; the system does when memory runs out",
+    signal.SIGSEGV: "native code crashed",
+    signal.SIGBUS: "native code crashed, often because /dev/shm is full",
+    signal.SIGILL: "native code uses instructions that this processor does not have",
+    signal.SIGABRT: "native code gave up",
+}
+
+
+@frozen_dataclass
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: its rank.
+        code: its exit code; -n when signal n killed it.
+        failed_at: when, in ns of the monotonic clock.
+        summary: one line: ``ValueError: no data``.
+        text: its traceback, or the stack of its crashed interpreter; may be empty.
+        has_report: it left a word about its failure.
+    """
+
+    rank: int
+    code: int
+    failed_at: int
+    summary: str
+    text: str = ""
+    has_report: bool = True
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's traceback."""
+    return folder / f"rank_{rank}.error"
+
+
+def fault_file(folder: Path, rank: int) -> Path:
+    """Return the path of the stack that a crashed interpreter leaves."""
+    return folder / f"rank_{rank}.fault"
+
+
+def code_file(folder: Path) -> Path:
+    """Return the path of the compiled script, if the launcher has compiled it."""
+    return folder / "script.code"
+
+
+def read_graceful_stop(folder: Path, pid: int) -> GracefulStop | None:
+    """Read the graceful stop that a process has announced in ``folder``; None without one.
+
+    The other side is ``world/preemption.py``, which gets the folder as ``ACCELERATE_STOP_FOLDER``.
+    """
+    file = folder / f"armed_{pid}"
+    if not file.is_file():
+        return None
+    code, *signals = map(int, file.read_text(encoding="utf-8").split())
+    return GracefulStop(code, tuple(signals))
+
+
+def has_traceback(folder: Path, rank: int, pid: int) -> bool:
+    """Return whether a rank has reported a failure; exiting with the resume code is none."""
+    file = error_file(folder, rank)
+    if not file.is_file():
+        return False
+    said, words = (
+        read_graceful_stop(folder, pid),
+        file.read_text(encoding="utf-8", errors="replace").split(" ", 2),
+    )
+    return said is None or len(words) < 3 or int(words[1]) != said.code
+
+
+def read_failure(end: ProcessExit, folder: Path) -> RankFailure:
+    """How a rank failed, by its exit code and what it left."""
+    error, fault = error_file(folder, end.rank), fault_file(folder, end.rank)
+    head, _, text = error.read_text(encoding="utf-8").partition("\n") if error.is_file() else ("", "", "")
+    if head.count(" ") > 1:  # not killed while it wrote
+        at, code, summary = head.split(" ", 2)
+        # It was about to end with that code. What its libraries did while it shut down is not the news.
+        return RankFailure(end.rank, int(code) if end.code < 0 else end.code, int(at), summary, text)
+    # Giving up is what a communication library does when a peer is gone: a consequence, not a cause.
+    at = end.seen_at if end.code == -signal.SIGABRT else end.seen_at - DETECTION_DELAY
+    crash = fault.read_text(encoding="utf-8", errors="replace") if fault.is_file() else ""
+    stack = "\n".join(line for line in crash.splitlines() if RANK_SCRIPT not in line and RUNNER not in line)
+    return RankFailure(end.rank, end.code, at, _code_text(end.code), stack, has_report=bool(stack))
+
+
+def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) -> RankError | None:
+    """The error that says how a job failed, or that it is to be started again; None when it ended well.
+
+    Args:
+        outcome: how it ended.
+        folder: where the ranks left their tracebacks.
+        size: of the world, where some of its ranks are on other machines.
+    """
+    if not outcome.has_failed:
+        return None
+    if outcome.resumable:
+        return _resumable_error(outcome)
+    failures = {end: read_failure(end, folder) for end in outcome.exits if end.code}
+    if outcome.stopped_by is not None and not outcome.stopped_gracefully:
+        return _stopped_error(outcome.stopped_by, failures.values())
+    # Whoever ended after it was asked to is a cause only if it had raised before, and left a word.
+    causes = [each for end, each in failures.items() if each.has_report or not end.was_asked_to_stop] or list(
+        failures.values()
+    )
+    causes.sort(key=lambda each: each.failed_at)
+    first = causes[0]
+    same = [each for each in causes if each is first or (each.text and each.summary == first.summary)]
+    stopped = len(outcome.exits) > len(causes)
+    error = RankError(
+        _describe_failures(first, same, size or len(outcome.exits), stopped), why=_failure_hint(first)
+    )
+    error.code = _shell_code(first.code)
+    error.others = _later_failure_lines(each for each in causes if each not in same)
+    error.traceback = first.text
+    return error
+
+
+def _resumable_error(outcome: JobOutcome) -> RankError:
+    code = next(end.code for end in outcome.exits if end.resumable)
+    error = RankError(
+        f"stopped to be resumed (exit code {code}): start the job again, with --resume auto if the script "
+        "reads accelerator.resume_from"
+    )
+    error.code = code
+    return error
+
+
+def _stopped_error(number: int, failures: Iterable[RankFailure]) -> RankError:
+    name = "Ctrl-C" if number == signal.SIGINT else _signal_name(number)
+    left = min((each for each in failures if each.text), key=lambda each: each.rank, default=None)
+    error = RankError(f"stopped by {name}" + (f"; rank {left.rank} was here:" if left else ""))
+    error.code = _shell_code(-number)
+    error.traceback = left.text if left else ""
+    return error
+
+
+def _shell_code(code: int) -> int:
+    """The exit code as a shell gives it: 128 + n for signal n."""
+    return code if code > 0 else 128 - code
+
+
+def _code_text(code: int) -> str:
+    return f"exit code {code}" if code > 0 else _signal_name(-code)
+
+
+def _signal_name(number: int) -> str:
+    """``SIGTERM``; real-time signals have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _describe_failures(first: RankFailure, same: Sequence[RankFailure], count: int, stopped: bool) -> str:
+    were = "was" if len(same) == 1 else "were"
+    how = (
+        f"failed ({_code_text(first.code)})"
+        if first.code > 0
+        else f"{were} killed by {_code_text(first.code)}"
+    )
+    ranks = sorted(each.rank for each in same)
+    if count == 1:
+        return f"the script {how}"
+    if len(ranks) == count:
+        return f"all {count} ranks {how}, in the same way"
+    who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {_format_ranges(ranks)}"
+    alike = ", in the same way" if len(ranks) > 1 else ""
+    return f"{who} of {count} {how}{alike}" + (", the others were stopped" if stopped else "")
+
+
+def _failure_hint(first: RankFailure) -> str:
+    if first.code < 0:
+        return _HINTS.get(-first.code, "")
+    if not first.has_report:
+        return "it left no traceback: it called os._exit, or printed its error itself"
+    return "" if first.text else f"it called {first.summary}"
+
+
+def _later_failure_lines(others: Iterable[RankFailure]) -> list[str]:
+    """One line per way in which ranks ended after the first, with the ranks that ended so."""
+    ways: dict[str, list[int]] = {}
+    for each in others:
+        ways.setdefault(each.summary, []).append(each.rank)
+    return [
+        f"rank{'s' if len(ranks) > 1 else ''} {_format_ranges(sorted(ranks))} stopped after it: {way}"
+        for way, ranks in ways.items()
+    ]
+
+
+def _format_ranges(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

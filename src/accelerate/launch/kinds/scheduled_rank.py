@@ -1,0 +1,228 @@
+"""A launcher that somebody has started once for each process: it becomes the script, as that rank.
+
+``srun -n4 accelerate launch train.py``, ``mpirun -np 4 accelerate launch train.py`` and a launcher under
+torchrun start nothing more. Where one launcher was started on each of several machines (``srun
+--ntasks-per-node=1``, a pod of a container cluster), it is a rank too if its machine has one process to
+start: without more than one device, and unless restarts, or more processes than machines, are asked for.
+Otherwise it is a launcher of several machines, whose place the scheduler tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import ClassVar
+
+from accelerate.core import environ
+from accelerate.core.errors import LaunchError, SettingError
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.device.machine import Machine
+from accelerate.launch.base import LaunchKind
+from accelerate.launch.check import DeviceAllocation, count_cores, select_devices
+from accelerate.launch.kinds.local import (
+    explain_start_error,
+    replace_process,
+    script_command,
+    shared_variables,
+)
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.logs import RankLogs
+from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
+from accelerate.launch.scheduler import SchedulerContext
+from accelerate.world.variables import DEFAULT_PORT
+
+
+@frozen_dataclass
+class ScheduledRankPlan(LaunchPlan):
+    """One process, which this one becomes.
+
+    Attributes:
+        rank: its rank.
+    """
+
+    rank: int
+
+
+class ScheduledRankLaunch(LaunchKind[ScheduledRankPlan]):
+    """A rank that a scheduler, mpirun or torchrun has started."""
+
+    name: ClassVar[str] = "one rank of a job that is started already"
+    priority: ClassVar[int] = 100
+
+    def accepts(self, request: LaunchRequest) -> bool:
+        """Every launcher that is a rank itself; see the rule above."""
+        scheduler = request.scheduler
+        return scheduler is not None and (scheduler.is_rank or _is_only_process(request, scheduler))
+
+    def plan(self, request: LaunchRequest) -> ScheduledRankPlan:
+        """Finds the place of the rank; see ``LaunchKind.plan``."""
+        scheduler, machine = request.scheduler, Machine()
+        assert scheduler is not None
+        _refuse_other_numbers(request, scheduler)
+        device, count, ids = select_devices(request, machine)
+        visible = ",".join(map(str, ids)) if ids is not None else None
+        where = DeviceAllocation(device, count, visible, scheduler.local_size)
+        own = rank_variables(request, scheduler)
+        note = (
+            f"the ranks of this job are the {scheduler.size} processes that {scheduler.name} has started; "
+            "nothing more is started here"
+        )
+        return ScheduledRankPlan(
+            kind=self.name,
+            facts=(
+                ("rank", f"{scheduler.rank} of {scheduler.size}, started by {scheduler.name}"),
+                ("machine", f"{scheduler.node} of {scheduler.nodes}"),
+                ("devices", device.type),
+            ),
+            variables={
+                **shared_variables(request, where, machine),
+                **_thread_variables(request, scheduler, machine),
+            },
+            commands=(PlannedCommand(f"rank {scheduler.rank}", script_command(request), own),),
+            notes=() if scheduler.rank else (note,),
+            rank=scheduler.rank,
+            setting_effects=tuple(_setting_effects(request, scheduler)),
+        )
+
+    def run(self, request: LaunchRequest, plan: ScheduledRankPlan, *, replace: bool) -> None:
+        """Becomes the rank; see ``LaunchKind.run``."""
+        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        own: Variables = {**plan.variables, **plan.commands[0].variables, "ACCELERATE_STOP_FOLDER": None}
+        if replace and not logs.is_active:
+            replace_process(request, environ.make_child_environment(own))
+        else:
+            _run_supervised(request, plan.rank, own, logs)
+
+
+def _is_only_process(request: LaunchRequest, scheduler: SchedulerContext) -> bool:
+    """Return whether this machine has no more than one process to start."""
+    if request.machines != (scheduler.nodes, scheduler.nodes):
+        return False
+    if "max_restarts" in request and request.get("max_restarts"):
+        return False
+    wanted = request.local_processes.value
+    if isinstance(wanted, int):
+        return wanted == 1
+    return wanted != "cpu" and select_devices(request, Machine())[1] <= 1
+
+
+def rank_variables(request: LaunchRequest, scheduler: SchedulerContext) -> dict[str, object | None]:
+    """torchrun's protocol for one rank.
+
+    Raises:
+        LaunchError: nobody says where rank 0 is.
+    """
+    address = request.settings.main_process_ip
+    if address is None:
+        raise LaunchError(
+            f"{scheduler.size} processes on {scheduler.nodes} machines were started by {scheduler.name}, "
+            "which does not say where rank 0 runs",
+            why="MASTER_ADDR is not set",
+            fix="add --main_process_ip HOST with the name of the machine of rank 0, the same for all",
+        )
+    return {
+        "RANK": scheduler.rank,
+        "LOCAL_RANK": scheduler.local_rank,
+        "WORLD_SIZE": scheduler.size,
+        "LOCAL_WORLD_SIZE": scheduler.local_size,
+        "GROUP_RANK": scheduler.node,
+        "GROUP_WORLD_SIZE": scheduler.nodes,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": request.settings.main_process_port or DEFAULT_PORT,
+    }
+
+
+def _refuse_other_numbers(request: LaunchRequest, scheduler: SchedulerContext) -> None:
+    """Refuses numbers that are not those of the job around.
+
+    Raises:
+        SettingError: there is one; the error names both places.
+    """
+    place = {
+        "num_processes": (scheduler.size, "processes were started"),
+        "nproc_per_node": (scheduler.local_size, "processes were started on this machine"),
+        "num_machines": (scheduler.nodes, "machines take part"),
+        "machine_rank": (scheduler.node, "is the number of this machine"),
+    }
+    for name, (value, means) in place.items():
+        given = request.origin(name)
+        if given.source not in ("code", "flag", "environment") or str(given.value) == str(value):
+            continue
+        if str(given.value).isdecimal():
+            said = scheduler.settings[name].where if name in scheduler.settings else scheduler.name
+            raise SettingError(
+                f"{given.where} is {given.value}, but {value} {means} ({said})",
+                why=f"{scheduler.name} has started this launcher as rank {scheduler.rank} of "
+                f"{scheduler.size}, and it starts nothing more",
+                fix=f"leave {given.where.split()[-1]} out; for a job of its own, "
+                f"unset {scheduler.rank_variable}",
+            )
+    _refuse_other_store(request, scheduler)
+
+
+def _refuse_other_store(request: LaunchRequest, scheduler: SchedulerContext) -> None:
+    """The ranks of torchrun meet at a store that it has opened already.
+
+    Raises:
+        SettingError: another address or port is given.
+    """
+    for name in (
+        ("main_process_ip", "main_process_port") if environ.get_flag("TORCHELASTIC_USE_AGENT_STORE") else ()
+    ):
+        given, told = request.origin(name), scheduler.settings.get(name)
+        if told is not None and str(given.value) != str(told.value):
+            raise SettingError(
+                f"{given.where} is {given.value}, but {told.where} is {told.value}",
+                why=f"{scheduler.name} has started this process, and its ranks meet there",
+                fix=f"leave {given.where.split()[-1]} out",
+            )
+
+
+def _thread_variables(request: LaunchRequest, scheduler: SchedulerContext, machine: Machine) -> Variables:
+    """A process that is bound to some of the cores has its share already."""
+    if request.settings.num_cpu_threads_per_process is not None or environ.get("OMP_NUM_THREADS"):
+        return {}
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    if bound and bound < (os.cpu_count() or 1) and scheduler.local_size > 1:
+        return {"OMP_NUM_THREADS": count_cores(machine)}
+    return {}
+
+
+def _setting_effects(request: LaunchRequest, scheduler: SchedulerContext) -> Iterator[tuple[str, str]]:
+    yield "num_processes", f"the {scheduler.size} processes that {scheduler.name} has started"
+    yield "main_process_ip", f"MASTER_ADDR={request.settings.main_process_ip}"
+    yield "main_process_port", f"MASTER_PORT={request.settings.main_process_port or DEFAULT_PORT}"
+
+
+def _run_supervised(request: LaunchRequest, rank: int, variables: Variables, logs: RankLogs) -> None:
+    """Runs the rank below this process, which reads its output or outlives it."""
+    from accelerate.launch import failure_report
+    from accelerate.launch.rank_setup import rank_command, report_folder
+    from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
+
+    with report_folder() as folder:
+        env = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
+        command = ProcessSpec(rank_command(request, folder, rank), env, *logs.pipes(rank))
+        ranks = WorkerSupervisor(
+            [command],
+            stop_timeout=request.settings.stop_timeout,
+            has_traceback=lambda _, pid: failure_report.has_traceback(folder, rank, pid),
+            graceful_stop=lambda pid: failure_report.read_graceful_stop(folder, pid),
+            grace_period=request.settings.preemption_grace,
+            on_start=lambda _, process: logs.read(rank, process),
+        )
+        with explain_start_error(command.program[0]):
+            outcome = ranks.run()
+        logs.finish()
+        ends = [dataclasses.replace(end, rank=rank) for end in outcome.exits]
+        error = failure_report.build_job_error(
+            dataclasses.replace(outcome, exits=ends),
+            folder,
+            request.scheduler.size if request.scheduler else None,
+        )
+    if error is not None:
+        raise error
+
+
+PLUGIN = ScheduledRankLaunch()

@@ -1,0 +1,435 @@
+"""The launch request: the settings of the job, and the settings that are passed on to the script.
+
+``JobSettings`` says how to start processes and stays with the launcher, as do the settings of the kinds of
+launch (``launch/kinds``). Settings for the script are declared next to the code that uses them; the caller
+of the launcher lists them. The launcher reads them from flags and files, and passes those that were set to
+the script as environment variables, which a script reads when its own code does not set the option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from accelerate.core import environ
+from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import (
+    SOURCES,
+    LoadedSettings,
+    Origin,
+    Setting,
+    declared_settings,
+    load_settings,
+    setting,
+)
+from accelerate.launch import config_files, config_sections
+from accelerate.launch.config_files import ConfigFile
+from accelerate.launch.kinds import KINDS
+from accelerate.launch.multi_machine import MULTI_MACHINE
+from accelerate.launch.scheduler import SchedulerContext, detect_scheduler
+
+S = TypeVar("S")
+
+
+@frozen_dataclass
+class JobSettings:
+    """How to start the processes of one script."""
+
+    __topic__ = "Processes"
+
+    num_processes: int | Literal["auto", "gpu", "cpu"] | None = setting(
+        None,
+        flags=("-n",),
+        help="how many processes to start, on all machines together; by default one per device, one on a CPU",
+        question="How many processes in all?",
+    )
+    nproc_per_node: int | Literal["auto", "gpu", "cpu"] | None = setting(
+        None, variable=None, in_file=False, help="how many processes to start on each machine"
+    )
+    num_machines: int | str = setting(
+        1,
+        flags=("--nnodes",),
+        help="how many machines take part: a number, or from 1 to 4 as 1:4",
+        question="How many machines take part?",
+    )
+    standalone: bool = setting(
+        False, variable=None, in_file=False, help="the job is on one machine and waits for no other"
+    )
+    machine_rank: int = setting(
+        0,
+        flags=("--node_rank",),
+        help="the number of this machine, from 0",
+        question="Which number has this machine?",
+        when=MULTI_MACHINE,
+    )
+    main_process_ip: str | None = setting(
+        None,
+        flags=("--master_addr",),
+        help="the address of rank 0",
+        question="At which address is machine 0?",
+        when=MULTI_MACHINE,
+    )
+    main_process_port: int | None = setting(
+        None,
+        flags=("--master_port",),
+        help="the port of rank 0; by default, and with 0, a free one",
+        question="At which port of machine 0 do they meet?",
+        when=MULTI_MACHINE,
+    )
+    num_cpu_threads_per_process: int | None = setting(
+        None, help="threads of each process's CPU kernels; by default the cores are shared out"
+    )
+    stop_timeout: float = setting(
+        3.0, help="seconds that processes which are asked to stop have before they are killed"
+    )
+    preemption_grace: float | None = setting(
+        None,
+        help="seconds that processes have which stop in good order on a signal (accelerator.should_stop), "
+        "before they are killed; by default as long as they need, or until a second signal",
+    )
+    multi_gpu: bool = setting(
+        False, variable=None, in_file=False, topic="Hardware", help="insist on accelerators: fail without"
+    )
+    gpu_ids: str | int | None = setting(
+        None, topic="Hardware", help="which devices to use: 'all', or their numbers like 0,2"
+    )
+    distributed_type: str | None = setting(
+        None,
+        flag=None,
+        variable=None,
+        topic="Hardware",
+        help="one name for the devices and the way of training, as `accelerate config` writes it",
+    )
+    compute_environment: Literal["LOCAL_MACHINE", "AMAZON_SAGEMAKER"] = setting(
+        "LOCAL_MACHINE", flag=None, variable=None, help="where the job runs"
+    )
+    module: bool = setting(
+        False,
+        flags=("-m",),
+        variable=None,
+        in_file=False,
+        topic="Script",
+        help="the script is a module, started like python -m",
+    )
+    no_python: bool = setting(
+        False, variable=None, in_file=False, topic="Script", help="the script is a program, started as it is"
+    )
+    config_file: str | None = setting(
+        None, in_file=False, topic="Script", help="a YAML or JSON file with any of these settings"
+    )
+    log_dir: str | None = setting(
+        None, topic="Output", help="a folder for the output of each rank: rank_0.log, ... (--tee says which)"
+    )
+    tee: str | None = setting(
+        None,
+        flags=("-t",),
+        topic="Output",
+        help="which output to mark with its rank and to log: 0 none, 1 stdout, 2 stderr, 3 both; "
+        "or by rank: 0:3,1:2",
+    )
+    role: str = setting("default", variable=None, topic="Output", help="a name that the processes are told")
+    dry_run: bool = setting(
+        False,
+        variable=None,
+        in_file=False,
+        topic="Output",
+        help="print what would be started, with what each option does and where it came from; start nothing",
+    )
+    dry_run_model: str | None = setting(
+        None,
+        variable=None,
+        in_file=False,
+        topic="Output",
+        help="with --dry_run: spread this model on empty tensors and show what ranks hold; a folder with "
+        "config.json, a name on the hub, or module:factory",
+    )
+    quiet: bool = setting(
+        False, flags=("-q",), variable=None, in_file=False, topic="Output", help="say nothing but errors"
+    )
+
+
+def _setting_names(cls: type[Any]) -> set[str]:
+    return {row.name for row in declared_settings(cls)}
+
+
+def launcher_settings() -> tuple[type[Any], ...]:
+    """The classes of settings that stay with the launcher."""
+    return (JobSettings, *(cls for kind in KINDS for cls in kind.settings))
+
+
+def all_settings(script_settings: Sequence[type[Any]]) -> tuple[Setting, ...]:
+    """Every setting that a launch with these handed settings knows."""
+    return tuple(row for cls in (*launcher_settings(), *script_settings) for row in declared_settings(cls))
+
+
+@frozen_dataclass
+class LaunchRequest:
+    """All settings of a launch, each with its source.
+
+    Attributes:
+        settings: the job.
+        loaded: every class of settings with its values and origins.
+        program: the script, module or program, and its arguments, untouched.
+        file: the configuration file in use.
+        scheduler: what a scheduler around the launcher says of the job.
+    """
+
+    settings: JobSettings
+    loaded: Mapping[type[Any], LoadedSettings[Any]]
+    program: tuple[str, ...]
+    file: ConfigFile | None = None
+    scheduler: SchedulerContext | None = None
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether there is a setting of that name."""
+        return any(name in loaded.origins for loaded in self.loaded.values())
+
+    def origins(self, name: str) -> tuple[Origin, ...]:
+        """Every source that gave a value for a setting, the winner first."""
+        for loaded in self.loaded.values():
+            if name in loaded.origins:
+                return loaded.origins[name]
+        raise KeyError(name)
+
+    def origin(self, name: str) -> Origin:
+        """Return the source of a setting's value."""
+        return self.origins(name)[0]
+
+    def values_of(self, cls: type[S]) -> S:
+        """The values of one class of settings."""
+        value: S = self.loaded[cls].value
+        return value
+
+    def get(self, name: str) -> Any:
+        """The value of any setting, the job's or a handed one."""
+        return self.origin(name).value
+
+    @property
+    def machines(self) -> tuple[int, int]:
+        """The fewest and the most machines that take part: 2 is ``(2, 2)``, ``"1:4"`` is ``(1, 4)``.
+
+        Raises:
+            SettingError: it is neither a number nor a range.
+        """
+        origin = self.origin("num_machines")
+        ends = str(origin.value).split(":")
+        if not 1 <= len(ends) <= 2 or not all(end.strip().lstrip("-").isdecimal() for end in ends):
+            raise SettingError(
+                f"{origin.where} is {origin.value!r}, which says nothing about machines",
+                fix="write a number, 2, or the fewest and the most, 1:4",
+            )
+        least, most = int(ends[0]), int(ends[-1])
+        if not 1 <= least <= most:
+            where = origin.where or "num_machines"
+            raise SettingError(f"{where} is {origin.value}, but it is at least 1, and the fewest come first")
+        return least, most
+
+    @property
+    def local_processes(self) -> Origin:
+        """How many processes each machine starts, and who says so: a number, a word, or None.
+
+        ``num_processes`` counts those of all machines, ``nproc_per_node`` those of each. Of two sources the
+        stronger one wins, as for any setting.
+
+        Raises:
+            SettingError: the two disagree, or the processes cannot be shared out evenly.
+        """
+        total, each = self.origin("num_processes"), self.origin("nproc_per_node")
+        least, most = self.machines
+        if each.value is not None and SOURCES.index(each.source) < SOURCES.index(total.source):
+            return each
+        if each.value is not None and (least != most or total.value != each.value * most):
+            raise SettingError(
+                f"{total.where} is {total.value}, but {each.where} is {each.value}",
+                why=f"the first counts the processes of all machines together, and there are {most}",
+                fix="keep one of them",
+            )
+        if most == 1 or not isinstance(total.value, int):
+            return total
+        if least != most or total.value % most:
+            raise SettingError(
+                f"{total.where} is {total.value} on {self.settings.num_machines} machines "
+                f"({self.origin('num_machines').where})",
+                why="it counts the processes of all machines together, and each starts as many as the others",
+                fix="say how many each of them starts: --nproc_per_node",
+            )
+        return Origin(total.source, f"{total.where} {total.value} on {most} machines", total.value // most)
+
+    @property
+    def distributed_types(self) -> tuple[str, ...]:
+        """The types of the group that ask for a strategy."""
+        return tuple(name for cls in self.loaded if (name := getattr(cls, "__distributed_type__", "")))
+
+    @property
+    def strategy_switches(self) -> dict[str, Origin]:
+        """The switches of strategies that are on, each with the place that turns it on."""
+        switches: dict[str, Origin] = {}
+        for cls, loaded in self.loaded.items():
+            if getattr(cls, "__distributed_type__", ""):
+                (switch,) = (row.name for row in declared_settings(cls))
+                if loaded.origin(switch).value:
+                    switches[switch] = loaded.origin(switch)
+                elif self._is_selected_by_type(cls):
+                    switches[switch] = self.origin("distributed_type")
+        return switches
+
+    def _is_selected_by_type(self, cls: type[Any]) -> bool:
+        """Return whether ``distributed_type`` turns this switch on."""
+        kind = getattr(cls, "__distributed_type__", "")
+        return bool(kind) and str(self.get("distributed_type")).upper() == kind
+
+    def check_switches(self) -> None:
+        """Refuses options of a strategy that nobody asked for: they would do nothing.
+
+        Raises:
+            SettingError: there are some.
+        """
+        for cls, loaded in self.loaded.items():
+            for name in loaded.origins if self.missing_switch(cls) else ():
+                if loaded.origin(name).source in ("flag", "file"):
+                    switch, kind = cls.__switch__, self.origin("distributed_type")
+                    instead = f"{kind.where} is {kind.value}" if kind.value else f"--{switch} is not"
+                    raise SettingError(
+                        f"{loaded.origin(name).where} is given, but {instead}",
+                        why="nothing asks for the way of training that this is an option of",
+                        fix=self._how_to_enable(switch),
+                    )
+
+    def missing_switch(self, cls: type[Any]) -> str:
+        """The switch that nobody turned on, without which the settings of a class do nothing; or ""."""
+        switch: str = getattr(cls, "__switch__", "")
+        return "" if not switch or self.get(switch) or switch in self.strategy_switches else switch
+
+    def _how_to_enable(self, switch: str) -> str:
+        types = (
+            getattr(cls, "__distributed_type__", "") for cls in self.loaded if switch in _setting_names(cls)
+        )
+        kind = next(types, "")
+        in_file = f"distributed_type: {kind}" if kind else f"{switch}: true"
+        return f"add --{switch}, or {in_file} in the configuration file"
+
+    def script_variables(self) -> dict[str, str]:
+        """The environment variables by which the script learns what was given.
+
+        What was given is told even where it is the default, but a switch that is off only against a variable
+        that is set. A class of settings may add more (``launch_variables``), if it is asked for.
+        """
+        told: dict[str, str] = {}
+        here = launcher_settings()
+        for cls, loaded in self.loaded.items():
+            for row in declared_settings(cls) if cls not in here else ():
+                value = self._is_selected_by_type(cls) or loaded.origin(row.name).value
+                sources = {origin.source for origin in loaded.origins[row.name]}
+                given = "environment" in sources if row.switch else sources != {"default"}
+                if row.variable and value is not None and (given or value != row.default):
+                    told[row.variable] = format_value(value)
+            if hasattr(cls, "launch_variables") and not self.missing_switch(cls):
+                told.update(cls.launch_variables(self.origins))
+        return told
+
+    def check_options(self) -> None:
+        """Lets each class of settings that is asked for refuse what contradicts itself (its ``check``).
+
+        Raises:
+            SettingError: something does; the error names both places.
+        """
+        for cls in self.loaded:
+            if hasattr(cls, "check") and not self.missing_switch(cls):
+                cls.check(self.origins)
+
+
+def format_value(value: Any) -> str:
+    """A value as the environment holds it: yes and no as ``true`` and ``false``, lists with commas."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def read_request(
+    flags: Mapping[str, Any], program: Sequence[str], script_settings: Sequence[type[Any]]
+) -> LaunchRequest:
+    """Reads all sources of all settings.
+
+    Args:
+        flags: what was typed, by name; None for "not given".
+        program: the script and its arguments.
+        script_settings: the classes of settings that are handed on to the script.
+
+    Raises:
+        SettingError: a value is wrong; the error names its place.
+        UnknownNameError: a key of the configuration file is unknown at any depth.
+    """
+    named = flags.get("config_file") or environ.get("ACCELERATE_CONFIG_FILE")
+    # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
+    file = config_files.find_config(named, use_default=not flags.get("use_cpu"))
+    return build_request(file, flags, program, script_settings)
+
+
+def build_request(
+    file: ConfigFile | None,
+    flags: Mapping[str, Any],
+    program: Sequence[str],
+    script_settings: Sequence[type[Any]],
+    env: Mapping[str, str] | None = None,
+) -> LaunchRequest:
+    """Build a request from a configuration file that was read already.
+
+    Args:
+        file: the file; None for none.
+        flags: as for ``read_request``.
+        program: as for ``read_request``.
+        script_settings: as for ``read_request``.
+        env: the environment to read; the process's own when None.
+
+    Raises:
+        SettingError: as for ``read_request``.
+    """
+    if file is not None:
+        file = config_sections.normalize_sections(file, (*launcher_settings(), *script_settings))
+        _check_keys(file, script_settings)
+    env = environ.snapshot() if env is None else env
+    scheduler = detect_scheduler(env)
+    loaded = {
+        cls: _load_class(cls, flags, file, env, scheduler) for cls in (*launcher_settings(), *script_settings)
+    }
+    request = LaunchRequest(loaded[JobSettings].value, loaded, tuple(program), file, scheduler)
+    request.check_switches()
+    return request
+
+
+def _load_class(
+    cls: type[Any],
+    flags: Mapping[str, Any],
+    file: ConfigFile | None,
+    env: Mapping[str, str],
+    scheduler: SchedulerContext | None,
+) -> LoadedSettings[Any]:
+    told = (
+        scheduler.settings_unless_in(file.values if file else {})
+        if scheduler and cls is JobSettings
+        else None
+    )
+    if file is None:
+        return load_settings(cls, flags=flags, env=env, scheduler=told)
+    section: str = getattr(cls, "__section__", "")
+    names = {row.name for row in declared_settings(cls) if row.in_file}
+    part = file.section(section) if section else {k: v for k, v in file.values.items() if k in names}
+    lines = file.section_lines(section)
+    return load_settings(
+        cls, flags=flags, env=env, scheduler=told, file=part, file_name=str(file.path), lines=lines
+    )
+
+
+def _check_keys(file: ConfigFile, script_settings: Sequence[type[Any]]) -> None:
+    """Refuses unknown keys at the top level; each section checks its own."""
+    rows = [row for row in all_settings(script_settings) if row.in_file]
+    known = {row.section or row.name for row in rows}
+    for cls in launcher_settings():
+        # Some keys exist only in files that are for such a job: {"compute_environment": "AMAZON_..."}.
+        needs: Mapping[str, str] = getattr(cls, "__only_with__", {})
+        if any(str(file.values.get(key)).upper() != value for key, value in needs.items()):
+            known -= _setting_names(cls)
+    for key in file.values:
+        if key not in known:
+            raise UnknownNameError("key", key, known, where=f"in {file.locate(key)}")

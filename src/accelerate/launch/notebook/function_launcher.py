@@ -1,0 +1,260 @@
+"""The processes of one call of a function on this machine, and how they ended."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.launch import failure_report
+from accelerate.launch.errors import RankError
+from accelerate.launch.kinds.local import LOOPBACK, rank_variables
+from accelerate.launch.logs import RankLogs
+from accelerate.launch.notebook import device_use, payload
+from accelerate.launch.notebook.fork import ForkSpec, ForkSupervisor
+from accelerate.launch.notebook.rank import exception_file, result_file
+from accelerate.launch.plan import Variables
+from accelerate.launch.port import PortInUseError, ReservedPort
+from accelerate.launch.supervisor import JobOutcome, ProcessSpec, WorkerSupervisor
+
+STARTER = str(Path(__file__).with_name("starter.py"))
+STOP_TIMEOUT = 3.0  # seconds that ranks which are asked to stop have before they are killed
+
+
+class FunctionError(RankError):
+    """A function failed on a rank.
+
+    Attributes:
+        rank: the first that failed; None when it left no traceback.
+        traceback: that rank's, which is also the end of this error's text.
+
+    ``__cause__`` is the exception itself, where it can be pickled.
+    """
+
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        trace = f"\n{self.traceback.rstrip()}" if self.traceback else ""
+        return "\n".join(part for part in (super().__str__(), *self.others, trace) if part)
+
+
+@frozen_dataclass
+class FunctionLauncher:
+    """How a function is called.
+
+    Attributes:
+        processes: on how many processes.
+        variables: what each is told by its environment.
+        port: where rank 0 listens; 0 for a free port.
+        max_restarts: how often all are started again after a failure.
+        prefix: what stands before each line that a rank prints, with ``${rank}`` and ``${local_rank}``.
+        why_no_fork: why the processes cannot be copies of this one; "" if they can.
+    """
+
+    processes: int
+    variables: Variables = field(default_factory=dict)
+    port: int = 0
+    max_restarts: int = 0
+    prefix: str = "[rank ${rank}] "
+    why_no_fork: str = ""
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Call ``function(*args)`` on each rank and return the results in rank order.
+
+        Raises:
+            LaunchError: it cannot be started.
+            FunctionError: it failed on a rank.
+            KeyboardInterrupt: it was interrupted; no rank is left.
+        """
+        with tempfile.TemporaryDirectory(prefix="accelerate-") as name, _reserve_port(self.port) as port:
+            start = self._create_transport(function, args, Path(name))
+            for attempt in range(self.max_restarts + 1):
+                folder = Path(name, str(attempt))
+                folder.mkdir()
+                error = self._run_attempt(start, folder, port.number, attempt)
+                if error is None:
+                    return list(read_results(folder, self.processes))
+                if attempt == self.max_restarts or not isinstance(error, FunctionError):
+                    raise error
+                print(f"{error.what}; starting all again ({attempt + 1} of {self.max_restarts})", flush=True)
+        raise AssertionError("unreachable")
+
+    def _create_transport(
+        self, function: Callable[..., Any], args: tuple[Any, ...], folder: Path
+    ) -> FunctionTransport:
+        """How the ranks get the function: they read it, or are copies of this process."""
+        try:
+            payload.write_payload(folder / "parcel", function, args)
+        except payload.UnsendableError as error:
+            if self.why_no_fork:
+                error.why += (
+                    f"\n       so the ranks would have to be copies of this process, {self.why_no_fork}"
+                )
+                raise
+            if not hasattr(os, "fork"):
+                raise
+            print(f"{error.why}; so the ranks are copies of this process (fork)", flush=True)
+            return FunctionTransport(function, args)
+        return FunctionTransport(payload_file=str(folder / "parcel"))
+
+    def _run_attempt(
+        self, start: FunctionTransport, folder: Path, port: int, attempt: int
+    ) -> BaseException | None:
+        template = Template(self.prefix)
+        logs = RankLogs(
+            "3",
+            None,
+            prefix=lambda rank: template.safe_substitute(rank=rank, local_rank=rank, role_name="default"),
+        )
+        told = {
+            **self.variables,
+            **_job_variables(port, attempt, self.max_restarts),
+            "ACCELERATE_STOP_FOLDER": folder,
+        }
+        commands = [
+            start.process_spec(
+                rank,
+                folder,
+                environ.make_child_environment({**told, **rank_variables(rank, self.processes)}),
+                logs,
+            )
+            for rank in range(self.processes)
+        ]
+        outcome = start.supervisor_class(
+            commands,
+            stop_timeout=STOP_TIMEOUT,
+            has_traceback=lambda rank, pid: failure_report.has_traceback(folder, rank, pid),
+            graceful_stop=lambda pid: failure_report.read_graceful_stop(folder, pid),
+            on_start=logs.read,
+        ).run()
+        logs.finish()
+        return error_to_raise(outcome, folder, failure_report.build_job_error(outcome, folder))
+
+
+@frozen_dataclass
+class FunctionTransport:
+    """How ranks get a function: from a parcel, or because they are copies of this process.
+
+    Attributes:
+        function: for copies.
+        args: its arguments.
+        payload_file: the file for the others.
+    """
+
+    function: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    payload_file: str = ""
+
+    @property
+    def supervisor_class(self) -> type[WorkerSupervisor]:
+        """The supervisor class that starts and watches the ranks."""
+        return WorkerSupervisor if self.function is None else ForkSupervisor
+
+    def process_spec(self, rank: int, folder: Path, env: dict[str, str], logs: RankLogs) -> ProcessSpec:
+        """One rank to start."""
+        if self.function is not None:
+            return ForkSpec((), env, function=self.function, args=self.args, folder=folder)
+        program = (sys.executable, STARTER, self.payload_file, str(folder), str(rank))
+        return ProcessSpec(program, env, *logs.pipes(rank))
+
+
+def _job_variables(port: int, attempt: int, restarts: int) -> dict[str, object | None]:
+    return {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": os.urandom(4).hex(),
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": None,
+        "TORCHELASTIC_ERROR_FILE": None,
+    }
+
+
+@contextmanager
+def _reserve_port(wanted: int) -> Iterator[ReservedPort]:
+    try:
+        port = ReservedPort(wanted)
+    except PortInUseError as error:
+        port = ReservedPort()
+        print(f"Port {wanted} is in use ({error.why}), rank 0 listens on {port.number} instead.", flush=True)
+    with port:
+        yield port
+
+
+def read_results(folder: Path, processes: int) -> Iterator[Any]:
+    """Yield the result of each rank of this machine; warn where it could not be pickled."""
+    for rank in range(processes):
+        value, why = pickle.loads(result_file(folder, rank).read_bytes())
+        if why:
+            warnings.warn(why, stacklevel=4)
+        yield value
+
+
+def error_to_raise(outcome: JobOutcome, folder: Path, error: RankError | None) -> BaseException | None:
+    """Return the exception to raise after ranks failed or were stopped; None after success.
+
+    Args:
+        outcome: how they ended.
+        folder: where they left their words.
+        error: what the launcher says of that.
+    """
+    if error is None:
+        return None
+    if outcome.stopped_by not in (None, signal.SIGINT):
+        # It was meant for this process, which does what it would have done.
+        signal.raise_signal(outcome.stopped_by)
+    function_error = _function_error(error, folder)
+    if outcome.stopped_by == signal.SIGINT:
+        stopped = KeyboardInterrupt()
+        stopped.__cause__ = function_error
+        return stopped
+    return function_error
+
+
+def _function_error(error: RankError, folder: Path) -> FunctionError:
+    """The launcher's error as that of a function, with the names of cells and the exception itself."""
+    function_error = FunctionError(error.what.replace("the script", "the function"), why=error.why)
+    function_error.code, function_error.others = error.code, error.others
+    function_error.traceback = _name_cells(error.traceback)
+    for file in folder.glob("rank_*.error") if error.traceback else ():
+        if error.traceback in file.read_text(encoding="utf-8"):
+            function_error.rank = int(file.stem.removeprefix("rank_"))
+            function_error.__cause__ = cause = _read_exception(exception_file(folder, function_error.rank))
+            if cause is not None:
+                function_error.what = function_error.what.replace(
+                    "(exit code 1)", f"({type(cause).__name__})"
+                )
+            break
+    return function_error
+
+
+def _read_exception(file: Path) -> BaseException | None:
+    if not file.is_file():
+        return None
+    try:
+        exception = pickle.loads(file.read_bytes())
+    except payload.UNPICKLABLE:  # a class whose objects can be written and not read: the text has to do
+        return None
+    return exception if isinstance(exception, BaseException) else None
+
+
+def _name_cells(text: str) -> str:
+    """A traceback with files of cells called as IPython calls them."""
+
+    def replace_name(match: re.Match[str]) -> str:
+        cell = device_use.cell_of(match[1])
+        return match[0] if cell is None else cell
+
+    return re.sub(r'File "([^"\n]+)"', replace_name, text)

@@ -1,0 +1,267 @@
+"""Calling a function on several processes: ``notebook_launcher`` and ``debug_launcher``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate import device as devices
+from accelerate.core import environ
+from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
+from accelerate.core.setting import load_settings
+from accelerate.device import Device, Machine
+from accelerate.launch.check import count_cores
+from accelerate.launch.notebook import device_use
+from accelerate.launch.notebook.function_launcher import FunctionError, FunctionLauncher
+from accelerate.launch.notebook.multi_machine_call import MultiMachineCall
+from accelerate.launch.notebook.prepare import PrepareForLaunch
+from accelerate.precision import PRECISIONS
+
+device_use.record_first_uses()
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> list[Any]:
+    """Calls ``function(*args)`` on several processes, and shows here what they print and raise.
+
+    The function is sent to fresh processes, with everything of the notebook that it uses, so it does not
+    matter what this process has done before. If it cannot be sent, the processes are copies of this one. One
+    process alone is this one.
+
+    Args:
+        function: the training; it creates its own ``Accelerator``.
+        args: its arguments.
+        num_processes: on this machine; None: one per device, one on a CPU.
+        mixed_precision: for every ``Accelerator`` that says none itself; ``"no"`` leaves that as it is.
+        use_port: where rank 0 listens; on one machine another one is taken if it is in use.
+        master_addr: the machine of rank 0.
+        node_rank: which machine this is, from 0.
+        num_nodes: how many machines call this.
+        rdzv_backend: how several machines meet: ``"static"``, ``"c10d"`` or another one of torch.
+        rdzv_endpoint: where; by default ``master_addr:use_port``.
+        rdzv_conf: more of that, as torchrun takes it.
+        rdzv_id: the name of the job.
+        max_restarts: how often all processes are started again after a failure.
+        monitor_interval: seconds between two looks at the processes of several machines; those of one machine
+            tell by themselves.
+        log_line_prefix_template: what stands before each printed line, by default ``"[rank ${rank}] "``; also
+            ``${local_rank}`` and ``${role_name}``.
+
+    Returns:
+        What the function returned on each process of this machine, in the order of their ranks; tensors on
+        the CPU. None, with a warning, stands for what cannot be sent back.
+
+    Raises:
+        SettingError: an argument cannot be as it is.
+        LaunchError: this process is a rank itself, or the function cannot be sent.
+        FunctionError: it failed on a rank; the text ends with that rank's traceback.
+        KeyboardInterrupt: the cell was interrupted; no process is left.
+    """
+    call = _check_call(function, args)
+    _check_numbers(num_processes, mixed_precision, node_rank, num_nodes, max_restarts)
+    port = _parse_port(use_port)
+    _refuse_nested("notebook_launcher")
+    device, count = _detect_devices()
+    processes = _count_processes(num_processes, device, count)
+    told = {**environ.filter_unset(device.environment), **_precision_variables(mixed_precision)}
+    alone = processes * num_nodes == 1 and rdzv_backend == "static"
+    _print_launch(processes, device, here=alone and not max_restarts)
+    if device.starts_ranks and processes > 1:
+        with environ.patch_environment(told):
+            device.start_ranks(PrepareForLaunch(function, device.distributed_type), call)
+        return [None] * processes
+    if num_nodes > 1 or rdzv_backend != "static":
+        meeting = MultiMachineCall(
+            machines=num_nodes,
+            machine_rank=node_rank,
+            main_address=master_addr,
+            port=port,
+            backend=rdzv_backend,
+            endpoint=rdzv_endpoint,
+            conf=rdzv_conf or {},
+            id=rdzv_id,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+        )
+        return meeting.call(function, call, processes=processes, device=device, variables=told)
+    if processes == 1 and not max_restarts:
+        with environ.patch_environment(told):
+            return [function(*call)]
+    crew = FunctionLauncher(
+        processes,
+        variables={**told, **_thread_variables(processes)},
+        port=port,
+        max_restarts=max_restarts,
+        prefix=log_line_prefix_template or ("[rank ${rank}] " if processes > 1 else ""),
+        why_no_fork=_why_no_fork(device),
+    )
+    return crew.call(function, call)
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> list[Any]:
+    """Calls ``function(*args)`` on processes of the CPU: for tests, also on machines with accelerators.
+
+    Args:
+        function: a function of any place, also one defined in a test.
+        args: its arguments.
+        num_processes: on how many processes.
+
+    Returns:
+        What it returned on each rank.
+
+    Raises:
+        SettingError: an argument cannot be as it is.
+        LaunchError: this process is a rank itself, or the function cannot be started.
+        Exception: the one that the first failing rank raised, caused by a ``FunctionError`` that names the
+            rank and ends with its traceback; that error itself, if the exception cannot be pickled.
+    """
+    call = _check_call(function, args)
+    _check_numbers(num_processes, "no", 0, 1, 0)
+    _refuse_nested("debug_launcher")
+    told = {"ACCELERATE_USE_CPU": "true", **_thread_variables(num_processes)}
+    if sys.platform == "linux":
+        told["GLOO_SOCKET_IFNAME"] = "lo"  # the name of a test machine need not resolve
+    try:
+        return FunctionLauncher(num_processes, variables=told).call(function, call)
+    except FunctionError as error:
+        cause = error.__cause__
+        if cause is None:
+            raise
+        error.__cause__ = None
+        raise cause from error
+
+
+def test_launch() -> None:
+    """Opens the world of this process; raises what stands in the way."""
+    from accelerate.world import world
+
+    world.open()
+
+
+# --- what is meant
+
+
+def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
+    if not callable(function):
+        raise SettingError(
+            f"{function!r} cannot be called",
+            fix="pass the function itself: notebook_launcher(train, args=(...))",
+        )
+    if not isinstance(args, list | tuple):
+        raise SettingError(
+            f"args is {args!r}, but it holds all arguments of the function", fix=f"args=({args!r},)"
+        )
+    return tuple(args)
+
+
+def _check_numbers(processes: int | None, precision: str, node_rank: int, nodes: int, restarts: int) -> None:
+    least = {"num_processes": (processes, 1), "num_nodes": (nodes, 1), "max_restarts": (restarts, 0)}
+    for name, (value, smallest) in least.items():
+        if value is not None and (not isinstance(value, int) or value < smallest):
+            raise SettingError(f"{name} is {value!r}, but it is a whole number of at least {smallest}")
+    if not 0 <= node_rank < nodes:
+        raise SettingError(
+            f"node_rank is {node_rank}, but num_nodes is {nodes}", why="machines are counted from 0"
+        )
+    if _precision_name(precision) not in PRECISIONS.names():
+        raise UnknownNameError("mixed_precision", _precision_name(precision), PRECISIONS.names())
+
+
+def _precision_name(precision: Any) -> str:
+    return str(getattr(precision, "value", precision)).lower()
+
+
+def _precision_variables(precision: str) -> dict[str, object | None]:
+    return (
+        {}
+        if _precision_name(precision) == "no"
+        else {"ACCELERATE_MIXED_PRECISION": _precision_name(precision)}
+    )
+
+
+def _parse_port(port: str | int) -> int:
+    if str(port).isdecimal() and int(port) <= 65535:
+        return int(port)
+    raise SettingError(
+        f"use_port is {port!r}, which is no port", why="ports are numbers from 0 to 65535; 0 takes a free one"
+    )
+
+
+def _refuse_nested(name: str) -> None:
+    from accelerate.world import clusters, world
+
+    cluster, open_now = clusters.detect(environ.snapshot()), world.current()
+    if cluster is not None and cluster.size > 1:
+        rank, size, who = cluster.rank, cluster.size, f"started by {cluster.name}"
+    elif open_now is not None and open_now.size > 1:
+        rank, size, who = open_now.rank, open_now.size, "which has opened its group already"
+    else:
+        return
+    raise LaunchError(
+        f"{name} starts processes, but this one is rank {rank} of {size} itself ({who})",
+        why="a rank cannot start the ranks of another job",
+        fix="call the function directly; or start this program once, without a launcher",
+    )
+
+
+def _detect_devices() -> tuple[Device, int]:
+    """The device of the ranks, and how many there are; (CPU, 0) without."""
+    from accelerate.world.settings import WorldSettings
+
+    cpu = devices.get("cpu")
+    fixed = (environ.get("ACCELERATE_TORCH_DEVICE") or "").partition(":")[0]
+    if load_settings(WorldSettings).value.use_cpu or fixed == "cpu":
+        return cpu, 0
+    device, count = devices.probe_devices()
+    if not count:  # what no file of ours knows, torch may
+        device = devices.detect()
+        count = 0 if device.type == "cpu" else device.count()
+    return (device, count) if count else (cpu, 0)
+
+
+def _count_processes(wanted: int | None, device: Device, count: int) -> int:
+    if wanted is None:
+        return max(1, count)
+    if count and wanted > count:
+        raise SettingError(
+            f"num_processes is {wanted}, but there are {count} {device.type} devices",
+            why="each process needs a device of its own",
+            fix=f"num_processes={count}; or set ACCELERATE_USE_CPU=true to train on the CPU",
+        )
+    return wanted
+
+
+def _print_launch(processes: int, device: Device, *, here: bool) -> None:
+    name = device.distributed_type.removeprefix("MULTI_") if device.type != "cpu" else "CPU"
+    what = f"{processes} {name}s" if processes > 1 else f"one {name}{', in this process' * here}"
+    print(f"Launching training on {what}.", flush=True)
+
+
+def _thread_variables(processes: int) -> dict[str, object | None]:
+    """The cores are shared out, unless somebody said otherwise."""
+    if processes == 1 or environ.get("OMP_NUM_THREADS") is not None:
+        return {}
+    return {"OMP_NUM_THREADS": max(1, count_cores(Machine()) // processes)}
+
+
+def _why_no_fork(device: Device) -> str:
+    where = device_use.used_devices().get(device.type)
+    return "" if where is None else f"but it has used its {device.type} device already ({where})"

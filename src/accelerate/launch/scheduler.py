@@ -1,0 +1,162 @@
+"""The scheduler that started the launcher, read from the environment.
+
+``srun``, ``mpirun``, ``jsrun``, torchrun and the operators of container clusters start a program several
+times and tell each process its place. A launcher that is started so reads it (``world/clusters.py``) and is
+
+- a **rank**, where more processes than machines were started, or where torchrun started it. The launcher
+  becomes the script, as that rank, and starts nothing;
+- a **machine**, where one process was started on each of several. It then starts the processes of its
+  machine, or becomes the script if that is all there is to start (``kinds/scheduled_rank.py`` decides,
+  since it depends on the devices).
+
+A value of the scheduler wins over the configuration file, which is often one copy for all machines and says
+``machine_rank: 0`` on each; flags and ``ACCELERATE_*`` variables win over the scheduler. A port that is only
+derived from the number of the job is a default, and the file wins over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import field
+
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import Origin, SchedulerValue
+from accelerate.world import clusters
+from accelerate.world.clusters import ClusterEnvironment
+
+LOOPBACK = "127.0.0.1"
+
+
+@frozen_dataclass
+class SchedulerContext:
+    """The job of the scheduler that started this launcher.
+
+    Attributes:
+        name: who started it.
+        rank, size: this process among those that were started.
+        local_rank, local_size: this process among those of its machine.
+        node, nodes: this machine among all.
+        is_rank: the process is one rank; otherwise it may start those of its machine.
+        rank_variable: the variable that tells it its place.
+        settings: the settings that follow, each with the variable that said so.
+        default_names: those of them that nobody said; a configuration file wins over them.
+    """
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    is_rank: bool
+    rank_variable: str
+    settings: Mapping[str, SchedulerValue] = field(default_factory=dict)
+    default_names: tuple[str, ...] = ()
+
+    def settings_unless_in(self, file: Container[str]) -> dict[str, SchedulerValue]:
+        """Return the scheduler's settings, without defaults that the configuration file sets."""
+        return {n: told for n, told in self.settings.items() if not (n in self.default_names and n in file)}
+
+
+def detect_scheduler(env: Mapping[str, str]) -> SchedulerContext | None:
+    """Detect the scheduler that started this launcher; None without one.
+
+    Args:
+        env: the environment.
+
+    Raises:
+        WorldError: its variables are incomplete or contradict each other.
+    """
+    context = _read_torchrun_nodes(env) or _read_cluster(env)
+    if context is None or context.size <= 1:
+        return None
+    return context
+
+
+def _read_torchrun_nodes(env: Mapping[str, str]) -> SchedulerContext | None:
+    """One launcher per machine, as torchrun's own variables say it (``PET_NNODES`` stands for --nnodes).
+
+    Source: PyTorch documentation, "torchrun (Elastic Launch)"; Kubeflow Trainer sets them in each pod.
+    """
+    nodes, node = env.get("PET_NNODES", ""), env.get("PET_NODE_RANK", "")
+    if not nodes or env.get("LOCAL_RANK"):
+        return None
+    names = {
+        "num_machines": "PET_NNODES",
+        "machine_rank": "PET_NODE_RANK",
+        "nproc_per_node": "PET_NPROC_PER_NODE",
+        "main_process_ip": "PET_MASTER_ADDR",
+        "main_process_port": "PET_MASTER_PORT",
+    }
+    told = {
+        name: SchedulerValue(env[variable], variable) for name, variable in names.items() if env.get(variable)
+    }
+    most = nodes.rpartition(":")[2]
+    size, rank = (int(text) if text.isdecimal() else 0 for text in (most, node))
+    return SchedulerContext("torchrun", rank, size, 0, 1, rank, size, False, "PET_NNODES", told)
+
+
+def _read_cluster(env: Mapping[str, str]) -> SchedulerContext | None:
+    """A process that a scheduler, an MPI or torchrun started."""
+    cluster = clusters.detect_outer_scheduler(env)
+    if cluster is None:
+        return None
+    rank, size, local_rank, local_size, node, nodes = cluster.resolve_place()
+    is_rank = cluster.starts_ranks or size > nodes
+    told, derived = _cluster_settings(cluster, node, nodes)
+    if is_rank:
+        told["num_processes"] = SchedulerValue(size, cluster.find_variable(cluster.size_names))
+    mark = cluster.find_variable(cluster.rank_names)
+    return SchedulerContext(
+        cluster.name, rank, size, local_rank, local_size, node, nodes, is_rank, mark, told, derived
+    )
+
+
+def _cluster_settings(
+    cluster: ClusterEnvironment, node: int, nodes: int
+) -> tuple[dict[str, SchedulerValue], tuple[str, ...]]:
+    """The settings that follow from a scheduler's words, and the names of those that are derived."""
+    machines = cluster.find_variable(
+        (*cluster.nodes_names, *clusters.NODES, *cluster.hosts_names, *cluster.size_names)
+    )
+    machine = cluster.find_variable((*cluster.node_names, *clusters.NODE, *cluster.rank_names))
+    settings = {
+        "num_machines": SchedulerValue(nodes, machines),
+        "machine_rank": SchedulerValue(node, machine),
+    }
+    address, port = cluster.address(), cluster.port()
+    if address is not None:
+        settings["main_process_ip"] = SchedulerValue(
+            address, cluster.find_variable(("MASTER_ADDR", *cluster.hosts_names))
+        )
+    elif nodes == 1:
+        settings["main_process_ip"] = SchedulerValue(LOOPBACK, machines)
+    if port is None:
+        return settings, ()
+    settings["main_process_port"] = SchedulerValue(
+        port, cluster.find_variable(("MASTER_PORT", *cluster.job_names))
+    )
+    return settings, () if cluster.env.get("MASTER_PORT") else ("main_process_port",)
+
+
+def overridden_lines(
+    scheduler: SchedulerContext, origins: Mapping[str, tuple[Origin, ...]]
+) -> tuple[str, ...]:
+    """One line for each value of a configuration file that a scheduler knows better.
+
+    Args:
+        scheduler: what the scheduler says.
+        origins: by setting, every source that gave a value, the winner first.
+    """
+    lines: list[str] = []
+    for name in scheduler.settings:
+        first, *others = origins[name]
+        file = next((origin for origin in others if origin.source == "file"), None)
+        if first.source != "scheduler" or file is None or file.value == first.value:
+            continue
+        what = f"{name} is {first.value}"
+        if name == "machine_rank":
+            what = f"machine {scheduler.node} of {scheduler.nodes}"
+        lines.append(f"{what}, from {first.where} ({file.where.rpartition(':')[0]} says {file.value})")
+    return tuple(lines) if not (scheduler.is_rank and scheduler.rank) else ()

@@ -1,0 +1,342 @@
+"""The processes of a job on this machine: started, watched, and ended together.
+
+The first that fails ends the job: the others get a moment to fail by themselves (what they say helps), are
+asked to stop, and killed after ``stop_timeout``. A signal to the launcher goes on to them. Nothing outlives
+``run``, and when the launcher itself is killed, its guard (guard.py) ends them.
+
+A rank may say that it stops in good order when it is asked (``GracefulStop``). If all do, they get the time
+that they need; a second signal ends them at once. A failing job does not ask them, for it would end too late.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.frozen_dataclass import frozen_dataclass
+
+LINGER_SECONDS = 1.0  # seconds that the others have to fail by themselves after the first failure
+POLL_SECONDS = 0.5  # seconds between looks for a rank that has raised and does not end
+REPEAT_SECONDS = 2.0  # seconds in which another signal is the same one, sent by several ways
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass
+class ProcessSpec:
+    """One process to start: what, with which environment, and where its output goes (as in ``Popen``)."""
+
+    program: Sequence[str]
+    env: dict[str, str]
+    stdout: int | None = None
+    stderr: int | None = None
+
+
+@frozen_dataclass
+class GracefulStop:
+    """The announcement of a rank that it stops gracefully on some signals.
+
+    Attributes:
+        code: its exit code when the job is to be started again.
+        signals: by which it can be asked.
+    """
+
+    code: int
+    signals: tuple[int, ...]
+
+
+@frozen_dataclass
+class ProcessExit:
+    """How one process ended.
+
+    Attributes:
+        rank: its rank.
+        code: its exit code; -n when signal n killed it.
+        seen_at: when that was seen, in ns of the monotonic clock.
+        was_asked_to_stop: the launcher had asked it to stop before.
+        resumable: it has saved its work, and said by its code that the job is to be started again.
+    """
+
+    rank: int
+    code: int
+    seen_at: int
+    was_asked_to_stop: bool
+    resumable: bool = False
+
+
+@dataclass
+class JobOutcome:
+    """How a job ended: the end of each process, in the order it was seen, and the signal that stopped it.
+
+    Attributes:
+        stopped_gracefully: all ranks had announced a graceful stop on that signal, and none was killed.
+    """
+
+    exits: list[ProcessExit] = field(default_factory=list)
+    stopped_by: int | None = None
+    stopped_gracefully: bool = False
+
+    @property
+    def resumable(self) -> bool:
+        """Return whether the job is to be started again."""
+        ends = self.exits
+        return any(end.resumable for end in ends) and all(end.resumable or end.code == 0 for end in ends)
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the job failed. After a graceful stop, the exit codes of the ranks decide."""
+        stopped = self.stopped_by is not None and not self.stopped_gracefully
+        return stopped or any(end.code != 0 for end in self.exits)
+
+
+class WorkerSupervisor:
+    """The processes of one job.
+
+    Args:
+        commands: one per rank.
+        stop_timeout: seconds between asking to stop and killing.
+        has_traceback: whether this rank, with this process id, has left a traceback; a rank that has and
+            does not exit counts as failed.
+        graceful_stop: the graceful stop that the process with this id has announced, if any.
+        grace_period: seconds for a graceful stop before ranks are killed; None for as long as they need.
+        on_start: called with each rank and its process once it runs, to read its output.
+        first_rank: the rank of the first process; lower ranks are on other machines.
+        wake_fds: file descriptors that interrupt the wait.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[ProcessSpec],
+        *,
+        stop_timeout: float,
+        has_traceback: Callable[[int, int], bool] = lambda rank, pid: False,
+        graceful_stop: Callable[[int], GracefulStop | None] = lambda pid: None,
+        grace_period: float | None = None,
+        on_start: Callable[[int, subprocess.Popen[bytes]], None] = lambda rank, process: None,
+        first_rank: int = 0,
+        wake_fds: Sequence[int] = (),
+    ) -> None:
+        self.commands, self.stop_timeout = commands, stop_timeout
+        self.has_traceback, self.graceful_stop, self.grace_period = has_traceback, graceful_stop, grace_period
+        self.on_start, self.first_rank, self.wake_fds = on_start, first_rank, wake_fds
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.alive: dict[int, subprocess.Popen[bytes]] = {}
+        self.outcome = JobOutcome()
+        self.stop_at: float | None = None
+        self.kill_at: float | None = None
+        self.graceful_stop_at, self.is_aborting = 0.0, False
+
+    def run(self) -> JobOutcome:
+        """Starts all, and returns when none is left.
+
+        Raises:
+            OSError: a program cannot be started.
+        """
+        with GuardProcess(self.stop_timeout) as guard, SignalListener() as signals:
+            return self.run_with(guard, signals)
+
+    def run_with(self, guard: GuardProcess, signals: SignalListener) -> JobOutcome:
+        """Run all processes under a guard and a listener that the launcher shares between attempts."""
+        try:
+            self._start(guard)
+            while self.alive:
+                for number in signals.wait(self._seconds_to_next(), *self.wake_fds):
+                    self._handle_signal(number)
+                self._reap_processes(guard)
+                self._apply_deadlines()
+        finally:
+            if self.alive or self.outcome.has_failed:
+                self._kill_leftovers()
+        return self.outcome
+
+    def _start(self, guard: GuardProcess) -> None:
+        for rank, command in enumerate(self.commands, self.first_rank):
+            process = subprocess.Popen(
+                command.program,
+                env=command.env,
+                # One reader is right for a terminal; the others would steal its lines.
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=command.stdout,
+                stderr=command.stderr,
+                start_new_session=True,
+            )
+            self.processes[rank] = self.alive[rank] = process
+            guard.write_line(f"+{process.pid}")
+            self.on_start(rank, process)
+
+    def _reap_processes(self, guard: GuardProcess) -> None:
+        for rank, process in list(self.alive.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self.alive[rank]
+            asked, armed = self.kill_at is not None, self.graceful_stop(process.pid)
+            resumable = code != 0 and armed is not None and code == armed.code
+            self.outcome.exits.append(ProcessExit(rank, code, time.monotonic_ns(), asked, resumable))
+            if code == 0:
+                guard.write_line(f"-{process.pid}")
+            elif self.stop_at is None and not resumable:
+                self.stop_at = time.monotonic() + LINGER_SECONDS
+
+    def _apply_deadlines(self) -> None:
+        """Moves on from running to stopping to killing when its time has come."""
+        now = time.monotonic()
+        if self.stop_at is None and any(self.has_traceback(r, p.pid) for r, p in self.alive.items()):
+            self.stop_at = now + max(LINGER_SECONDS, self.stop_timeout)
+        asked = self.is_aborting or (self.kill_at is not None and not self.outcome.stopped_gracefully)
+        if self.stop_at is not None and now >= self.stop_at and not asked:
+            self._abort_job()
+        if self.kill_at is not None and now >= self.kill_at:
+            self.outcome.stopped_gracefully = self.outcome.stopped_gracefully and self.is_aborting
+            _send_signal(os.killpg, self.alive.values(), signal.SIGKILL)
+
+    def _handle_signal(self, number: int) -> None:
+        if number in FORWARDED_SIGNALS:
+            _send_signal(os.kill, self.alive.values(), number)
+        elif number in STOP_SIGNALS and self.outcome.stopped_by is None:
+            self.outcome.stopped_by = number
+            if self._stop_gracefully(number):
+                return
+            # A terminal's Ctrl-C reaches a whole group; `kill` reaches one process.
+            from_keyboard = number in (signal.SIGINT, signal.SIGQUIT)
+            self._ask_to_stop(os.killpg if from_keyboard else os.kill, number)
+        elif number in STOP_SIGNALS and not (
+            number == self.outcome.stopped_by and time.monotonic() - self.graceful_stop_at < REPEAT_SECONDS
+        ):
+            self.kill_at = time.monotonic()
+
+    def _stop_gracefully(self, number: int) -> bool:
+        """Passes a signal on to ranks that all stop by themselves on it, and gives them time; whether so."""
+        said = [self.graceful_stop(process.pid) for process in self.alive.values()]
+        if not said or not all(armed is not None and number in armed.signals for armed in said):
+            return False
+        self.outcome.stopped_gracefully, self.graceful_stop_at = True, time.monotonic()
+        self.kill_at = None if self.grace_period is None else self.graceful_stop_at + self.grace_period
+        _send_signal(os.kill, self.alive.values(), number)
+        return True
+
+    def _abort_job(self) -> None:
+        """The job fails. Ranks that would take the question for the end of a good job are not asked."""
+        self.is_aborting = True
+        unasked = [process for process in self.alive.values() if self.graceful_stop(process.pid) is not None]
+        _send_signal(os.kill, unasked, signal.SIGKILL)
+        self._ask_to_stop(os.kill, signal.SIGTERM)
+
+    def _ask_to_stop(self, send: Callable[[int, int], None], number: int) -> None:
+        self.kill_at = time.monotonic() + self.stop_timeout
+        _send_signal(send, self.alive.values(), number)
+
+    def _seconds_to_next(self) -> float:
+        due = self.kill_at if self.kill_at is not None else self.stop_at
+        return POLL_SECONDS if due is None else min(POLL_SECONDS, max(0.01, due - time.monotonic()))
+
+    def _kill_leftovers(self) -> None:
+        """Kills every process that is left, and what the ranks of a failed job have started."""
+        _send_signal(os.killpg, self.processes.values(), signal.SIGKILL)
+        for process in self.alive.values():
+            process.wait()
+
+
+def _send_signal(
+    send: Callable[[int, int], None], processes: Iterable[subprocess.Popen[bytes]], number: int
+) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or has changed its user
+            send(process.pid, number)
+
+
+class GuardProcess:
+    """The process that ends the ranks when this one dies."""
+
+    def __init__(self, seconds: float) -> None:
+        path = str(Path(__file__).with_name("guard.py"))
+        # It inherits what is blocked. Signals to this process that come meanwhile are delivered afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", path, str(seconds)],
+                env=environ.make_child_environment({}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def write_line(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # somebody killed it; the kernel's own arrangement stands
+            self.process.stdin.write(f"{line}\n".encode())
+            self.process.stdin.flush()
+
+    def __enter__(self) -> GuardProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.write_line("done")
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class SignalListener:
+    """Signals to this process, and ends of its children, as something to wait for.
+
+    Only the main thread may handle signals; in another one this waits in small steps.
+    """
+
+    def __enter__(self) -> SignalListener:
+        self.before: dict[int, Any] = {}
+        self.main = threading.current_thread() is threading.main_thread()
+        if self.main:
+            self.reader, writer = os.pipe()
+            os.set_blocking(self.reader, False)
+            os.set_blocking(writer, False)
+            self.writer = writer
+            self.wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS, signal.SIGCHLD):
+                handler = signal.getsignal(number)
+                # What was ignored on purpose (nohup, a background job) stays ignored; ends of children
+                # must be heard, or their exit codes are lost.
+                if handler is not signal.SIG_IGN or number == signal.SIGCHLD:
+                    self.before[number] = signal.SIG_DFL if handler is None else handler
+                    signal.signal(number, _ignore_signal)
+        return self
+
+    def wait(self, seconds: float, *also: int) -> bytes:
+        """The numbers of the signals that came; empty after ``seconds``, or when ``also`` can be read."""
+        if not self.main:
+            time.sleep(min(seconds, 0.05))
+            return b""
+        ready, _, _ = select.select([self.reader, *also], [], [], seconds)
+        return os.read(self.reader, 4096) if self.reader in ready else b""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.main:
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self.wakeup)
+            os.close(self.reader)
+            os.close(self.writer)
+
+
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
+    """Its number is in the pipe already."""

@@ -1,0 +1,447 @@
+"""The hooks of offloading: weights and inputs are on the module's device for one forward.
+
+Between forwards the weights of an offloaded module are ``OffloadedTensor``s. Before a forward the hook
+materializes those that are not on the device, and drops them afterwards. Nothing is copied back, unless
+values were changed in place.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import device as devices
+from accelerate.offload.hooks import ModelHook, _compiler_disable, remove_hook_from_module
+from accelerate.offload.module_tensors import (
+    DeviceLike,
+    MaterializedTensor,
+    TiedMap,
+    address_of,
+    as_device,
+    check_device_same,
+    host_source,
+    materialize,
+    restore_stand_ins,
+    set_module_tensor_to_device,
+    table_of,
+)
+from accelerate.offload.offload_folder import set_weight
+from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
+from accelerate.offload.tensor_source import MappingSource, OffloadError, TensorSource
+from accelerate.world.tensors import find_device, send_to_device
+
+Keys = str | list[str] | None
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def move_arguments(values: Any, device: torch.device, skip_keys: Keys = None) -> Any:
+    """Return a tuple or dict of arguments with all tensors on ``device``; the same one where all are there.
+
+    A list that a module is to change is one of these: it gets a copy only if something in it has to move.
+    """
+    if not isinstance(values, dict):
+        for value in values:
+            if not _is_on_device(value, device):
+                return send_to_device(values, device, skip_keys=skip_keys)
+        return values
+    kept = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
+    for name, value in values.items():
+        if name not in kept and not _is_on_device(value, device):
+            return send_to_device(values, device, skip_keys=skip_keys)
+    return values
+
+
+def _is_on_device(value: Any, device: torch.device) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device == device or check_device_same(value.device, device)
+    if isinstance(value, _SCALARS):
+        return True
+    if isinstance(value, list | tuple):
+        return all(_is_on_device(item, device) for item in value)
+    if isinstance(value, dict) and not hasattr(value, "to"):
+        return all(_is_on_device(item, device) for item in value.values())
+    return not (hasattr(value, "to") or isinstance(value, Mapping))
+
+
+class AlignDevicesHook(ModelHook):
+    """Align a module's weights and inputs: all are on one device during each forward.
+
+    Args:
+        execution_device: where the module computes; None leaves inputs where they are.
+        offload: keep the weights elsewhere between forwards.
+        io_same_device: give outputs back on the device of the inputs.
+        weights_map: where offloaded weights are, by name; without one they are kept in host memory.
+        offload_buffers: offload buffers too (those of the state dict); otherwise they stay on the device.
+        place_submodules: the hook sees to the weights of all modules inside too.
+        skip_keys: names of arguments, at any depth, that are not moved.
+        tied_params_map: address of a tied tensor -> device -> its copy there. It is brought in once.
+
+    Attributes:
+        original_devices: of an offloaded module: name -> the device it was on; meta for weights in files.
+        tied_params_names: names of the module's tensors that are tied.
+        input_device: of the inputs of the last forward, with ``io_same_device``.
+
+    Several forwards may run at once, inside each other or in threads: the first brings in, the last drops.
+    """
+
+    def __init__(
+        self,
+        execution_device: DeviceLike | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Any] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: Keys = None,
+        tied_params_map: TiedMap | None = None,
+    ) -> None:
+        self.execution_device, self.offload, self.io_same_device = execution_device, offload, io_same_device
+        self.weights_map, self.offload_buffers = weights_map, offload_buffers
+        self.place_submodules, self.skip_keys = place_submodules, skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
+        self._reset_forward_state()
+
+    def _reset_forward_state(self) -> None:
+        self._users = 0
+        self._materialized: list[tuple[str, MaterializedTensor]] = []
+        self._tied_copies: list[tuple[dict[torch.device, torch.Tensor], torch.device, torch.Tensor]] = []
+        self._used_map = self.weights_map
+        self._module: weakref.ref[nn.Module] | None = None
+        self._lock = threading.RLock()
+        self._inputs = threading.local()  # the devices of inputs, innermost call last
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without that of a running forward: a copy starts between two forwards."""
+        passing = ("_users", "_materialized", "_tied_copies", "_used_map", "_module", "_lock", "_inputs")
+        return {name: value for name, value in vars(self).items() if name not in passing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset_forward_state()
+
+    # --- on and off
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the module's tensors to the device, or offload them.
+
+        Raises:
+            OffloadError: a tensor has no values, neither here nor in the map.
+        """
+        moved_here = self._module is not None and self._module() is not module
+        self._module = weakref.ref(module)
+        if self.offload:
+            self.original_devices = {key: _home_device(tensor) for key, _, _, tensor in self._tensors(module)}
+            self._choose_weights_map(module, own=moved_here)
+            self._put_stand_ins(module)
+        if self.execution_device is not None:
+            device = as_device(self.execution_device)
+            for _, owner, name, tensor in list(self._tensors(module)):
+                if isinstance(tensor, OffloadedTensor) and self.offload:
+                    continue
+                if tensor.device != device and not check_device_same(tensor.device, device):
+                    set_module_tensor_to_device(owner, name, device, tied_params_map=self.tied_params_map)
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Put offloaded tensors back where they were; those in files stay offloaded."""
+        if self.offload:
+            with self._lock:
+                self._users = 0
+                self._restore_stand_ins()
+            homes = getattr(self, "original_devices", {})
+            for key, owner, name, tensor in list(self._tensors(module)):
+                device = homes.get(key)
+                if device is not None and device.type != "meta" and tensor.device != device:
+                    set_module_tensor_to_device(owner, name, device, clear_cache=False)
+            self._module = None
+        return module
+
+    def _choose_weights_map(self, module: nn.Module, *, own: bool) -> None:
+        """Use the module's own values as the map where none was given, or when the hook moved to it."""
+        if self.weights_map is not None and not own:
+            self._used_map = self.weights_map
+            return
+        before = self.weights_map or {}
+        values: dict[str, torch.Tensor] = {}
+        for key, _, _, tensor in self._offloadable(module):
+            if not tensor.is_meta:
+                values[key] = host_source(key, tensor).host_tensor()
+            elif key in before:
+                values[key] = before[key]
+        self.weights_map = self._used_map = values
+
+    def _put_stand_ins(self, module: nn.Module) -> None:
+        """Replace the weights with stand-ins."""
+        weights: Mapping[str, Any] = self.weights_map or {}
+        ties = self.tied_params_map or {}
+        device = as_device("cpu" if self.execution_device is None else self.execution_device)
+        for key, owner, name, tensor in list(self._offloadable(module)):
+            if address_of(tensor) in ties:
+                self.tied_params_names.add(key)
+            if key in weights:
+                source: TensorSource = MappingSource(self._full_name(key), weights, key, tensor)
+            elif not tensor.is_meta:
+                source = source_of(tensor) or host_source(self._full_name(key), tensor)
+            else:
+                raise OffloadError(
+                    f"{self._full_name(key)} cannot be offloaded: it has no values",
+                    why="it is on the meta device, and the map of weights has no such entry",
+                    fix="load the weights first",
+                )
+            table_of(owner, name)[name] = make_stand_in(tensor, source, device)
+
+    def _full_name(self, key: str) -> str:
+        return f"{getattr(self.weights_map, 'prefix', '')}{key}"
+
+    def _tensors(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+        """Return (name, owning module, name there, tensor) of all tensors that the hook handles."""
+        for path, owner in module.named_modules() if self.place_submodules else (("", module),):
+            for table in (owner._parameters, owner._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        yield (f"{path}.{name}" if path else name), owner, name, tensor
+
+    def _offloadable(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+        """Return the rows to offload: buffers only if asked, never non-persistent ones."""
+        for row in self._tensors(module):
+            _, owner, name, _ = row
+            kept = name in owner._buffers and (
+                not self.offload_buffers or name in owner._non_persistent_buffers_set
+            )
+            if not kept:
+                yield row
+
+    # --- around a forward
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Move inputs to the device and materialize weights; without inputs only the weights.
+
+        Raises:
+            OffloadError: a weight has no values.
+        """
+        called, came_from = bool(args or kwargs), None
+        if self.io_same_device and called:
+            first = args[0] if args else None
+            input_device = first.device if isinstance(first, torch.Tensor) else find_device([args, kwargs])
+            # An offloaded weight that is given as an input is nowhere that an output could go to.
+            came_from = self.input_device = (
+                None if input_device is not None and input_device.type == "meta" else input_device
+            )
+        if called and self.execution_device is not None:
+            device = as_device(self.execution_device)
+            args = move_arguments(args, device)
+            if kwargs:
+                kwargs = move_arguments(kwargs, device, self.skip_keys)
+        if self.offload:
+            self._begin_forward(module, called)
+        if self.io_same_device and called:
+            self._running_input_devices().append(came_from)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Drop the weights, and return the output, with ``io_same_device`` on the device of the inputs.
+
+        Raises:
+            OffloadError: a weight was changed in place whose values are in a file.
+        """
+        if self.offload:
+            self._end_forward()
+        if self.io_same_device:
+            waiting = self._running_input_devices()
+            device = waiting.pop() if waiting else None
+            if device is not None and not (isinstance(output, torch.Tensor) and output.device == device):
+                return send_to_device(output, device, skip_keys=self.skip_keys)
+        return output
+
+    def abort(self, module: nn.Module) -> None:
+        """Drop the weights after a forward that raised."""
+        if self.io_same_device and self._running_input_devices():
+            self._running_input_devices().pop()
+        if self.offload:
+            self._end_forward()
+
+    def _running_input_devices(self) -> list[torch.device | None]:
+        """Return the devices of the inputs of this thread's running calls."""
+        inputs = vars(self._inputs)
+        if "devices" not in inputs:
+            inputs["devices"] = []
+        return inputs["devices"]
+
+    @_compiler_disable
+    def _begin_forward(self, module: nn.Module, called: bool) -> None:
+        with self._lock:
+            self._users += called
+            try:
+                self._materialize_absent(module)
+            except BaseException:
+                self._users -= called
+                if not self._users:
+                    self._restore_stand_ins()
+                raise
+
+    @_compiler_disable
+    def _end_forward(self) -> None:
+        with self._lock:
+            self._users = max(self._users - 1, 0)
+            if not self._users:
+                self._restore_stand_ins()
+
+    def _materialize_absent(self, module: nn.Module) -> None:
+        """Materialize weights that are not on the device; tensors set by a client are offloaded first."""
+        device = None if self.execution_device is None else as_device(self.execution_device)
+        absent = [row for row in self._offloadable(module) if row[3].device != device]
+        if not absent:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # what ``disable_recording`` does, at less cost
+            for key, owner, name, tensor in absent:
+                if tensor.device.type != "meta":
+                    if device is None or check_device_same(tensor.device, device):
+                        continue
+                    tensor = self._offload_replacement(key, owner, name, device)
+                place = device or getattr(tensor, "execution_device", torch.device("cpu"))
+                source = self.source_for(key, tensor)
+                self._materialized.append((key, self._materialize_tensor(key, owner, name, place, source)))
+
+    def _offload_replacement(
+        self, key: str, owner: nn.Module, name: str, device: torch.device
+    ) -> OffloadedTensor:
+        """Offload a tensor that somebody has set in the place of a stand-in: its values count now."""
+        table = table_of(owner, name)
+        home = host_source(self._full_name(key), table[name])
+        if self.weights_map is not None:
+            set_weight(self.weights_map, key, home.tensor)
+        table[name] = make_stand_in(table[name], home, device)
+        return table[name]
+
+    def source_for(self, key: str, tensor: torch.Tensor) -> TensorSource:
+        """Return the source of a tensor: a map that a client has set on the hook meanwhile comes first.
+
+        Raises:
+            OffloadError: nobody knows.
+        """
+        weights: Mapping[str, Any] = self.weights_map or {}
+        if isinstance(tensor, OffloadedTensor) and self.weights_map is self._used_map:
+            return tensor.source
+        if key in weights:
+            return MappingSource(self._full_name(key), weights, key, tensor)
+        if isinstance(tensor, OffloadedTensor):
+            return tensor.source
+        raise OffloadError(
+            f"{self._full_name(key)} cannot be brought in: it has no values",
+            why="it is on the meta device, and the map of weights has no such entry",
+            fix="dispatch the model again",
+        )
+
+    def _maybe_get_fp16_statistics(self, name: str, value: Any) -> Any:
+        """Return the scales beside 8-bit values in the map, under the names of bitsandbytes."""
+        scales = name.replace("weight", "SCB")
+        weights: Mapping[str, Any] = self.weights_map or {}
+        return (
+            weights[scales] if value.dtype == torch.int8 and "SCB" in scales and scales in weights else None
+        )
+
+    def _materialize_tensor(
+        self, key: str, owner: nn.Module, name: str, device: torch.device, source: TensorSource
+    ) -> MaterializedTensor:
+        """Materialize one tensor, or use the copy that another module has materialized."""
+        copies = None
+        if self.tied_params_map:
+            copies = self.tied_params_map.get(address_of(source.host_tensor()))
+        if copies is None:
+            scales = None
+            if source.dtype == torch.int8:
+                scales = self._maybe_get_fp16_statistics(key, source)
+            return materialize(owner, name, device, source, fp16_statistics=scales)
+        if device in copies:
+            return materialize(owner, name, device, source, there=copies[device])
+        materialized = materialize(owner, name, device, source)
+        copies[device] = materialized.tensor
+        self._tied_copies.append((copies, device, materialized.tensor))
+        return materialized
+
+    def _restore_stand_ins(self) -> None:
+        """Drop what this hook materialized. A client's new map has the values from now on."""
+        weights = self.weights_map
+        if weights is not None and weights is not self._used_map:
+            for key, each in self._materialized:
+                if key in weights:
+                    source = MappingSource(self._full_name(key), weights, key, each.tensor)
+                    each.restore_stand_in(make_stand_in(each.tensor, source, each.stand_in.execution_device))
+        self._used_map = weights
+        for copies, device, tensor in self._tied_copies:
+            if copies.get(device) is tensor:
+                del copies[device]
+        self._tied_copies.clear()
+        materialized, self._materialized = self._materialized, []
+        restore_stand_ins([each for _, each in materialized])
+
+
+def _home_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device of a tensor's values as clients see it: meta for those in files."""
+    source = source_of(tensor)
+    if source is None:
+        return tensor.device
+    return torch.device("cpu" if source.in_memory else "meta")
+
+
+class CpuOffload(ModelHook):
+    """Keep a whole module on the CPU until its forward, which moves it to the device. It stays there.
+
+    Args:
+        execution_device: where it computes; the best device of this machine by default.
+        prev_module_hook: what ``cpu_offload_with_hook`` returned for the model that ran before: that one
+            makes room first.
+    """
+
+    def __init__(
+        self,
+        execution_device: DeviceLike | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        hardware = devices.detect() if execution_device is None else None
+        self.execution_device = execution_device if hardware is None else hardware.torch_device()
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the module to the CPU."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Offload the model before, and move this one and its inputs to the device."""
+        assert self.execution_device is not None
+        device = as_device(self.execution_device)
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+            if device.type != "cpu":
+                devices.get(device.type).empty_cache()
+        module.to(device)
+        return move_arguments(args, device), move_arguments(kwargs, device)
+
+
+class UserCpuOffloadHook:
+    """The handle that ``cpu_offload_with_hook`` returns: it moves a model off the device.
+
+    Args:
+        model: the model.
+        hook: its hook.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU now."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        remove_hook_from_module(self.model)

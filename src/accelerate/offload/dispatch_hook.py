@@ -1,0 +1,314 @@
+"""The hook of a dispatched model: it moves inputs to the module's device and fetches its block of weights.
+
+Clients see an ``AlignDevicesHook``: it has the same attributes, and works like one when called by hand.
+"""
+
+# torch's signatures are partly untyped: what is unknown here is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from accelerate.offload.align_hook import AlignDevicesHook, Keys
+from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
+from accelerate.offload.module_tensors import as_device, table_of
+from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.pager import Pager
+from accelerate.offload.tensor_mover import TensorMover
+from accelerate.offload.tensor_source import OffloadError
+from accelerate.offload.weight_block import WeightBlock, move_tensor
+from accelerate.offload.weight_store import with_values
+
+
+class DispatchHook(AlignDevicesHook):
+    """The hook that ``dispatch_model`` adds to a module.
+
+    Args:
+        device: where the module computes.
+        weights_map: the weights of the module that are offloaded, by their names in it.
+        mover: moves inputs, if those of this module may come from another device.
+        root: it is the model itself: its outputs go back to where its inputs were.
+        pager: fetches weights, if this module is a block or around one.
+
+    Attributes:
+        block: the weights that are needed while the module runs.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        weights_map: Mapping[str, Any] | None = None,
+        offload: bool = False,
+        offload_buffers: bool = False,
+        skip_keys: Keys = None,
+        mover: TensorMover | None = None,
+        root: bool = False,
+        pager: Pager | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            offload=offload,
+            io_same_device=root,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+        )
+        self._mover, self._is_root, self._pager = mover, root, pager
+        self._watched_children: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self.block: WeightBlock | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHook:
+        twin = memo[id(self)] = copy.copy(self)
+        for name, value in vars(self).items():
+            if name in self.__getstate__():
+                setattr(twin, name, copy.deepcopy(value, memo))
+        twin._reset_forward_state()
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle the hook.
+
+        Raises:
+            OffloadError: always: what a hook works with belongs to this process.
+        """
+        raise OffloadError(
+            "a dispatched model cannot be pickled",
+            why="its hooks hold streams, threads and memory of this process",
+            fix="save its values, torch.save(model.state_dict(), ...), or take the hooks off first: "
+            "remove_hook_from_submodules(model)",
+        )
+
+    def __copy__(self) -> DispatchHook:
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    # --- on and off
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Record the original devices of the offloaded tensors; they have been offloaded already."""
+        owned = [tensor for _, _, _, tensor in self._offloadable(module)]
+        if self.offload and not any(isinstance(tensor, OffloadedTensor) for tensor in owned):
+            return super().init_hook(module)  # it comes back, or goes to another module: they have real ones
+        self._module = weakref.ref(module)
+        if self.offload:
+            self.original_devices = {key: _home_device(tensor) for key, _, _, tensor in self._tensors(module)}
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Put real tensors back: those in memory as they are, those in files mapped from the files."""
+        for _, owner, name, tensor in list(self._offloadable(module)):
+            if isinstance(tensor, OffloadedTensor):
+                table_of(owner, name)[name] = restore_tensor(tensor)
+        _return_tensors(module)
+        self.block = self._pager = self._mover = None
+        self._watched_children = []
+        for name in ("to", "_apply"):
+            vars(module).pop(name, None)
+        return module
+
+    # --- around a forward
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Move inputs to the device; weights that no block has fetched are materialized one by one."""
+        if self.offload:
+            self._begin_forward(module, bool(args or kwargs))
+        if self._mover is not None and (args or kwargs):
+            device = as_device(self.execution_device or 0)
+            try:
+                return self._mover.move_inputs(
+                    module, device, args, kwargs, self._skipped_names, self._is_root
+                )
+            except BaseException:
+                self.abort(module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Drop materialized weights; move the output of the model to the device of its inputs."""
+        if self.offload:
+            self._end_forward()
+        return output if self._mover is None else self._mover.move_output(module, output, self._skipped_names)
+
+    def abort(self, module: nn.Module) -> None:
+        """Drop materialized weights after a forward that raised."""
+        if self.offload:
+            self._end_forward()
+
+    @property
+    def _skipped_names(self) -> frozenset[str]:
+        keys = self.skip_keys
+        return frozenset((keys,) if isinstance(keys, str) else keys or ())
+
+    def run_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of the module with its block fetched, whatever hooks others have added to it."""
+        pager, block, mover = self._pager, self.block, self._mover
+        if pager is not None and as_device(self.execution_device or 0) != pager.device:
+            pager = None  # somebody has assigned another device: weights go there one by one
+        depth = 0 if mover is None else mover.depth
+        for place, (table, key, watched) in enumerate(self._watched_children):
+            if table.get(key) is not watched:
+                self._watched_children[place] = table, key, transfer_hook(watched, table.get(key))
+        if pager is not None:
+            pager.begin_forward()
+        try:
+            if pager is None or block is None:
+                return _hooked_forward(module, *args, **kwargs)
+            pager.open_block(block)
+            try:
+                if not torch.is_grad_enabled():
+                    return _hooked_forward(module, *args, **kwargs)
+                if not block.supports_recompute:
+                    enable_recompute(block)
+                with pager.saved_tensor_hooks():
+                    return _hooked_forward(module, *args, **kwargs)
+            finally:
+                pager.close_block(block)
+        finally:
+            if mover is not None:
+                mover.drop_calls(depth)
+            if pager is not None:
+                pager.end_forward()
+
+
+# Clients look a hook's class up in accelerate.hooks by this name, and make another from its attributes.
+DispatchHook.__name__ = AlignDevicesHook.__name__
+
+
+def _home_device(tensor: torch.Tensor) -> torch.device:
+    """Return the original device of a tensor as clients see it: meta for those in checkpoints."""
+    if isinstance(tensor, OffloadedTensor):
+        return torch.device("cpu" if tensor.source.in_memory else "meta")
+    return tensor.device
+
+
+def _return_tensors(module: nn.Module) -> None:
+    """Move resident tensors back to their original device, here and in submodules without a hook."""
+    parts = [part for part in module.modules() if part is module or hook_of(part) is None]
+    tables: list[dict[str, Any]] = [table for part in parts for table in (part._parameters, part._buffers)]
+    for table in tables:
+        for key, tensor in table.items():
+            if hasattr(tensor, "_original_device"):
+                returned = move_tensor(tensor, tensor._original_device)
+                del tensor._original_device
+                if returned is not tensor:
+                    tensor._returned = returned
+            if hasattr(tensor, "_returned"):  # it may stand in several places
+                table[key] = tensor._returned
+
+
+def restore_tensor(stand_in: Any) -> torch.Tensor:
+    """Return the real tensor of a stand-in; the same one for all its slots."""
+    tensor = vars(stand_in).get("_restored")
+    if tensor is None:
+        tensor = with_values(stand_in, stand_in.source.host_tensor(), stand_in.source)
+        stand_in._restored = tensor
+    return tensor
+
+
+# ------------------------------------------------------------------------------------------------ attached
+
+
+def attach_hook(module: nn.Module, hook: DispatchHook) -> None:
+    """Run the hook around the forward of ``module``, outside of the hooks that it has already."""
+    add_hook_to_module(module, hook, append=True)
+    forward = functools.partial(_dispatched_forward, module)
+    module.forward = functools.update_wrapper(forward, vars(module)["_old_forward"])
+
+
+def show_hook(module: Any, hook: DispatchHook) -> None:
+    """Set the hook as ``_hf_hook``, and leave the forward as it is: a block fetches the weights."""
+    if "_hf_hook" in vars(module):
+        add_hook_to_module(module, hook, append=True)
+        return
+    hook.init_hook(module)
+    module._hf_hook = hook
+    module._old_forward = module.forward
+
+
+def enable_recompute(block: WeightBlock) -> None:
+    """Let submodules of a block that run while it is closed fetch the block's weights themselves.
+
+    Activation checkpointing inside a block recomputes in the backward pass, after the block's forward.
+    """
+    block.supports_recompute = True
+    for module in block.modules():
+        if hook_of(module) is not None and "forward" not in vars(module):
+            forward = functools.partial(_dispatched_forward, module)
+            module.forward = functools.update_wrapper(forward, vars(module)["_old_forward"])
+
+
+def watch_replacements(model: nn.Module) -> None:
+    """Watch for replaced modules: at the next forward their hooks are transferred to the new ones."""
+    root = hook_of(model)
+    assert root is not None
+    for module in model.modules():
+        for key, child in module._modules.items():
+            hook = None if child is None else hook_of(child)
+            if child is not None and hook is not None and (hook.block or hook._mover):
+                root._watched_children.append((module._modules, key, child))
+
+
+def transfer_hook(old: nn.Module, new: nn.Module | None) -> Any:
+    """Transfer the hook and the block of a replaced module to the new one."""
+    before = hook_of(old)
+    if new is None or before is None or hook_of(new) is not None:
+        return new
+    device = as_device(before.execution_device or 0)
+    hook = DispatchHook(device, skip_keys=before.skip_keys, mover=before._mover, pager=before._pager)
+    hook.block = before.block
+    if hook.block is None:
+        new.to(device)
+    else:
+        hook.block.replace_module(new)
+    attach_hook(new, hook)
+    return new
+
+
+def hook_of(module: nn.Module) -> DispatchHook | None:
+    """Return the hook that a dispatch has added to a module, or None."""
+    attached = vars(module).get("_hf_hook")
+    for hook in getattr(attached, "hooks", (attached,)):
+        if isinstance(hook, DispatchHook):
+            return hook
+    return None
+
+
+def _dispatched_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a dispatched module; ``torch.compile`` does not trace into it."""
+    if not _CompilerRules.is_told and "torch._dynamo" in sys.modules:
+        _skip_in_compiler()
+    hook = hook_of(module)
+    if hook is None:
+        return _hooked_forward(module, *args, **kwargs)
+    return hook.run_forward(module, args, kwargs)
+
+
+_dispatched_forward._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class _CompilerRules:
+    """True in ``is_told`` after the compiler was given the modules to skip."""
+
+    is_told = False
+
+
+@_disable_dynamo
+def _skip_in_compiler() -> None:
+    """Exclude the modules that move weights from compilation; the forwards that they call are compiled."""
+    import torch._dynamo.trace_rules as rules
+
+    _CompilerRules.is_told = True
+    for room in ("accelerate.offload", "accelerate.device", "accelerate.core"):
+        rules.add(room)

@@ -1,0 +1,437 @@
+"""The steps of a dispatch: tensors are placed by the device map, stand-ins, blocks and hooks are added.
+
+Tensors on an accelerator stay there. Those on the CPU or on disk stay where they are, mapped from their
+files, if the model computes on the CPU; if it computes on an accelerator, they are offloaded in blocks that
+a pager copies to it in turn.
+"""
+
+# torch's signatures are partly untyped: what is unknown here is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import DeviceError
+from accelerate.offload.align_hook import Keys
+from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
+from accelerate.offload.offload_folder import PrefixedDataset
+from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
+from accelerate.offload.pager import Pager
+from accelerate.offload.pages import HostMemory, WeightPage
+from accelerate.offload.tensor_mover import TensorMover
+from accelerate.offload.tensor_source import HostSource, TensorSource
+from accelerate.offload.weight_block import WeightBlock, is_callable, move_tensor
+from accelerate.offload.weight_store import WeightStore, with_values
+
+CPU = torch.device("cpu")
+BLOCK = 2**27  # bytes: the most that a block takes, unless one weight is larger
+Home = torch.device | Literal["cpu", "disk"]
+
+
+@dataclass(eq=False)
+class DispatchedTensor:
+    """The slot of one tensor in one module.
+
+    Attributes:
+        name: its full name.
+        table, name_in_table: the dict of the module that holds it, and its key there.
+        home: where the device map puts it; None leaves it where it is.
+        device: where its module computes.
+    """
+
+    name: str
+    module: nn.Module
+    table: dict[str, Any]
+    name_in_table: str
+    home: Home | None
+    device: torch.device
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that is in the slot now."""
+        return self.table[self.name_in_table]
+
+    @property
+    def is_buffer(self) -> bool:
+        """True when the slot is one of a buffer."""
+        return self.table is self.module._buffers
+
+
+@dataclass
+class DispatchOptions:
+    """The options of a dispatch beside the device map.
+
+    Attributes:
+        main_device: computes modules on the CPU and on disk, and gets the inputs.
+        offload_buffers: offload the buffers of the state dict as well.
+        skip_keys: names of arguments that are not moved.
+        preload_classes: names of classes whose weights are fetched together.
+        force_hooks: attach hooks also where nothing has to be moved.
+        named_devices: modules that the device map names, with their devices.
+    """
+
+    main_device: torch.device
+    offload_buffers: bool = False
+    skip_keys: Keys = None
+    preload_classes: Sequence[str] = ()
+    force_hooks: bool = False
+    named_devices: dict[str, torch.device] = field(default_factory=dict[str, torch.device])
+
+
+def list_tensor_slots(
+    model: nn.Module, home: Callable[[str], Home | None], main: torch.device
+) -> list[DispatchedTensor]:
+    """Return the slot of every parameter and buffer of a model, with its home."""
+    slots: list[DispatchedTensor] = []
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    home_device = home(prefix + key)
+                    device = home_device if isinstance(home_device, torch.device) else main
+                    slots.append(DispatchedTensor(prefix + key, module, table, key, home_device, device))
+    return slots
+
+
+# ------------------------------------------------------------------------------------------------ on the CPU
+
+
+def place_on_cpu(slots: Sequence[DispatchedTensor], values: WeightStore, options: DispatchOptions) -> None:
+    """Put the values of tensors that compute on the CPU into memory, or map them from files.
+
+    Buffers that are in memory stay there, like those that would stay on an accelerator.
+
+    Raises:
+        PrepareError: an offload folder is needed.
+        OffloadError: a file is gone, or cannot be written.
+    """
+    slots = [p for p in slots if not (_is_kept_buffer(p, options) and _is_on(p.tensor, CPU))]
+    disk = {p.name: p.tensor for p in slots if p.home == "disk"}
+    values.write_to_folder({name: disk[name] for name in values.names_to_write(disk)})
+    placed: dict[int, torch.Tensor] = {}
+    for slot in slots:
+        old = slot.tensor
+        if slot.home is None or (slot.home != "disk" and _is_on(old, CPU)):
+            continue
+        if id(old) not in placed:
+            on_disk = slot.home == "disk"
+            source = values.file_source(slot.name, old) if on_disk else values.find_source(slot.name, old)
+            placed[id(old)] = _on_cpu(old, source)
+        slot.table[slot.name_in_table] = placed[id(old)]
+
+
+def _on_cpu(old: torch.Tensor, source: TensorSource) -> torch.Tensor:
+    """Return the tensor with the values of ``source``; a parameter that has memory stays the same object."""
+    if getattr(old, "_mapped_from", (None,))[0] is source:
+        return old
+    tensor = with_values(old, source.host_tensor(), source)
+    if isinstance(old, nn.Parameter) and type(old) is nn.Parameter and _is_on(old, CPU):
+        old.data = tensor.data
+        if hasattr(tensor, "_mapped_from"):
+            old._mapped_from = (source, old._version)  # pyright: ignore[reportAttributeAccessIssue]
+        return old
+    return tensor
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device == device and not isinstance(tensor, OffloadedTensor)
+
+
+# ---------------------------------------------------------------------------------------- on accelerators
+
+
+def place_resident_tensors(
+    slots: Sequence[DispatchedTensor], values: WeightStore, options: DispatchOptions
+) -> None:
+    """Move resident tensors to their devices: those of the map, and buffers of offloaded modules."""
+    stays = _resident_keys(slots, options)
+    resident = {(id(p.tensor), p.device) for p in slots if isinstance(p.home, torch.device)}
+    placed: dict[tuple[int, torch.device], torch.Tensor] = {}
+    kept: dict[int, torch.Tensor] = {}  # the first of several copies is the same parameter, if it can be
+    for slot in slots:
+        old = slot.tensor
+        key = id(old), slot.device
+        if slot.home is None or (slot.home in ("cpu", "disk") and key not in stays):
+            continue
+        if key not in placed:
+            placed[key] = _on_device(slot, old, values, first=id(old) not in kept)
+            kept[id(old)] = old
+            if key not in resident:
+                placed[key]._original_device = CPU  # pyright: ignore[reportAttributeAccessIssue]
+        slot.table[slot.name_in_table] = placed[key]
+
+
+def _on_device(slot: DispatchedTensor, old: torch.Tensor, values: WeightStore, first: bool) -> torch.Tensor:
+    if _is_on(old, slot.device):
+        return old
+    if old.is_meta or isinstance(old, OffloadedTensor):
+        return with_values(old, values.find_source(slot.name, old, disk=True).read(slot.device))
+    return move_tensor(old, slot.device) if first else with_values(old, old.detach().to(slot.device))
+
+
+def _resident_keys(
+    slots: Sequence[DispatchedTensor], options: DispatchOptions
+) -> set[tuple[int, torch.device]]:
+    """Return (id, device) of the tensors that stay on the device all the time.
+
+    Buffers, unless they are to be offloaded and a state dict has them; what is tied to a tensor that is
+    there; what is trained beside frozen weights (adapters), as long as it is small; what is no plain array.
+    """
+    resident = {(id(p.tensor), p.device) for p in slots if isinstance(p.home, torch.device)}
+    paged = [p for p in slots if p.home in ("cpu", "disk") and p.device.type != "cpu"]
+    trained = [p for p in paged if not p.is_buffer and p.tensor.requires_grad]
+    frozen = any(not p.is_buffer and not p.tensor.requires_grad for p in paged)
+    if frozen and sum(p.tensor.nbytes for p in trained) <= BLOCK:
+        resident |= {(id(p.tensor), p.device) for p in trained}
+    for p in paged:
+        if _is_kept_buffer(p, options) or p.tensor.layout != torch.strided or p.tensor.is_quantized:
+            resident.add((id(p.tensor), p.device))
+    return resident
+
+
+def _is_kept_buffer(slot: DispatchedTensor, options: DispatchOptions) -> bool:
+    """Return True for a buffer that is not offloaded with the weights of its module."""
+    lasting = slot.name_in_table not in slot.module._non_persistent_buffers_set
+    return slot.is_buffer and not (options.offload_buffers and lasting)
+
+
+def replace_with_stand_ins(slots: Sequence[DispatchedTensor], values: WeightStore) -> list[DispatchedTensor]:
+    """Offload the other tensors: replace them with stand-ins.
+
+    Returns:
+        The slots of the stand-ins.
+    """
+    paged = [p for p in slots if p.home in ("cpu", "disk") and not _is_on(p.tensor, p.device)]
+    disk = {p.name: p.tensor for p in paged if p.home == "disk"}
+    values.write_to_folder({name: disk[name] for name in values.names_to_write(disk)})
+    stand_ins: dict[tuple[int, torch.device], OffloadedTensor] = {}
+    for slot in paged:
+        old = slot.tensor
+        key = id(old), slot.device
+        if key not in stand_ins:
+            if slot.home == "disk":
+                source = values.file_source(slot.name, old)
+            else:
+                source = HostSource(slot.name, values.find_source(slot.name, old).host_tensor().detach())
+            stand_ins[key] = make_stand_in(old, source, slot.device)
+        slot.table[slot.name_in_table] = stand_ins[key]
+    return paged
+
+
+def make_blocks(
+    model: nn.Module, pager: Pager, paged: Sequence[DispatchedTensor], options: DispatchOptions
+) -> dict[str, WeightBlock]:
+    """Divide a model into blocks: the largest callable modules that are not too large.
+
+    Returns:
+        Name of the module -> block, in the order of definition.
+    """
+    sizes = _OffloadedSizes(model, paged)
+    limit = max(sizes.largest, min(BLOCK, _block_limit(pager)))
+    blocks = {
+        name: WeightBlock(name, m, whole, pager)
+        for name, m, whole in sizes.divide_into_blocks(model, limit, options.preload_classes)
+    }
+    block_stand_ins = {name: block.stand_ins() for name, block in blocks.items()}
+    counts = Counter(id(stand_in) for each in block_stand_ins.values() for stand_in in each)
+    shared: dict[int, WeightPage] = {}
+    for each in block_stand_ins.values():
+        shared.update(
+            {id(s): WeightPage([s], shared=True) for s in each if counts[id(s)] > 1 and id(s) not in shared}
+        )
+    pager.memory = HostMemory(pager.driver, sum(t.source.nbytes for t in sizes.tensors.values()))
+    for name, block in blocks.items():
+        block.make_pages(block_stand_ins[name], shared)
+    pager.blocks = list(blocks.values())
+    for block, next_block in zip(pager.blocks, pager.blocks[1:], strict=False):
+        block.next_block = next_block
+    return blocks
+
+
+def _block_limit(pager: Pager) -> int:
+    """Return a quarter of the free device memory: two blocks are there at a time, half is for the rest."""
+    pager.driver.empty_cache()
+    try:
+        return pager.driver.get_memory_info(pager.device.index)[0] // 4
+    except DeviceError:  # the device does not report its memory
+        return BLOCK
+
+
+class _OffloadedSizes:
+    """The offloaded bytes of the modules of a model."""
+
+    def __init__(self, model: nn.Module, paged: Sequence[DispatchedTensor]) -> None:
+        self.model = model
+        self.tensors: dict[int, OffloadedTensor] = {
+            id(p.tensor): p.tensor for p in paged if isinstance(p.tensor, OffloadedTensor)
+        }
+        self.largest = max((t.source.nbytes for t in self.tensors.values()), default=0)
+        self._below: dict[int, frozenset[int]] = {}
+
+    def tensor_ids(self, module: nn.Module) -> frozenset[int]:
+        """Return the identities of the offloaded tensors in a module."""
+        if id(module) not in self._below:
+            own = {
+                id(t)
+                for t in (*module._parameters.values(), *module._buffers.values())
+                if id(t) in self.tensors
+            }
+            children = [self.tensor_ids(child) for child in module.children()]
+            self._below[id(module)] = frozenset(own).union(*children)
+        return self._below[id(module)]
+
+    def count_bytes(self, module: nn.Module) -> int:
+        """Return the offloaded bytes of a module, each tensor counted once."""
+        return sum(self.tensors[key].source.nbytes for key in self.tensor_ids(module))
+
+    def divide_into_blocks(
+        self, model: nn.Module, limit: int, whole: Sequence[str]
+    ) -> Iterator[tuple[str, nn.Module, bool]]:
+        """Return (name, module, True when it is whole) of each block.
+
+        The model itself is not whole, unless it has no submodules: programs call those.
+        """
+        seen: set[int] = set()
+
+        def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+            if id(module) in seen or not self.tensor_ids(module):
+                return
+            seen.add(id(module))
+            inner = [(key, c) for key, c in module._modules.items() if c is not None and self.tensor_ids(c)]
+            # A module that only wraps another one may be bypassed: its users call the inner one.
+            preload = type(module).__name__ in whole
+            wraps = (
+                len(inner) == 1
+                and is_callable(inner[0][1])
+                and not preload
+                and not self._holds_tensors(module)
+            )
+            can = is_callable(module) and not wraps and (module is not model or not inner)
+            if can and (not inner or preload or self.count_bytes(module) <= limit):
+                yield name, module, True
+                return
+            if is_callable(module) and self._holds_tensors(module):
+                yield name, module, False
+            for key, child in inner:
+                yield from visit(f"{name}.{key}" if name else key, child)
+
+        yield from visit("", model)
+
+    def _holds_tensors(self, module: nn.Module) -> bool:
+        """Return True when a module, or a list of it, holds offloaded tensors itself."""
+        tables = (*module._parameters.values(), *module._buffers.values())
+        if any(id(tensor) in self.tensors for tensor in tables):
+            return True
+        return any(not is_callable(child) and self._holds_tensors(child) for child in module.children())
+
+
+# ------------------------------------------------------------------------------------------------ hooks
+
+
+def attach_hooks(
+    model: nn.Module,
+    slots: Sequence[DispatchedTensor],
+    blocks: dict[str, WeightBlock],
+    pager: Pager | None,
+    values: WeightStore,
+    options: DispatchOptions,
+) -> None:
+    """Attach hooks to the model, where execution changes device, around blocks, and to offloaded modules."""
+    devices = {p.device for p in slots if p.home is not None} or {options.main_device}
+    mover = TensorMover({d for d in devices if d.type != "cpu"} | {options.main_device})
+    entries = dict(_device_changes(model, slots, options)) if len(devices) > 1 else {}
+    modules = dict(model.named_modules())
+    around_blocks = _modules_around_blocks(modules, blocks)
+    for name, block in blocks.items():
+        for key, stand_in in _named_stand_ins(block, modules, name):
+            if stand_in.source.in_memory:
+                values.in_memory[key] = stand_in.source.host_tensor()
+    loader = values.refresh_loader()
+    for name, module in modules.items():
+        if not name or name in entries or name in around_blocks:
+            hook = _make_hook(name, module, loader, options, entries.get(name, options.main_device))
+            hook._mover, hook._is_root = mover, not name
+            hook.io_same_device = not name
+            hook._pager, hook.block = (pager, blocks.get(name)) if name in around_blocks else (None, None)
+            attach_hook(module, hook)
+        elif _holds_offloaded(module):
+            show_hook(module, _make_hook(name, module, loader, options, options.main_device))
+    watch_replacements(model)
+
+
+def _named_stand_ins(
+    block: WeightBlock, modules: dict[str, nn.Module], name: str
+) -> Iterator[tuple[str, OffloadedTensor]]:
+    """Return (full name, stand-in) of every offloaded tensor in a block."""
+    for path, module in modules.items():
+        if path == name or path.startswith(f"{name}.") or not name:
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if isinstance(tensor, OffloadedTensor):
+                        yield (f"{path}.{key}" if path else key), tensor
+
+
+def _modules_around_blocks(modules: dict[str, nn.Module], blocks: dict[str, WeightBlock]) -> set[str]:
+    """Return the names of the modules of blocks, and of callable modules around them."""
+    names = set(blocks)
+    for name in blocks:
+        while name:
+            name = name.rpartition(".")[0]
+            if is_callable(modules[name]):
+                names.add(name)
+    return names
+
+
+def _holds_offloaded(module: nn.Module) -> bool:
+    tables = (*module._parameters.values(), *module._buffers.values())
+    return any(isinstance(tensor, OffloadedTensor) for tensor in tables)
+
+
+def _make_hook(
+    name: str, module: nn.Module, loader: Any, options: DispatchOptions, device: torch.device
+) -> DispatchHook:
+    offload = _holds_offloaded(module)
+    return DispatchHook(
+        device,
+        offload=offload,
+        weights_map=PrefixedDataset(loader, f"{name}." if name else "") if offload else None,
+        offload_buffers=options.offload_buffers,
+        skip_keys=options.skip_keys,
+    )
+
+
+def _device_changes(
+    model: nn.Module, slots: Sequence[DispatchedTensor], options: DispatchOptions
+) -> Iterator[tuple[str, torch.device]]:
+    """Return (name, device) of the modules at which execution changes device.
+
+    These are the largest modules that compute on one device each, and those that the map names.
+    """
+    devices: dict[int, set[torch.device]] = {}
+    for slot in slots:
+        if slot.home is not None:
+            devices.setdefault(id(slot.module), set()).add(slot.device)
+
+    def below(module: nn.Module) -> set[torch.device]:
+        return devices.get(id(module), set()).union(*(below(child) for child in module.children()))
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, torch.device]]:
+        module_devices = below(module)
+        if len(module_devices) == 1 and is_callable(module):
+            yield name, next(iter(module_devices))
+            return
+        if not module_devices and name in options.named_devices and is_callable(module):
+            yield name, options.named_devices[name]
+            return
+        for key, child in module.named_children():
+            yield from visit(f"{name}.{key}" if name else key, child)
+
+    yield from visit("", model)

@@ -1,0 +1,156 @@
+"""The activations that a transformer's forward saves for its backward: a formula over its configuration.
+
+The formula is that of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", section 4.1, written in what the paper adds up, so that it holds for gated MLPs, fewer heads of
+keys, fused attention, models without dropout and other widths than 16 bits too. For a block of GPT, with 16
+bits, it is the paper's ``s b h (34 + 5 a s / h)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RECOMPUTE = ("none", "selective", "full")
+_GATES = ("gate_proj", "gate_up_proj", "wi_1", "w3", "up_gate_proj")
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The sizes of a stack of equal transformer blocks that the formula needs.
+
+    Attributes:
+        count: blocks.
+        hidden: width of the residual stream.
+        heads, kv_heads, head_size: of attention.
+        mlp_width: width of an MLP, summed over the experts that see a token.
+        gated: the MLP has a gate, a second projection of that width.
+        dropout: masks are kept.
+        vocabulary: of the output head; 0 without one.
+    """
+
+    count: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_width: int
+    gated: bool = False
+    dropout: bool = False
+    vocabulary: int = 0
+
+
+def activation_bytes(
+    layers: TransformerShape,
+    batch: int,
+    length: int,
+    size: int = 2,
+    recompute: str = "none",
+    attention: str = "fused",
+) -> int:
+    """Return the bytes of activations that a forward saves for its backward.
+
+    Args:
+        layers: the model.
+        batch: samples.
+        length: tokens of each.
+        size: bytes of one number in the forward.
+        recompute: ``none``; ``selective``: scores are computed again; ``full``: a block keeps its input only,
+            and one block at a time has everything.
+        attention: ``fused`` never keeps scores (FlashAttention, Dao et al. 2022), ``eager`` does.
+    """
+    tokens = batch * length
+    scores = attention == "eager" and recompute == "none"
+    block = tokens * _bytes_per_token(layers, size)
+    if scores:
+        mask = 1 if layers.dropout else 0
+        twice = 2 if layers.dropout else 1  # the outputs of softmax and of dropout
+        block += layers.heads * batch * length**2 * (twice * size + mask)
+    if recompute == "full":
+        kept = layers.count * tokens * layers.hidden * size + block
+    else:
+        kept = layers.count * block
+    return kept + tokens * layers.vocabulary * _bytes_per_logit(size)
+
+
+def full_recompute_bytes(layers: TransformerShape, batch: int, length: int, size: int, kept: int) -> int:
+    """Return the bytes with full recomputation (each block's input, and one block), from those without."""
+    tokens = batch * length
+    head = min(kept, tokens * layers.vocabulary * _bytes_per_logit(size))
+    return layers.count * tokens * layers.hidden * size + (kept - head) // layers.count + head
+
+
+def tensor_parallel_share(layers: TransformerShape, size: int) -> float:
+    """Return the fraction of a block's activations that lies inside of attention and MLP.
+
+    Tensor parallelism divides these activations (section 4.2.1 of the paper).
+    """
+    return _inner_numbers(layers) * size / _bytes_per_token(layers, size)
+
+
+def _inner_numbers(layers: TransformerShape) -> int:
+    """Return the numbers of one token: queries, keys, values, attention output; and those within the MLP."""
+    query, key = layers.heads * layers.head_size, layers.kv_heads * layers.head_size
+    return 2 * query + 2 * key + (4 if layers.gated else 2) * layers.mlp_width
+
+
+def _bytes_per_token(layers: TransformerShape, size: int) -> int:
+    """Return the bytes that one block saves of one token, scores left out."""
+    # The inputs of two norms, of the projections of attention and of the MLP.
+    around = 4 * layers.hidden
+    masks = 2 * layers.hidden if layers.dropout else 0  # one byte each
+    return (around + _inner_numbers(layers)) * size + masks
+
+
+def _bytes_per_logit(size: int) -> int:
+    """Return the bytes for one logit: itself, in float32 for the loss, and the log-softmax output."""
+    return (0 if size == 4 else size) + 4 + 4
+
+
+def transformer_shape(model: nn.Module) -> TransformerShape | None:
+    """Read the sizes from a transformers configuration; None where it lacks one of them."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None
+    text = config.get_text_config()
+    count, hidden, heads = (
+        _config_number(text, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    if not (count and hidden and heads):
+        return None
+    inner = _config_number(text, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+    experts = _config_number(text, "num_experts_per_tok")
+    if experts:
+        inner = experts * (_config_number(text, "moe_intermediate_size") or inner)
+    return TransformerShape(
+        count,
+        hidden,
+        heads,
+        _config_number(text, "num_key_value_heads") or heads,
+        _config_number(text, "head_dim") or hidden // heads,
+        inner,
+        gated=any(name.rpartition(".")[2] in _GATES for name, _ in model.named_modules()),
+        dropout=any(_is_dropout(module) for module in model.modules()),
+        vocabulary=_vocabulary_size(model),
+    )
+
+
+def _config_number(config: Any, *names: str) -> int:
+    """Return the first of these that the configuration has as a number; else 0."""
+    values: Iterable[Any] = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return type(module).__name__ == "Dropout" and getattr(module, "p", 0) > 0
+
+
+def _vocabulary_size(model: nn.Module) -> int:
+    """Return the number of logits of the head for a token."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if find else None
+    return int(getattr(head, "out_features", 0) or 0)

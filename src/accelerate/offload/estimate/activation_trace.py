@@ -1,0 +1,192 @@
+"""The activations that a forward saves for its backward, traced on fake tensors.
+
+torch's FakeTensorMode runs a model without computing anything and without memory. What autograd saves is
+counted, every storage once. The tensors report that they are on the CPU; where an accelerator saves
+something else, that is counted: see ``_AsOnAccelerators``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_INPUTS = ("input_ids", "decoder_input_ids")
+_PREDICT_TOKENS = ("LM", "ForConditionalGeneration")  # parts of the names of classes with a loss over tokens
+_LEAF = "AccumulateGrad"
+_CAST = "ToCopyBackward0"
+
+
+# What autocast of accelerators computes in float32, of the functions that networks are made of
+# (https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32").
+_IN_FLOAT32: set[Callable[..., Any]] = {
+    *(
+        F.layer_norm,
+        F.group_norm,
+        F.softmax,
+        F.log_softmax,
+        F.softplus,
+        F.mse_loss,
+        F.nll_loss,
+        F.cross_entropy,
+    ),
+    *(
+        torch.softmax,
+        torch.log_softmax,
+        torch.pow,
+        torch.exp,
+        torch.log,
+        torch.rsqrt,
+        torch.sum,
+        torch.cumsum,
+    ),
+    *(
+        torch.Tensor.softmax,
+        torch.Tensor.log_softmax,
+        torch.Tensor.pow,
+        torch.Tensor.__pow__,
+        torch.Tensor.exp,
+    ),
+    *(torch.Tensor.log, torch.Tensor.rsqrt, torch.Tensor.sum, torch.Tensor.cumsum),
+}
+
+
+class _AsOnAccelerators(TorchFunctionMode):
+    """Run functions as accelerators do: dropout saves a mask of one byte, autocast widens some inputs."""
+
+    def __init__(self, narrow: torch.dtype | None) -> None:
+        super().__init__()
+        self.narrow = narrow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if self.narrow is not None and func in _IN_FLOAT32:
+            args, kwargs = tree_map_only(torch.Tensor, self._widen, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _widen(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == self.narrow else tensor
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """The bytes that are saved from a forward to its backward.
+
+    Attributes:
+        activations: what autograd saves, weights left out.
+        casts: copies of weights in the format of autocast.
+    """
+
+    activations: int
+    casts: int
+
+
+def trace_saved(
+    model: nn.Module,
+    batch: int,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    attention: str = "fused",
+) -> SavedActivations | str:
+    """Trace the forward of a transformers language model on ``batch`` x ``length`` tokens.
+
+    Args:
+        model: on the meta device; it is not usable afterwards.
+        dtype: of the weights.
+        autocast: the format in which matrix products are computed; None is that of the weights.
+        attention: ``fused``, or ``eager``, which keeps the scores.
+
+    Returns:
+        What is saved, or why the model cannot be traced.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if getattr(model, "main_input_name", None) not in _INPUTS:
+        return f"{type(model).__name__} takes no tokens"
+    chosen: Any = getattr(model, "set_attn_implementation", None)
+    try:
+        if chosen is not None:
+            chosen("sdpa" if attention == "fused" else "eager")
+        with _silence_torch_log(), FakeTensorMode(allow_non_fake_inputs=True):
+            _replace_with_fakes(model, dtype)
+            return _count_saved(model.train(), torch.zeros(batch, length, dtype=torch.long), autocast)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return f"{type(model).__name__} cannot be traced: {why}"
+
+
+@contextmanager
+def _silence_torch_log() -> Generator[None]:
+    """Silence torch's traceback for an operator that it cannot run on fake tensors; the error is enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _replace_with_fakes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace all weights and buffers with fake tensors; tied ones stay tied."""
+    fakes: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        tables: Any = (module._parameters, module._buffers)
+        for table, name, tensor in [(each, n, t) for each in tables for n, t in each.items()]:
+            if tensor is not None:
+                table[name] = fakes.setdefault(id(tensor), _fake_like(tensor, dtype))
+
+
+def _fake_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of that shape, of ``dtype`` if it is a floating point tensor."""
+    new = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def _count_saved(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None) -> SavedActivations:
+    """Count what one forward saves. Storages are held until the end, so that no address is used twice."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            storages.setdefault(storage._cdata, (storage, _is_cast(tensor)))
+        return tensor
+
+    labels = {"labels": words} if any(part in type(model).__name__ for part in _PREDICT_TOKENS) else {}
+    context = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
+    mode = _AsOnAccelerators(autocast)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context, mode:
+        result: Any = model(input_ids=words, **labels)
+    sizes = [(storage.nbytes(), cast) for storage, cast in storages.values()]
+    del result
+    return SavedActivations(
+        sum(size for size, cast in sizes if not cast), sum(size for size, cast in sizes if cast)
+    )
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    """Return True when a tensor is a parameter in another dtype, or a view of it."""
+    node: Any = tensor.grad_fn
+    cast = False
+    while node is not None and len(node.next_functions) == 1:
+        cast = cast or node.name() == _CAST
+        node = node.next_functions[0][0]
+        if node is not None and node.name().endswith(_LEAF):
+            return cast
+    return False

@@ -1,0 +1,257 @@
+"""Parallel layouts of a training: the memory of a rank under each, which fit, and which to take.
+
+The layouts are listed from the one that communicates least to the one that communicates most. For a model of
+``m`` parameters, each rank sends in a step (Rajbhandari et al. 2020, "ZeRO", section 7):
+
+- DDP, and ZeRO 1 and 2: ``2 m``, of which half are weights;
+- FSDP without reshard after forward: ``2 m``; with a second all-gather in the backward: ``3 m``;
+- HSDP, sharded within each machine: ``3 m`` inside, and ``m`` divided by its devices between machines;
+- tensor parallelism: four times the activations of each block in every micro-batch, so within a machine;
+- activation checkpointing sends nothing and computes a third more;
+- CPU offload copies everything over the host's bus in every step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accelerate.core.errors import SettingError
+from accelerate.core.units import parse_bytes, show_bytes
+from accelerate.offload.estimate.memory_estimate import (
+    MemoryEstimate,
+    ModelFacts,
+    TrainingSetup,
+    estimate_training,
+)
+
+# The fraction of a device for its context, temporary memory of kernels, and fragmentation.
+SPARE = 0.1
+_SHAPE = re.compile(r"(?:(\d+)x)?(\d+)x(\d[\w.]*)", re.IGNORECASE)
+
+
+# Bytes of the smallest memory that is meant: below it a unit was left out.
+_LEAST = 1000
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The devices of a training: machines, devices of each, and their memory.
+
+    Attributes:
+        nodes: machines.
+        each: devices of a machine.
+        memory: bytes of a device.
+    """
+
+    nodes: int
+    each: int
+    memory: int
+
+    @property
+    def count(self) -> int:
+        """The number of all devices."""
+        return self.nodes * self.each
+
+    @property
+    def usable(self) -> int:
+        """The bytes of a device without the spare fraction."""
+        return int(self.memory * (1 - SPARE))
+
+    def __str__(self) -> str:
+        where = f"{self.nodes} machines of {self.each}" if self.nodes > 1 else f"{self.each}"
+        return f"{where} device{'s' * (self.count > 1)} with {show_bytes(self.memory)}"
+
+
+def parse_cluster(text: str) -> ClusterSpec:
+    """Parse a cluster: ``8x80GB`` is one machine with eight devices, ``4x8x80GB`` four such machines.
+
+    Raises:
+        SettingError: it is neither, or a number without a unit.
+    """
+    match = _SHAPE.fullmatch(text.replace(" ", ""))
+    if match is None or "0" in (match.group(1), match.group(2)):
+        raise SettingError(
+            f"{text!r} does not say how many devices there are",
+            fix="write 8x80GB for a machine with eight devices of 80 GB, or 4x8x80GB for four machines",
+        )
+    cluster = ClusterSpec(int(match.group(1) or 1), int(match.group(2)), parse_bytes(match.group(3)))
+    if cluster.memory < _LEAST:
+        raise SettingError(
+            f"{text!r} are devices of {cluster.memory} bytes",
+            why="a number without a unit counts bytes",
+            fix=f"write {text}GB" if text[-1:].isdigit() else "write 8x80GB",
+        )
+    return cluster
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One parallel layout of a training.
+
+    Attributes:
+        name: for tables.
+        estimate: the memory of a rank.
+        why: an argument for it, or against it, as a clause.
+        settings: of a launch.
+        needs_library: it needs DeepSpeed.
+    """
+
+    name: str
+    estimate: MemoryEstimate
+    why: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    needs_library: bool = False
+
+    def fits(self, on: ClusterSpec) -> bool:
+        """Return True when a rank's memory fits a device."""
+        return self.estimate.total <= on.usable
+
+
+Estimator = Callable[..., MemoryEstimate]
+
+
+def list_layouts(
+    facts: ModelFacts,
+    how: TrainingSetup,
+    on: ClusterSpec,
+    kept: Callable[[TrainingSetup], Any] = lambda how: None,
+) -> list[ParallelLayout]:
+    """List the layouts that make sense on these devices, the one that communicates least first.
+
+    Args:
+        facts: the model.
+        how: its training; strategy and number of processes are filled in.
+        on: the devices.
+        kept: tells of a training what its forward keeps; see ``bill.training``.
+    """
+    if on.count == 1:
+        how = replace(how, strategy="single", num_processes=1)
+        return [
+            ParallelLayout("one device", estimate_training(facts, how, kept(how)), "nothing is exchanged")
+        ]
+
+    def estimate(**changes: Any) -> MemoryEstimate:
+        setup = replace(how, num_processes=on.count, **changes)
+        return estimate_training(facts, setup, kept(setup))
+
+    return [
+        *_data_parallel_layouts(estimate),
+        *_sharded_layouts(estimate, on),
+        *_tensor_parallel_layouts(facts, estimate, on),
+        *_host_offload_layouts(estimate),
+    ]
+
+
+def _data_parallel_layouts(estimate: Estimator) -> Iterator[ParallelLayout]:
+    """List DDP and ZeRO 1 and 2, where every rank has all weights."""
+    yield ParallelLayout(
+        "copies (DDP)",
+        estimate(strategy="ddp"),
+        "only gradients are exchanged",
+        {"distributed_type": "MULTI_GPU"},
+    )
+    for stage, what in ((1, "optimizer state is divided"), (2, "optimizer state and gradients are divided")):
+        job = {"distributed_type": "DEEPSPEED", "zero_stage": stage}
+        yield ParallelLayout(
+            f"ZeRO {stage}", estimate(strategy=f"zero{stage}"), what, job, needs_library=True
+        )
+
+
+def _sharded_layouts(estimate: Estimator, on: ClusterSpec) -> Iterator[ParallelLayout]:
+    """List FSDP, HSDP and ZeRO 3, which shard weights too."""
+    job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    keeps = {**job, "fsdp_reshard_after_forward": False}
+    yield ParallelLayout(
+        "sharded, whole in the step (FSDP)",
+        estimate(strategy="fsdp", keeps=True),
+        "weights are gathered once a step",
+        keeps,
+    )
+    if on.nodes > 1:
+        copies = {**job, **_mesh_settings(dp_replicate=on.nodes, dp_shard=on.each)}
+        yield ParallelLayout(
+            "sharded in each machine (HSDP)",
+            estimate(strategy="fsdp", shard=on.each),
+            "only gradients cross between machines",
+            copies,
+        )
+    again = "weights are gathered twice a step"
+    yield ParallelLayout("sharded (FSDP)", estimate(strategy="fsdp"), again, job)
+    yield ParallelLayout(
+        "ZeRO 3",
+        estimate(strategy="zero3"),
+        again,
+        {"distributed_type": "DEEPSPEED", "zero_stage": 3},
+        needs_library=True,
+    )
+    full = {**job, "fsdp_activation_checkpointing": True}
+    yield ParallelLayout(
+        "sharded, recomputed (FSDP)",
+        estimate(strategy="fsdp", recompute="full"),
+        "activations are computed again: a third more to compute",
+        full,
+    )
+
+
+def _tensor_parallel_layouts(
+    facts: ModelFacts, estimate: Estimator, on: ClusterSpec
+) -> Iterator[ParallelLayout]:
+    """List FSDP with tensor parallelism within a machine."""
+    job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    heads = facts.shape.kv_heads if facts.shape is not None else 0
+    for tensor in (2, 4, 8):
+        if not facts.tensor_parallel_numbers or on.each % tensor or heads % tensor or on.count == tensor:
+            continue
+        grid = _mesh_settings(dp_shard=on.count // tensor, tp=tensor)
+        yield ParallelLayout(
+            f"sharded, layers over {tensor}, recomputed (FSDP x TP)",
+            estimate(strategy="fsdp", tensor=tensor, recompute="full"),
+            f"{tensor} devices compute each layer together: activations are exchanged in every block",
+            {**job, **grid, "fsdp_activation_checkpointing": True},
+        )
+
+
+def _host_offload_layouts(estimate: Estimator) -> Iterator[ParallelLayout]:
+    """List FSDP with CPU offload of weights, gradients and optimizer state."""
+    job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    job |= {"fsdp_offload_params": True, "fsdp_activation_checkpointing": True}
+    yield ParallelLayout(
+        "sharded, recomputed, on the host (FSDP)",
+        estimate(strategy="fsdp", recompute="full", offload=True),
+        "everything crosses the bus in every step, and the host runs the optimizer",
+        job,
+    )
+
+
+def _mesh_settings(**sizes: int) -> dict[str, Any]:
+    """Return the sizes of a device mesh as settings."""
+    return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+
+
+def recommend_layout(layouts: list[ParallelLayout], on: ClusterSpec) -> ParallelLayout | None:
+    """Return the first layout that fits and needs no other library; None if none does."""
+    return next((layout for layout in layouts if layout.fits(on) and not layout.needs_library), None)
+
+
+def explain_choice(chosen: ParallelLayout | None, layouts: list[ParallelLayout], on: ClusterSpec) -> str:
+    """Explain the choice in a sentence."""
+    if chosen is None:
+        least = min(layouts, key=lambda each: each.estimate.total)
+        missing = least.estimate.total - on.usable
+        return (
+            f"Nothing fits: the leanest, {least.name}, needs {show_bytes(least.estimate.total)} a device, "
+            f"{show_bytes(missing)} more than there is. Take more devices, or a smaller batch or length."
+        )
+    before = layouts[: layouts.index(chosen)]
+    left = on.usable - chosen.estimate.total
+    if not before or all(each.needs_library for each in before):
+        why = "no way exchanges less"
+    else:
+        tight = next(each for each in reversed(before) if not each.needs_library)
+        why = f"{tight.name} would exchange less, but needs {show_bytes(tight.estimate.total)}"
+    engines = [each.name for each in before if each.needs_library and each.fits(on)]
+    why += f"; {engines[0]} fits too, and needs another library" if engines else ""
+    return f"Take: {chosen.name}. It fits with {show_bytes(left)} to spare; {why}. {chosen.why.capitalize()}."

@@ -1,0 +1,124 @@
+"""The headers of safetensors files: names, dtypes, shapes. No weight is read.
+
+A file begins with the length of its header (8 bytes, little endian) and the header itself: a JSON object of
+``{name: {"dtype", "shape", "data_offsets"}}`` (https://github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from accelerate.core.errors import CheckpointError
+
+_LONGEST = 100_000_000  # bytes; the format's own limit
+_INDEX = ".safetensors.index.json"
+# The format's names of numbers that torch has under another name, or may not have.
+_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "F16": "float16",
+    "BF16": "bfloat16", "U32": "uint32", "I32": "int32", "F32": "float32", "U64": "uint64", "I64": "int64",
+    "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+
+
+class TensorHeader(NamedTuple):
+    """The header of one tensor in a file.
+
+    Attributes:
+        dtype: of its numbers.
+        shape: of the whole tensor.
+        nbytes: what it takes in the file.
+        file: where it lies.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+
+
+def find_safetensors(path: Path) -> list[Path]:
+    """Return the safetensors files of a folder, or the named one; an index stands for its files."""
+    if path.is_file():
+        return [path] if path.name.endswith((".safetensors", _INDEX)) else []
+    indices = sorted(path.glob(f"*{_INDEX}"))
+    return indices[:1] or sorted(path.glob("*.safetensors"))
+
+
+def read_headers(path: str | os.PathLike[str]) -> dict[str, TensorHeader]:
+    """Read the header of every tensor in safetensors files.
+
+    Args:
+        path: a file, an index of shards, or a folder that holds either.
+
+    Raises:
+        CheckpointError: there is no such file, an index names one that is missing, or a file is damaged.
+    """
+    where = Path(path).expanduser()
+    files = find_safetensors(where)
+    if not files:
+        raise CheckpointError(f"there is no safetensors file in {where}")
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        tensors.update(_read_index(file) if file.name.endswith(_INDEX) else _read_file(file))
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of an index, in its order."""
+    try:
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index of shards", why="it has no 'weight_map'") from error
+    files = {name: index.parent / name for name in dict.fromkeys(names.values())}
+    absent = [name for name, file in files.items() if not file.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index} names files that are not there: {', '.join(absent)}",
+            fix="fetch the missing shards; they lie beside the index",
+        )
+    held = {name: _read_file(file) for name, file in files.items()}
+    lost = [weight for weight, name in names.items() if weight not in held[name]]
+    if lost:
+        raise CheckpointError(f"{index} says that {names[lost[0]]} holds {lost[0]}, which it does not")
+    return {weight: held[name][weight] for weight, name in names.items()}
+
+
+def _read_file(file: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of one file, in the order of their offsets."""
+    size = file.stat().st_size if file.is_file() else 0
+    if size < 8:
+        raise CheckpointError(f"{file} is no safetensors file", why=f"it has {size} bytes")
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size - 8, _LONGEST):
+            why = f"its header should have {length} bytes, the file has {size}"
+            raise CheckpointError(f"{file} is damaged, cut, or no safetensors file", why=why)
+        text = stream.read(length)
+    try:
+        rows: dict[str, Any] = json.loads(text)
+        rows.pop("__metadata__", None)
+        tensors = {name: _parse_header(row, file) for name, row in rows.items()}
+        end = max((row["data_offsets"][1] for row in rows.values()), default=0)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged: its header cannot be read", why=repr(error)) from error
+    if 8 + length + end != size:
+        raise CheckpointError(
+            f"{file} is cut or damaged", why=f"{8 + length + end} bytes are due, it has {size}"
+        )
+    return dict(sorted(tensors.items(), key=lambda row: rows[row[0]]["data_offsets"]))
+
+
+def _parse_header(row: dict[str, Any], file: Path) -> TensorHeader:
+    name = str(_NAMES.get(row["dtype"], row["dtype"].lower()))
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{file} holds numbers of the kind {row['dtype']}, which torch does not have")
+    begin, end = row["data_offsets"]
+    return TensorHeader(dtype, tuple(row["shape"]), end - begin, file)

@@ -1,0 +1,348 @@
+"""The sizes of a model: bytes of every module, its largest layer, and its tied weights.
+
+A model is read in one pass, on whatever device it is: the meta device is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import PrepareError
+from accelerate.offload.module_tree import ModuleNode, WeightSize
+
+Dtype: TypeAlias = "torch.dtype | str | Any"
+Modules: TypeAlias = "Sequence[tuple[str, nn.Module | torch.Tensor]]"
+
+
+def dtype_byte_size(dtype: Dtype) -> int | float:
+    """Return the bytes of one element; less than one for formats that share a byte. A bool is one bit.
+
+    Args:
+        dtype: torch's, its name, or a format that only has a number of ``bits``.
+
+    Raises:
+        PrepareError: there is no such dtype.
+    """
+    bits = getattr(dtype, "bits", None)
+    if isinstance(bits, int):
+        return bits // 8 if bits % 8 == 0 else bits / 8
+    if isinstance(dtype, str):
+        torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(torch_dtype, torch.dtype):
+            raise PrepareError(
+                f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16"
+            )
+        dtype = torch_dtype
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of the buffers that a state dict leaves out.
+
+    Args:
+        module: the module.
+        recurse: those of its submodules too.
+        fqns: give the whole path from ``module``, not the buffer's own name.
+    """
+    modules = module.named_modules() if recurse else [("", module)]
+    return {
+        f"{path}.{name}" if fqns and path else name
+        for path, part in modules
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return (name, tensor) of every parameter, then of every buffer.
+
+    Args:
+        module: the module.
+        include_buffers: False gives parameters only.
+        recurse: those of its submodules too.
+        remove_non_persistent: leave out buffers that a state dict leaves out.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
+        yield from (pair for pair in module.named_buffers(recurse=recurse) if pair[0] not in left_out)
+
+
+# --- the model as a tree of sizes ---------------------------------------------------------------------------
+
+
+def build_module_tree(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    *,
+    declared: bool = True,
+) -> ModuleNode:
+    """Build the tree of a model's modules with their sizes, in the order in which they are registered.
+
+    Every path to a module is there, also a second one to the same module. Weights that are one ``Parameter``
+    carry the same ``tie``. A buffer that several modules share is not tied: they are constants, and each
+    device may have its own.
+
+    Args:
+        model: it is only looked at.
+        dtype: count floating point weights as if they were converted to it; wider ones are never counted
+            larger than they are.
+        special_dtypes: name of a weight -> its own dtype.
+        declared: also tie what the model says it will tie (``all_tied_weights_keys`` of transformers) and
+            has not tied yet.
+    """
+    size = _make_size_function(dtype, special_dtypes or {})
+    ties: dict[str, Any] = {}
+
+    def read(module: nn.Module, name: str) -> ModuleNode:
+        prefix = f"{name}." if name else ""
+        weights: list[WeightSize] = []
+        for key, value in module._parameters.items():
+            if value is not None:
+                full = prefix + key
+                weights.append(WeightSize(full, size(full, value), ties.get(full, id(value)), False))
+        for key, value in module._buffers.items():
+            if value is not None:
+                full = prefix + key
+                weights.append(WeightSize(full, size(full, value), full, True))
+        parts = [read(child, prefix + key) for key, child in module._modules.items() if child is not None]
+        return ModuleNode(name, type(module).__name__, tuple(weights), tuple(parts))
+
+    if declared:
+        ties = _declared_ties(model)
+    return read(model, "")
+
+
+def _make_size_function(
+    dtype: Dtype | None, special_dtypes: Mapping[str, Dtype]
+) -> Callable[[str, torch.Tensor], int]:
+    """Return a function (name, tensor) -> bytes."""
+    wanted = None if dtype is None else dtype_byte_size(dtype)
+    special = {name: dtype_byte_size(each) for name, each in special_dtypes.items()}
+    widths: dict[torch.dtype, float] = {}
+
+    def width(own: torch.dtype) -> float:
+        if wanted is None or not (own.is_floating_point or own.is_complex):
+            return own.itemsize
+        return min(wanted, own.itemsize)
+
+    def size(name: str, tensor: torch.Tensor) -> int:
+        own = tensor.dtype
+        wide = widths.get(own)
+        if wide is None:
+            wide = widths[own] = width(own)
+        if name in special:
+            wide = special[name]
+        count = tensor.numel() * wide
+        return count if type(count) is int else math.ceil(count)
+
+    return size
+
+
+def _declared_ties(model: nn.Module) -> dict[str, int]:
+    """Return name of a weight -> identity of the parameter that it will be tied to."""
+    declared = getattr(model, "all_tied_weights_keys", None)
+    if not isinstance(declared, Mapping) or not declared:
+        return {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameter_ids: dict[str, int] = {}
+    for target, source in declared.items():
+        if isinstance(source, str) and source in parameters and target in parameters:
+            parameter_ids[target] = parameter_ids.setdefault(source, id(parameters[source]))
+    return parameter_ids
+
+
+def tied_groups(part: ModuleNode) -> list[list[str]]:
+    """Return the names of tied weights, group by group."""
+    groups: dict[Any, list[str]] = {}
+    for weight in part.all_weights():
+        groups.setdefault(weight.tie, []).append(weight.name)
+    return [sorted(names) for names in groups.values() if len(names) > 1]
+
+
+# --- the public functions -----------------------------------------------------------------------------------
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of every module and of every tensor by its name; ``""`` is the whole model.
+
+    A weight that several modules share counts where it comes first. Names that hold nothing count 0.
+
+    Args:
+        model: the model, on any device.
+        dtype: count floating point weights as if they were converted to it.
+        special_dtypes: name of a weight -> its own dtype.
+        buffers_only: leave parameters out.
+    """
+    sizes: defaultdict[str, int] = defaultdict(int)
+    seen: set[int] = set()
+    size = _make_size_function(dtype, special_dtypes or {})
+
+    def add(module: nn.Module, name: str) -> int | None:
+        """Return the bytes of a module; None where it has no tensor that was not counted before."""
+        prefix = f"{name}." if name else ""
+        sizes_below: list[int] = []
+        own = module._buffers if buffers_only else {**module._parameters, **module._buffers}
+        for key, value in own.items():
+            if value is not None and id(value) not in seen:
+                seen.add(id(value))
+                sizes[prefix + key] = size(prefix + key, value)
+                sizes_below.append(sizes[prefix + key])
+        for key, child in module._modules.items():
+            below = None if child is None else add(child, prefix + key)
+            if below is not None:
+                sizes_below.append(below)
+        if not sizes_below:
+            return None
+        sizes[name] = sum(sizes_below)
+        return sizes[name]
+
+    add(model, "")
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+) -> int:
+    """Return the bytes of all buffers of a model, including those that a state dict leaves out."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Return the names without a name below them: of ``compute_module_sizes`` these are the tensors.
+
+    Args:
+        module_sizes: what ``compute_module_sizes`` gave.
+    """
+    inner = {name.rpartition(".")[0] for name in module_sizes}
+    return [name for name in module_sizes if name and name not in inner]
+
+
+def get_max_layer_size(
+    modules: Modules, module_sizes: Mapping[str, int], no_split_module_classes: Iterable[str] | None
+) -> tuple[int, list[str]]:
+    """Return (bytes, names) of the largest layers: modules without submodules or of a class not split.
+
+    Args:
+        modules: (name, module or tensor) of the modules to look at.
+        module_sizes: bytes of each by name, as ``compute_module_sizes`` gives them.
+        no_split_module_classes: names of classes that are taken whole.
+    """
+    closed = set(no_split_module_classes or ())
+    largest, names = 0, list[str]()
+    waiting = list(reversed(modules))
+    while waiting:
+        name, module = waiting.pop()
+        inner = list_children(name, module) if type(module).__name__ not in closed else []
+        if inner:
+            waiting.extend(reversed(inner))
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def list_children(name: str, module: nn.Module | torch.Tensor) -> list[tuple[str, nn.Module | torch.Tensor]]:
+    """Return (name, module or tensor) of a module's children; an empty list where it has no submodules.
+
+    Args:
+        name: the module's own; its parts have names below it.
+        module: a module, or a tensor, which has no parts.
+    """
+    return [] if isinstance(module, torch.Tensor) or not module._modules else _named_children(name, module)
+
+
+def _named_children(name: str, module: nn.Module) -> list[tuple[str, nn.Module | torch.Tensor]]:
+    prefix = f"{name}." if name else ""
+    own: list[tuple[str, Any]] = list(module.named_parameters(recurse=False))
+    own += [*module.named_children(), *module.named_buffers(recurse=False)]
+    return [(prefix + key, value) for key, value in own]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return (bytes of the model, (bytes, names) of its largest layers), by its ``_no_split_modules``."""
+    sizes = compute_module_sizes(model)
+    closed = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(_named_children("", model), sizes, closed)
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Modules,
+) -> tuple[int, list[str], list[nn.Module | torch.Tensor]]:
+    """Return (bytes, names, modules) of a module with all modules that are tied to it.
+
+    Args:
+        tied_params: names of weights elsewhere that are also the module's.
+        module_size: bytes of the module itself.
+        module_sizes: bytes by name.
+        modules_to_treat: (name, module) among which the others are found.
+
+    Raises:
+        PrepareError: a tied weight is in none of them.
+    """
+    holders_by_name: dict[str, nn.Module | torch.Tensor] = {}
+    total = module_size
+    for tied in tied_params:
+        holders = [(n, m) for n, m in modules_to_treat if f"{tied}.".startswith(f"{n}.")]
+        if not holders:
+            raise PrepareError(f"the tied weight {tied!r} is in none of the modules given")
+        name, module = holders[0]
+        total += (0 if name in holders_by_name else module_sizes.get(name, 0)) - module_sizes.get(tied, 0)
+        holders_by_name[name] = module
+    return total, list(holders_by_name), list(holders_by_name.values())
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Find groups of names that are one parameter, each sorted; works on the meta device.
+
+    Args:
+        model: the model.
+        kwargs: nothing; 1.x used them for itself.
+
+    Raises:
+        PrepareError: an argument that has no meaning.
+    """
+    if kwargs:
+        raise PrepareError(f"find_tied_parameters takes a model, and no {', '.join(kwargs)}")
+    return tied_groups(build_module_tree(model, declared=False))
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Return True when a transformers model says that some of its weights are to be tied."""
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return False
+    if getattr(model, "all_tied_weights_keys", None):
+        return True
+    config: Any = getattr(model, "config", None)
+    embeds: Any = getattr(model, "get_output_embeddings", None)
+    words = (
+        bool(getattr(config, "tie_word_embeddings", False)) and embeds is not None and embeds() is not None
+    )
+    halves = bool(
+        getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    )
+    return words or halves or any(hasattr(part, "_tie_weights") for part in model.modules())

@@ -1,0 +1,473 @@
+"""Setting tensors of modules one by one, and materializing offloaded ones for a while."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import device as devices
+from accelerate.core.errors import PrepareError, nearest
+from accelerate.offload.offload_folder import load_offloaded_weight
+from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
+from accelerate.offload.tensor_source import HostSource, OffloadError, TensorSource
+
+TiedMap = dict[int, dict[torch.device, torch.Tensor]]
+DeviceLike = int | str | torch.device
+_DEVICES: dict[DeviceLike, torch.device] = {}  # asked at each forward
+# Attributes of a stand-in that its values do not get.
+_STAND_IN_ONLY = ("source", "execution_device", "_kind", "_is_param")
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+def as_device(device: DeviceLike) -> torch.device:
+    """Return a ``torch.device``: a number is one of the accelerators, ``cpu:0`` is ``cpu``."""
+    torch_device = _DEVICES.get(device)
+    if torch_device is None:
+        if isinstance(device, int):
+            current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            torch_device = torch.device(current.type, device) if current else torch.device(device)
+        else:
+            torch_device = torch.device(device)
+            torch_device = (
+                torch.device(torch_device.type) if torch_device.type in ("cpu", "meta") else torch_device
+            )
+        _DEVICES[device] = torch_device
+    return torch_device
+
+
+def check_device_same(first_device: DeviceLike, second_device: DeviceLike) -> bool:
+    """Return True when two devices are the same: a type without an index is its current device."""
+    first, second = as_device(first_device), as_device(second_device)
+    if first == second or first.type != second.type:
+        return first == second
+    if None in (first.index, second.index):
+        current = devices.get(first.type).current()
+        return current in (first.index, second.index)
+    return False
+
+
+# ------------------------------------------------------------------------------------------------ one tensor
+
+
+def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    """Return (the module that holds a tensor directly, the tensor's own name there).
+
+    Raises:
+        PrepareError: there is no such tensor; the nearest name is suggested.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    owner: Any = module
+    for part in path.split(".") if path else ():
+        owner = getattr(owner, part, None)
+    if isinstance(owner, nn.Module) and (name in owner._parameters or name in owner._buffers):
+        return owner, name
+    known = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    near = nearest(tensor_name, known)
+    raise PrepareError(
+        f"{type(module).__name__} has no parameter or buffer {tensor_name!r}",
+        fix=f"did you mean {near!r}?" if near else "",
+    )
+
+
+def table_of(owner: nn.Module, name: str) -> dict[str, Any]:
+    """The dictionary of a module in which a tensor stands: its parameters or its buffers."""
+    return owner._parameters if name in owner._parameters else owner._buffers
+
+
+def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = None) -> torch.Tensor:
+    """``value`` as a parameter of the class of ``old``, with what others have set on that one.
+
+    Args:
+        value: on the device where it is wanted.
+        old: the parameter whose place it takes; of a quantised one the class and its state are kept.
+        fp16_statistics: the scales that go with ``value``, for classes that have ``SCB``.
+    """
+    attributes = vars(old)
+    kind = attributes.get("_kind", nn.Parameter) if isinstance(old, OffloadedTensor) else type(old)
+    requires_grad = old.requires_grad
+    if isinstance(value, nn.Parameter) and type(value) is kind and value.requires_grad == requires_grad:
+        return value
+    of_its_own = type(value) not in (torch.Tensor, nn.Parameter) or not issubclass(kind, nn.Parameter)
+    if of_its_own or kind is nn.Parameter:
+        parameter: torch.Tensor = nn.Parameter(value.detach(), requires_grad=requires_grad)
+    else:
+        parameter = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
+    for name, attribute in attributes.items():
+        if name not in _STAND_IN_ONLY:
+            setattr(
+                parameter,
+                name,
+                _move_quant_state(attribute, value.device) if name == "quant_state" else attribute,
+            )
+    if fp16_statistics is not None and hasattr(parameter, "SCB"):
+        parameter.SCB = fp16_statistics.to(value.device)  # pyright: ignore[reportAttributeAccessIssue]
+    return parameter
+
+
+def _move_quant_state(state: Any, device: torch.device) -> Any:
+    """Return the state of a quantized tensor on another device; it moves in place, so a copy moves."""
+    if not hasattr(state, "to"):
+        return state
+    twin = copy.copy(state)
+    return twin.to(device) or twin
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: DeviceLike,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Any = None,
+    tied_params_map: TiedMap | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer of a module on a device, with its own values or others.
+
+    Args:
+        module: the module, or one around it.
+        tensor_name: ``"weight"``, or a path to it.
+        device: where to; ``"meta"`` drops the values.
+        value: other values.
+        dtype: of the new tensor, if it is floating point; otherwise other values get that of the old one.
+        fp16_statistics: the scales that go with 8-bit values.
+        tied_params_map: address of a tensor -> device -> its copy there. A tied tensor is copied once.
+        non_blocking: do not wait for the copy.
+        clear_cache: give memory of an accelerator that this frees back to it.
+
+    Raises:
+        PrepareError: there is no such tensor, it is on the meta device and has no values, or the values have
+            another shape.
+    """
+    owner, name = owner_of(module, tensor_name)
+    table = table_of(owner, name)
+    old: torch.Tensor = table[name]
+    target = as_device(device)
+    given = value is not None
+    source = source_of(old)
+    new: torch.Tensor = _check_values(tensor_name, old, torch.as_tensor(value), dtype) if given else old
+    if not given and source is not None and target.type != "meta":
+        new = source.read(target)
+    if not given and old.is_meta and target.type != "meta":
+        raise PrepareError(
+            f"{tensor_name} is on the meta device, and has no values to put on {target}",
+            fix="pass them as value",
+        )
+    if not given and dtype is not None and old.is_floating_point():
+        new = new.to(_dtype(dtype))
+    address = address_of(new if given else old)
+    shared = (tied_params_map or {}).get(address) if target.type != "meta" else None
+    with torch.no_grad():
+        if shared is not None and target in shared:
+            table[name] = shared[target]
+            return
+        moved = new if check_device_same(new.device, target) else new.to(target, non_blocking=non_blocking)
+        if moved is not old:
+            is_parameter = name in owner._parameters
+            table[name] = as_parameter(moved, old, fp16_statistics) if is_parameter else moved.detach()
+    if shared is not None:
+        shared[target] = table[name]
+    if clear_cache and old.device.type not in ("cpu", "meta") and old.device != target:
+        devices.get(old.device.type).empty_cache()
+
+
+def _check_values(
+    name: str, old: torch.Tensor, value: torch.Tensor, dtype: str | torch.dtype | None
+) -> torch.Tensor:
+    """Return values in the dtype that they get.
+
+    Raises:
+        PrepareError: they have another shape than the tensor they are for.
+    """
+    if old.shape != value.shape and not hasattr(old, "quant_state"):
+        raise PrepareError(
+            f"{name} has the shape {list(old.shape)}, and the values for it have {list(value.shape)}",
+            why="they belong to another model, or to another size of it",
+        )
+    if dtype is None:
+        return value.to(old.dtype)
+    return value.to(_dtype(dtype)) if value.is_floating_point() else value
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(torch_dtype, torch.dtype):
+        raise PrepareError(f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16")
+    return torch_dtype
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of the data; 0 for tensors that have none of their own."""
+    if tensor.device.type == "meta":
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper around other tensors: sharded, quantized
+        return 0
+
+
+# ------------------------------------------------------------------------------------------------ brought in
+
+
+class MaterializedTensor:
+    """An offloaded tensor whose values are in its module for a while.
+
+    Attributes:
+        owner, name: the module, and the name there.
+        stand_in: the tensor that was there, and is put back.
+        source: where its values came from.
+        tensor: the materialized one.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        name: str,
+        stand_in: OffloadedTensor,
+        source: TensorSource,
+        tensor: torch.Tensor,
+    ) -> None:
+        self.owner, self.name, self.stand_in = owner, name, stand_in
+        self.source, self.tensor = source, tensor
+        self.version = _version(tensor)
+        table_of(owner, name)[name] = tensor
+
+    def is_replaced(self) -> bool:
+        """Return True when somebody has set another tensor meanwhile: that one stays."""
+        return table_of(self.owner, self.name).get(self.name) is not self.tensor
+
+    def is_changed(self) -> bool:
+        """Return True when values were changed in place, and not in their source."""
+        if _version(self.tensor) == self.version and not self._is_statistic():
+            return False
+        return self.tensor.device.type != "cpu" or address_of(self.source.host_tensor()) != address_of(
+            self.tensor
+        )
+
+    def _is_statistic(self) -> bool:
+        """Return True for a running statistic, which torch changes in place without counting a version."""
+        statistic = self.name in ("running_mean", "running_var")
+        return statistic and self.owner.training and bool(getattr(self.owner, "track_running_stats", False))
+
+    def restore_stand_in(self, stand_in: torch.Tensor | None = None) -> None:
+        """Put the stand-in back (or ``stand_in``); values that were changed in place are written back.
+
+        Raises:
+            OffloadError: they were changed, and they are stored in a file.
+        """
+        if self.is_replaced():
+            return
+        table_of(self.owner, self.name)[self.name] = self.stand_in if stand_in is None else stand_in
+        if stand_in is None and self.is_changed():
+            self.source.write(self.tensor.detach())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def materialize(
+    owner: nn.Module,
+    name: str,
+    device: torch.device,
+    source: TensorSource | None = None,
+    there: torch.Tensor | None = None,
+    fp16_statistics: Any = None,
+) -> MaterializedTensor:
+    """Put the values of an offloaded tensor into its module. Call it within ``disable_recording()``.
+
+    Args:
+        owner, name: the tensor.
+        device: where the values are wanted.
+        source: where they are, unless the tensor itself knows.
+        there: a copy of them that is on the device already.
+        fp16_statistics: the scales that go with 8-bit values.
+    """
+    stand_in: Any = table_of(owner, name)[name]
+    values_source: TensorSource = source or stand_in.source
+    value = values_source.read(device) if there is None else there
+    if name in owner._parameters:
+        value = as_parameter(value, stand_in, fp16_statistics)
+    if not isinstance(stand_in, OffloadedTensor):  # a meta tensor that a client left there
+        stand_in = make_stand_in(stand_in, values_source, device)
+    return MaterializedTensor(owner, name, stand_in, values_source, value)
+
+
+@contextmanager
+def disable_recording() -> Generator[None, None, None]:
+    """Disable gradients, and inference mode too, whose tensors have no versions."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _offloading_hook(module: nn.Module) -> Any:
+    """Return the hook that materializes the module's weights, or None."""
+    hook = vars(module).get("_hf_hook")
+    hooks = getattr(hook, "hooks", (hook,))
+    return next((each for each in hooks if getattr(each, "offload", False) is True), None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return True when the module's own weights are offloaded between forwards."""
+    if _offloading_hook(module) is not None:
+        return True
+    return any(isinstance(tensor, OffloadedTensor) for tensor in module._parameters.values())
+
+
+@contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: DeviceLike | None = None
+) -> Generator[None, None, None]:
+    """Align the module's own parameters on one device, for the length of a ``with`` block.
+
+    Offloaded ones are materialized, and dropped afterwards; values changed in place are written back.
+
+    Args:
+        module: the module; those in it are left alone.
+        execution_device: the device; None brings offloaded parameters to the one they compute on, and leaves
+            others where they are.
+
+    Raises:
+        OffloadError: a parameter was changed in the block whose values are in a file.
+    """
+    materialized: list[MaterializedTensor] = []
+    moved: dict[str, torch.device] = {}
+    target = None if execution_device is None else as_device(execution_device)
+    source_for = getattr(_offloading_hook(module), "source_for", None)
+    try:
+        for name, tensor in list(module._parameters.items()):
+            if isinstance(tensor, OffloadedTensor) or (tensor is not None and tensor.is_meta and source_for):
+                source = source_for(name, tensor) if source_for else None
+                place = target or getattr(tensor, "execution_device", torch.device("cpu"))
+                with disable_recording():
+                    materialized.append(materialize(module, name, place, source))
+            elif tensor is not None and target is not None and not check_device_same(tensor.device, target):
+                moved[name] = tensor.device
+                set_module_tensor_to_device(module, name, target)
+        yield
+    finally:
+        for name, device in moved.items():
+            set_module_tensor_to_device(module, name, device)
+        restore_stand_ins(materialized)
+
+
+def restore_stand_ins(materialized: list[MaterializedTensor]) -> None:
+    """Restore all stand-ins; the first error is raised after the last one.
+
+    Raises:
+        OffloadError: values were changed in place that are stored in a file.
+    """
+    refused: list[OffloadError] = []
+    while materialized:
+        each = materialized.pop()
+        try:
+            each.restore_stand_in()
+        except OffloadError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+
+
+# ------------------------------------------------------------------------------------------- whole models
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
+    """Tie the names of each group to one parameter again: the first of them that has values.
+
+    Args:
+        model: the model.
+        tied_params: groups of names.
+    """
+    for group in tied_params:
+        places = [(*owner_of(model, name), name) for name in group]
+        tensors = [table_of(owner, name)[name] for owner, name, _ in places]
+        here = [tensor for tensor in tensors if tensor.device.type != "meta"]
+        somewhere = [tensor for tensor in tensors if isinstance(tensor, OffloadedTensor)]
+        chosen = next(iter((*here, *somewhere, *tensors)), None)
+        for owner, name, _ in places:
+            table_of(owner, name)[name] = chosen
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: DeviceLike = "cpu",
+) -> dict[str, Any]:
+    """Fill the entries of one module in a state dict with real values, also of offloaded weights.
+
+    Args:
+        module: the module.
+        module_name: the full name of one of its tensors, or its own with a dot.
+        state_dict: gets the values, for the names that it has.
+        device_to_put_offload: where the values go.
+    """
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload):
+        for key, value in module.state_dict().items():
+            name = f"{root}.{key}" if root else key
+            if name in state_dict:
+                state_dict[name] = _read_values(name, value, as_device(device_to_put_offload))
+    return state_dict
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict with all values on the CPU. Values in files are views of the mapped files.
+
+    Raises:
+        OffloadError: a tensor has no values anywhere.
+    """
+    cpu = torch.device("cpu")
+    return {
+        name: _read_values(name, value, cpu) if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def _read_values(name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if value.is_meta:
+        raise OffloadError(
+            f"{name} cannot be saved: it has no values",
+            why="it is on the meta device, and no hook knows where its values are",
+            fix="load the weights first",
+        )
+    source = source_of(value)
+    return value.to(device) if source is None else source.read(device).detach()
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
+    """Load the weights of an offload folder into a model, on the CPU, as views of the mapped files.
+
+    Args:
+        model: the model.
+        index: the entries, as ``offload_weight`` filled them.
+        offload_folder: the folder; it may be removed afterwards.
+
+    Raises:
+        OffloadError: a file is missing or damaged.
+    """
+    for name, entry in (index or {}).items():
+        if "SCB" in name:
+            continue
+        scales = name.replace("weight", "SCB")
+        statistics = None
+        if index and scales in index and scales != name:
+            statistics = load_offloaded_weight(Path(offload_folder, f"{scales}.dat"), index[scales])
+        weight = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), entry)
+        set_module_tensor_to_device(model, name, "cpu", value=weight, fp16_statistics=statistics)
+
+
+def host_source(name: str, tensor: torch.Tensor) -> HostSource:
+    """Return a host-memory source for a tensor that has values: the tensor itself if it is on the CPU."""
+    source = source_of(tensor)
+    value = tensor.to("cpu") if source is None else source.host_tensor()
+    return HostSource(name, value)

@@ -1,0 +1,332 @@
+"""The offload folder, and the mapping that reads weights from it, from memory, or from checkpoints.
+
+A folder holds ``NAME.dat`` for each tensor, its raw bytes in C order, and ``index.json``:
+``{name: {"dtype": "float32", "shape": [2, 3]}}``. An entry ``{"safetensors_file", "weight_name", "dtype"}``
+has no file of its own: it points into a checkpoint. Everything is read as a view of the mapped file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from accelerate.offload.tensor_source import OffloadError
+
+INDEX = "index.json"
+Folder: TypeAlias = "str | os.PathLike[str]"
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def _write_file(path: Path, data: bytes | memoryview) -> None:
+    """Write a file atomically; programs that have the old file mapped keep it.
+
+    Raises:
+        OffloadError: the folder cannot be written, or is full.
+    """
+    draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_bytes(data)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise OffloadError(
+            f"{path.name} cannot be written to the offload folder {path.parent}",
+            why=f"{type(error).__name__}: {error.strerror or error}",
+            fix="give a folder that can be written and has room, as offload_folder or offload_dir",
+        ) from error
+
+
+def offload_weight(weight: Any, weight_name: str, offload_folder: Folder, index: Any = None) -> Any:
+    """Write one tensor to a folder.
+
+    Args:
+        weight: the tensor, on any device.
+        weight_name: its name; the file is ``weight_name.dat``.
+        offload_folder: the folder; made if it is not there.
+        index: gets the entry of the tensor.
+
+    Returns:
+        The index, None if none was given.
+
+    Raises:
+        OffloadError: the tensor has no values, or the folder cannot be written.
+    """
+    value = weight.detach()
+    if value.is_meta:
+        raise OffloadError(
+            f"{weight_name} cannot be offloaded: it has no values",
+            why="it is on the meta device",
+            fix="load the weights first",
+        )
+    value = value.cpu().contiguous()
+    raw = value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+    array: Any = raw.numpy()
+    _write_file(Path(offload_folder, f"{weight_name}.dat"), memoryview(array))
+    if index is not None:
+        dtype = str(value.dtype).removeprefix("torch.")
+        index[weight_name] = {"dtype": dtype, "shape": list(value.shape)}
+    return index
+
+
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
+    """Add entries to the index of a folder; an empty index writes nothing.
+
+    Raises:
+        OffloadError: the folder cannot be written, or the index that is there cannot be read.
+    """
+    if not index:
+        return
+    path = Path(offload_folder, INDEX)
+    entries = {**(_read_index(path) if path.exists() else {}), **index}
+    _write_file(path, json.dumps(entries, indent=2).encode())
+
+
+def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write all tensors of a state dict to a folder, with their index.
+
+    Raises:
+        OffloadError: a tensor has no values, or the folder cannot be written.
+    """
+    index: dict[str, Any] = {}
+    for name, weight in state_dict.items():
+        index = offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OffloadError(
+            f"the index of the offload folder {path.parent} cannot be read",
+            why=f"{type(error).__name__}: {error}",
+            fix="offload the weights again",
+        ) from error
+    if not isinstance(entries, dict):
+        raise OffloadError(f"{path} is no index", why="it does not map names to entries")
+    return entries
+
+
+def _dtype(name: str, of: str) -> torch.dtype:
+    torch_dtype = getattr(torch, name, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise OffloadError(
+            f"the index gives {of} the dtype {name!r}", why="torch has no such dtype"
+        ) from None
+    return torch_dtype
+
+
+def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor in a ``.dat`` file: a view of the mapped file, which writing to does not change.
+
+    Args:
+        weight_file: the file.
+        weight_info: its entry in the index: dtype and shape.
+
+    Raises:
+        OffloadError: the file is missing or of another size than the entry says.
+    """
+    shape, dtype = torch.Size(weight_info["shape"]), _dtype(weight_info["dtype"], str(weight_file))
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
+    expected = shape.numel() * dtype.itemsize
+    try:
+        actual = os.path.getsize(weight_file)
+    except FileNotFoundError as error:
+        raise _missing_file_error(weight_file) from error
+    if actual != expected:
+        raise OffloadError(
+            f"the offloaded weight {weight_file} is damaged",
+            why=f"it has {actual} bytes, and {list(shape)} of {dtype} are {expected}",
+            fix="offload the weights again",
+        )
+    flat = torch.from_file(str(weight_file), shared=False, size=shape.numel(), dtype=dtype)
+    return flat.reshape(shape)
+
+
+def _missing_file_error(file: Folder) -> OffloadError:
+    return OffloadError(
+        f"the offloaded weights in {file} are gone",
+        why="the index names this file, and it does not exist",
+        fix="put it back, or offload the weights again",
+    )
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The entries of a mapping below a prefix, by the rest of their names: the weights of one module.
+
+    Attributes:
+        dataset: the whole mapping.
+        prefix: what the names begin with, the dot included.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset, self.prefix = dataset, prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
+
+    def in_memory(self, key: str) -> bool:
+        """Return True when the entry is in memory, and so can be changed."""
+        return in_memory(self.dataset, f"{self.prefix}{key}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixedDataset:
+        """Copy the weights of the module, not those of the whole model."""
+        dataset = self.dataset
+        is_loader = isinstance(dataset, OffloadedWeightsLoader)
+        values = dataset.state_dict if is_loader else dataset
+        own = copy.deepcopy({k: values[k] for k in values if k.startswith(self.prefix)}, memo)
+        if not is_loader:
+            return PrefixedDataset(own, self.prefix)
+        twin = copy.copy(dataset)
+        twin.state_dict = own
+        return PrefixedDataset(twin, self.prefix)
+
+
+def in_memory(weights: Mapping[str, Any], key: str) -> bool:
+    """Return True when an entry of a mapping is in memory; of an unknown mapping, when it is one object."""
+    ask = getattr(weights, "in_memory", None)
+    return bool(ask(key)) if ask is not None else weights[key] is weights[key]
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name: first what is in memory, then what an index finds in files.
+
+    Args:
+        state_dict: weights in memory.
+        save_folder: the folder of the ``.dat`` files; its ``index.json`` is read if no index is given.
+        index: entries of weights in files.
+        device: where what is read from files goes; None leaves it a view of the mapped file.
+
+    Attributes:
+        all_keys: every name, once.
+
+    Raises:
+        OffloadError: none of the three is given, or a file that the index names does not exist.
+    """
+
+    def __init__(
+        self,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        save_folder: Folder | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise OffloadError(
+                "there is nothing to read weights from", fix="give a state_dict, a save_folder or an index"
+            )
+        self.state_dict = {} if state_dict is None else state_dict
+        if index is None:
+            index = _read_index(Path(save_folder, INDEX)) if save_folder is not None else {}
+        self.index, self.save_folder, self.device = index, save_folder, device
+        # Entries in checkpoints come first: clients take the first name and look for its file in the index.
+        linked = [name for name, entry in index.items() if entry.get("safetensors_file")]
+        self.all_keys = list(dict.fromkeys((*linked, *self.state_dict, *index)))
+        for file in {entry["safetensors_file"] for entry in index.values() if entry.get("safetensors_file")}:
+            if not os.path.exists(file):
+                raise _missing_file_error(file)
+        self._files: dict[str, Any] = {}
+        self._opening = threading.Lock()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if entry.get("safetensors_file") is None:
+            if self.save_folder is None:
+                raise OffloadError(
+                    f"{key} is in an offload folder that was not named", fix="give the save_folder"
+                )
+            value = load_offloaded_weight(Path(self.save_folder, f"{key}.dat"), entry)
+        else:
+            value = self._from_checkpoint(key, entry)
+        return value if self.device is None else value.to(self.device)
+
+    def _from_checkpoint(self, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        path = os.fspath(entry["safetensors_file"])
+        try:
+            with self._opening:
+                if path not in self._files:
+                    self._files[path] = safe_open(path, framework="pt", device="cpu")
+            value = self._files[path].get_tensor(entry.get("weight_name", key))
+        except FileNotFoundError as error:
+            raise _missing_file_error(path) from error
+        except SafetensorError as error:
+            raise OffloadError(
+                f"{key} cannot be read from {path}",
+                why=f"SafetensorError: {error}",
+                fix="check that the checkpoint is complete, and that it is the one that was offloaded",
+            ) from error
+        wanted = entry.get("dtype")
+        return value if wanted is None else value.to(_dtype(str(wanted).removeprefix("torch."), key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def in_memory(self, key: str) -> bool:
+        """Return True when the entry is in memory, and so can be changed."""
+        return key in self.state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without open files; a copy opens its own."""
+        return {**vars(self), "_files": {}, "_opening": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _opening=threading.Lock())
+
+
+def set_weight(weights: Mapping[str, Any], key: str, value: torch.Tensor) -> None:
+    """Set an entry of a mapping of weights to a value in memory, if the mapping can be changed."""
+    if isinstance(weights, PrefixedDataset):
+        set_weight(weights.dataset, f"{weights.prefix}{key}", value)
+    elif isinstance(weights, OffloadedWeightsLoader):
+        weights.state_dict[key] = value
+        if key not in weights.all_keys:
+            weights.all_keys.append(key)
+    elif isinstance(weights, MutableMapping):
+        weights[key] = value
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return the entries of a state dict that belong to some modules or tensors, with their full names."""
+    return {
+        key: value
+        for name in submodule_names
+        for key, value in state_dict.items()
+        if key == name or key.startswith(f"{name}.")
+    }

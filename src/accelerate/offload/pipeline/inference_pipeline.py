@@ -1,0 +1,322 @@
+"""Running a pipeline: one stage on each process, and the chunks of a batch sent through them.
+
+The inputs of rank 0 count. It tells the others their shapes, so that all have the same plan, and whatever it
+refuses is refused on every rank. A schedule is for one shape of a chunk and is kept for the next call.
+"""
+
+# torch's schedules are partly untyped: what is unknown is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from accelerate.core import tree
+from accelerate.core.errors import AccelerateError, PrepareError
+from accelerate.offload.pipeline.traced_forward import InferenceStage
+from accelerate.stages import tensor_tree
+from accelerate.world import collective
+from accelerate.world.world import World
+
+T = TypeVar("T")
+
+_MAX_SCHEDULES = 16  # that are kept: each has buffers for what it receives
+
+
+@dataclass(frozen=True)
+class StageInterval:
+    """The interval in which a stage computed a chunk.
+
+    Attributes:
+        stage, chunk: which.
+        begin, end: seconds of this machine's clock, which only differences mean something of.
+    """
+
+    stage: int
+    chunk: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class CallShapes:
+    """The structure and shapes of a call's inputs: equal ones can use one schedule.
+
+    Attributes:
+        form: of (args, kwargs).
+        metas: shape and dtype of each tensor, without dimension 0 where it is the batch.
+        batched: whether dimension 0 of a tensor is the batch.
+        training: whether the model is in training mode.
+    """
+
+    form: Any
+    metas: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    batched: tuple[bool, ...]
+    training: bool
+
+    def make_inputs(self, rows: int) -> list[torch.Tensor]:
+        """Return meta tensors like those of a chunk of ``rows``."""
+        return [
+            torch.empty((rows, *shape) if batched else shape, dtype=dtype, device="meta")
+            for (shape, dtype), batched in zip(self.metas, self.batched, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class ResultLayout:
+    """The structure of a model's result.
+
+    Attributes:
+        form: with its tensors left out.
+        per_row: of each tensor, how long its dimension 0 is for one sample; 0: not of the batch.
+    """
+
+    form: Any
+    per_row: list[int]
+
+
+def run_collectively(action: Callable[[], T]) -> T:
+    """Return the result of ``action``; an error on one rank is raised on every rank."""
+    error: AccelerateError | None = None
+    value: Any = None
+    try:
+        value = action()
+    except AccelerateError as raised:
+        error = raised
+    for refused in collective.all_gather_object(error, "prepare_pippy"):
+        if refused is not None:
+            raise refused
+    return value
+
+
+def batch_size(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the length of dimension 0 of the first tensor that has one.
+
+    Raises:
+        PrepareError: none has, or it is 0.
+    """
+    size = next((t.shape[0] for t in tensors if t.dim()), 0)
+    if size == 0:
+        raise PrepareError(
+            "a pipeline was called without a batch",
+            why="no tensor among its arguments has a first dimension with something in it",
+            fix="call the model with the tensors of at least one sample",
+        )
+    return size
+
+
+class _ChunkRunner(nn.Module):
+    """The module that torch's schedule calls for each chunk: the stage, with tensors common to all."""
+
+    def __init__(self, stage: InferenceStage, batched: Sequence[bool], world: World) -> None:
+        super().__init__()
+        self.stage, self.batched, self.world = stage.module, batched, world
+        self.shared: list[torch.Tensor] = []
+        self.results: list[tuple[torch.Tensor, ...]] = []
+        self.clock: list[tuple[float, float]] | None = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run one chunk."""
+        begin = self._read_clock()
+        if self.world.rank == 0:
+            mine, shared = iter(tensors), iter(self.shared)
+            tensors = tuple(next(mine if batched else shared) for batched in self.batched)
+        outputs = self.stage(*tensors)
+        if self.clock is not None:
+            self.clock.append((begin, self._read_clock()))
+        if not self.world.is_last:
+            return outputs
+        self.results.append(outputs)
+        # The schedule joins these; ours are joined in their form.
+        return (torch.zeros(1, device=self.world.device),)
+
+    def _read_clock(self) -> float:
+        if self.clock is not None and self.world.device.type != "cpu":
+            self.world.hardware.synchronize()
+        return time.perf_counter()
+
+
+class ChunkSchedule:
+    """This rank's stage for chunks of one shape, and the GPipe schedule that runs it.
+
+    Args:
+        stage: with its weights, on the world's device.
+        result: what the model gives.
+        rows: of a chunk.
+        chunks: how many a batch is cut into.
+    """
+
+    def __init__(
+        self,
+        stage: InferenceStage,
+        result: ResultLayout,
+        shapes: CallShapes,
+        rows: int,
+        chunks: int,
+        world: World,
+    ) -> None:
+        self.result, self.shapes, self.rows, self.chunks = result, shapes, rows, chunks
+        self.world = world
+        self.worker = _ChunkRunner(stage, shapes.batched, world)
+        inputs, outputs = stage.inputs, stage.outputs
+        if world.rank == 0:
+            inputs = tuple(t for t, batched in zip(inputs, shapes.batched, strict=True) if batched)
+        if world.is_last:
+            outputs = (torch.empty(1, device="meta"),)
+        self.stage = PipelineStage(
+            self.worker, world.rank, world.size, world.device, input_args=inputs, output_args=outputs
+        )
+        self.schedule = ScheduleGPipe(self.stage, n_microbatches=chunks)
+
+    def run(self, tensors: Sequence[torch.Tensor], size: int, *, clock: bool = False) -> Any:
+        """Run a batch; return the result on the last rank, None on the others.
+
+        Args:
+            tensors: of the whole batch, on rank 0.
+            size: how many samples of the batch are real.
+            clock: keep when each chunk began and ended.
+        """
+        self.worker.clock = [] if clock else None
+        whole: list[torch.Tensor] = []
+        if self.world.rank == 0:
+            placed = [tensor.to(self.world.device) for tensor in tensors]
+            pairs = list(zip(placed, self.shapes.batched, strict=True))
+            whole = [_pad_batch(tensor, self.rows * self.chunks) for tensor, batched in pairs if batched]
+            self.worker.shared = [tensor for tensor, batched in pairs if not batched]
+        try:
+            with torch.no_grad():
+                self.schedule.step(*whole)
+            return self._join_results(size) if self.world.is_last else None
+        finally:
+            # Nothing of a batch stays when its call ends.
+            self.stage.clear_runtime_states()
+            self.worker.results, self.worker.shared = [], []
+
+    def _join_results(self, size: int) -> Any:
+        leaves = zip(self.result.per_row, zip(*self.worker.results, strict=True), strict=True)
+        joined = [
+            torch.cat(parts)[: size * each] if each else self._take_common(parts) for each, parts in leaves
+        ]
+        return tensor_tree.unflatten_tree(self.result.form, joined)
+
+    def _take_common(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the value that is equal in all chunks."""
+        if all(torch.equal(part, parts[0]) for part in parts[1:]):
+            return parts[0].clone()
+        raise PrepareError(
+            f"a tensor of the result has the shape {tuple(parts[0].shape)} for any batch, "
+            "and differs between the chunks of this one",
+            why="only values for each sample can be put in a row again",
+            fix="compute sums and means over the batch (such as a loss) outside of the model",
+        )
+
+
+def _pad_batch(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Pad a batch with copies of its last sample, which is a valid one."""
+    missing = rows - tensor.shape[0]
+    return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+class InferencePipeline:
+    """A pipeline-parallel model for inference.
+
+    Args:
+        make: makes this rank's stage and says what the model gives, for some shapes, a number of rows, and a
+            batch that has them (on rank 0).
+        settle: brings a stage's weights to where they belong.
+        chunks: how many a batch is cut into.
+        training: says whether the model is in training mode.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[CallShapes, int, Sequence[torch.Tensor]], tuple[InferenceStage, ResultLayout]],
+        settle: Callable[[InferenceStage], None],
+        chunks: int,
+        world: World,
+        training: Callable[[], bool],
+    ) -> None:
+        self.build_stage, self.load_stage_weights, self.chunks = make, settle, chunks
+        self.world, self.training = world, training
+        self.schedules: list[tuple[bytes, ChunkSchedule]] = []  # the last used comes last, on all ranks alike
+        self.shared: dict[str, torch.Size] = {}
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch of rank 0's inputs; return the result on the last rank, None on the others.
+
+        Raises:
+            PrepareError: on every rank, if the inputs cannot be cut into chunks.
+        """
+        return self._run(args, kwargs)[0]
+
+    def timeline(self, *args: Any, **kwargs: Any) -> list[StageInterval]:
+        """Run a batch and return when each stage computed each chunk, on all ranks; called by all.
+
+        The clocks of several machines are not compared.
+        """
+        _, plan = self._run(args, kwargs, clock=True)
+        mine = [
+            StageInterval(self.world.rank, chunk, begin, end)
+            for chunk, (begin, end) in enumerate(plan.worker.clock or [])
+        ]
+        return [interval for stage in collective.all_gather_object(mine, "timeline") for interval in stage]
+
+    def _run(self, args: Any, kwargs: Any, *, clock: bool = False) -> tuple[Any, ChunkSchedule]:
+        tensors: list[torch.Tensor] = []
+        call_info: tuple[CallShapes, int] | AccelerateError | None = None
+        if self.world.rank == 0:
+            try:
+                form, tensors = tensor_tree.flatten_tree((args, kwargs), "the argument ")
+                call_info = self.measure_call(form, tensors)
+            except AccelerateError as error:
+                call_info = error  # raised below, on every rank
+        call_info = collective.broadcast_object(call_info, 0, "a pipeline's forward")
+        if isinstance(call_info, AccelerateError):
+            raise call_info
+        assert call_info is not None
+        plan = self.find_schedule(*call_info, tensors)
+        return plan.run(tensors, call_info[1], clock=clock), plan
+
+    def measure_call(self, form: Any, tensors: Sequence[torch.Tensor]) -> tuple[CallShapes, int]:
+        """Return the shapes of a call, and its batch size.
+
+        A tensor whose first dimension is as long as the batch is cut into chunks. One that was seen before
+        with another batch, in the very same shape, is not: it is a table that happens to be as long.
+        """
+        size = batch_size(tensors)
+        paths = [
+            path for path, leaf in tree.iterate_leaves(form) if isinstance(leaf, tensor_tree.TensorIndex)
+        ]
+        batched = tuple(
+            tensor.dim() > 0 and tensor.shape[0] == size and self.shared.get(path) != tensor.shape
+            for path, tensor in zip(paths, tensors, strict=True)
+        )
+        own = zip(paths, tensors, batched, strict=True)
+        self.shared.update({path: tensor.shape for path, tensor, cut in own if not cut})
+        metas = tuple(
+            (tuple(tensor.shape)[1 if cut else 0 :], tensor.dtype)
+            for tensor, cut in zip(tensors, batched, strict=True)
+        )
+        return CallShapes(form, metas, batched, self.training()), size
+
+    def find_schedule(self, shapes: CallShapes, size: int, tensors: Sequence[torch.Tensor]) -> ChunkSchedule:
+        """Return the schedule for a batch: an existing one that is at most twice too large, or a new one."""
+        rows, key = -(-size // self.chunks), pickle.dumps(shapes)
+        fitting = [plan for known, plan in self.schedules if known == key and rows <= plan.rows <= 2 * rows]
+        if fitting:
+            plan = min(fitting, key=lambda plan: plan.rows)
+        else:
+            stage, result = run_collectively(lambda: self.build_stage(shapes, rows, tensors))
+            self.load_stage_weights(stage)
+            plan = ChunkSchedule(stage, result, shapes, rows, self.chunks, self.world)
+        others = [(known, other) for known, other in self.schedules if other is not plan]
+        self.schedules = [*others[1 - _MAX_SCHEDULES :], (key, plan)]
+        return plan

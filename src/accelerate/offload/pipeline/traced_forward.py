@@ -1,0 +1,341 @@
+"""A traced forward: exported by ``torch.export`` without reading a weight, and split into stages.
+
+The trace runs on tensors that have shapes and no values (torch's FakeTensorMode), so it needs no memory, and
+it can be repeated for other shapes when the weights of the other stages are gone. A stage takes a tuple of
+tensors and gives one to the next stage. A value that is needed two stages later is passed on by the one
+between.
+"""
+
+# torch.fx and torch.export are untyped here and there: what is unknown is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+import io
+import operator
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch._export import utils as export_utils
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+
+from accelerate.core.errors import AccelerateError, PrepareError
+
+# Calls a model with tensors, and returns the structure of its output, and the tensors in it.
+Call: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[Any, list[torch.Tensor]]]
+
+_PREFIX = "model."  # where the model stands in the module that is traced
+
+
+class TraceError(PrepareError):
+    """The forward of a model cannot be traced."""
+
+
+@dataclass
+class InferenceStage:
+    """One stage of a model for inference.
+
+    Attributes:
+        module: takes tensors, returns a tuple of them. Its weights have no values until ``load_weights``.
+        inputs, outputs: tensors on the meta device with the shapes and dtypes of these; contiguous.
+        weights: the full names in the model of what it uses.
+    """
+
+    module: nn.Module
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    weights: frozenset[str]
+
+    def load_weights(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Load the weights, by their names in the model."""
+        for name in self.weights:
+            path, _, label = f"{_PREFIX}{name}".rpartition(".")
+            holder = self.module.get_submodule(path)
+            delattr(holder, label)
+            value = values[name]
+            if isinstance(value, nn.Parameter):
+                holder.register_parameter(label, value)
+            else:
+                holder.register_buffer(label, value)
+
+
+class _FlatForward(nn.Module):
+    """The forward of a model over a flat list of tensors.
+
+    Each comes in through an operation of its own, so that a later stage has it from the first one, and each
+    result goes out through one, so that the last stage has them all.
+    """
+
+    def __init__(
+        self, model: nn.Module, call: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+        self.training = model.training
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of the result."""
+        results = self._call([tensor.clone() for tensor in tensors])
+        return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in results)
+
+
+class TracedForward:
+    """The traced forward of a model for inputs of one shape.
+
+    Args:
+        model: its weights may be anywhere, also on the meta device.
+        call: calls it.
+        inputs: makes tensors for a number of samples; their values do not matter.
+        rows: how many samples.
+        device: where the stages will run.
+
+    Attributes:
+        form: of what the model gives.
+        per_row: of each tensor of the result, how long its dimension 0 is for one sample; 0 if it does not
+            depend on how many there are.
+        computed: the names of all modules that compute something, in the order of their first computation.
+
+    Raises:
+        TraceError: ``torch.export`` cannot trace the forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        inputs: Callable[[int], Iterable[torch.Tensor]],
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        seen: list[Any] = []  # outside of the module: torch.export takes back what a forward changes there
+
+        def call_and_keep(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            form, results = call(tensors)
+            seen.append(form)
+            return results
+
+        flat = _FlatForward(model, call_and_keep)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with _fake_weights(model, mode, device), torch.no_grad():
+            with mode:
+                fakes, more = (
+                    tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in inputs(n))
+                    for n in (rows, rows + 1)
+                )
+            with _translate_trace_errors():
+                self.program = _export(flat, fakes)
+                with mode, _compiling_state():
+                    grown = call_and_keep(more)
+        self.output_form, self.device = seen[0], device
+        (output,) = self.program.graph.find_nodes(op="output")
+        results = [node.meta["val"] for node in output.args[0]][-len(grown) :]
+        self.per_row = [_rows_per_sample(one, two, rows) for one, two in zip(results, grown, strict=True)]
+        self.first_nodes: dict[str, int] = {}
+        for index, node in enumerate(self.program.graph.nodes):
+            for name, _ in (node.meta.get("nn_module_stack") or {}).values():
+                self.first_nodes.setdefault(name.partition("@")[0].removeprefix(_PREFIX), index)
+        self.computing_modules = sorted(self.first_nodes, key=self.first_nodes.__getitem__)
+
+    def split_into_stages(self, cuts: Sequence[str]) -> list[InferenceStage]:
+        """Split the graph into stages; each but the first begins with the module of a split point.
+
+        Raises:
+            PrepareError: a cut is at a module that computes nothing here, or two are at the same place.
+        """
+        for cut in cuts:
+            if cut not in self.first_nodes:
+                raise PrepareError(
+                    f"the split point {cut!r} computes nothing in this forward",
+                    why="it is not called with these inputs, or gives them back unchanged",
+                    fix="name a module that computes",
+                )
+        begins = sorted((self.first_nodes[cut], cut) for cut in cuts)
+        for (place, one), (other, two) in pairwise(begins):
+            if place == other:
+                raise PrepareError(
+                    f"the split points {one!r} and {two!r} are at the same place",
+                    why="nothing is computed between their beginnings",
+                    fix="leave one of them out, or name a module that comes later",
+                )
+        return _GraphSplitter(self.program, [place for place, _ in begins], self.device).build_stages()
+
+
+@contextmanager
+def _translate_trace_errors() -> Generator[None]:
+    """Raise errors of torch.export as TraceError; hide the graph that it prints first."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about torch
+            yield
+    except AccelerateError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise TraceError(
+            "the model's forward cannot be traced",
+            why=f"torch.export says: {type(error).__name__}: {lines[0]}",
+            fix="write the part that depends on values as torch operations (torch.where, torch.cond)",
+        ) from error
+
+
+def _export(flat: nn.Module, fakes: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    program = torch.export.export(flat, fakes, strict=False)
+    if any(_is_mutating(node) for node in program.graph.nodes):
+        # A write through a view would not reach a copy of it in another stage.
+        program = program.run_decompositions({})
+    return program
+
+
+def _compiling_state() -> AbstractContextManager[None]:
+    """Let models that ask ``torch.compiler.is_exporting`` take the same branch as in the trace."""
+    make = getattr(export_utils, "_compiling_state_context", nullcontext)
+    return make()
+
+
+def _is_mutating(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+@contextmanager
+def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Generator[None]:
+    """Replace every parameter and buffer with a fake one on ``device``; tied ones stay tied."""
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                wants = tensor.requires_grad
+                fakes[id(tensor)] = nn.Parameter(like, wants) if isinstance(tensor, nn.Parameter) else like
+        return fakes[id(tensor)]
+
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    real = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: fake(t) for name, t in table.items() if t is not None})  # type: ignore[misc]
+        yield
+    finally:
+        for table, values in zip(tables, real, strict=True):
+            table.update(values)  # type: ignore[arg-type]
+
+
+def _rows_per_sample(one: torch.Tensor, two: torch.Tensor, rows: int) -> int:
+    """Return the length of dimension 0 for one sample, from tensors for ``rows`` and ``rows + 1`` samples."""
+    if one.shape == two.shape:
+        return 0
+    each = two.shape[0] - one.shape[0] if one.shape[1:] == two.shape[1:] else 0
+    if each <= 0 or one.shape[0] != each * rows:
+        raise PrepareError(
+            f"a tensor of the result has the shape {tuple(one.shape)} for {rows} samples "
+            f"and {tuple(two.shape)} for {rows + 1}",
+            why="chunks of a batch are put in a row again along dimension 0",
+            fix="give a result whose first dimension is the batch",
+        )
+    return each
+
+
+class _GraphSplitter:
+    """The split of an exported program's graph into stages.
+
+    A node belongs to the stage in which it runs. Weights and constants belong to no stage: each
+    stage that uses one has it.
+    """
+
+    def __init__(
+        self, program: torch.export.ExportedProgram, begins: Sequence[int], device: torch.device
+    ) -> None:
+        self.program, self.device = program, device
+        self.nodes = list(program.graph.nodes)
+        self.root = program.graph_module
+        self.constants = self._collect_constants()
+        specs = program.graph_signature.output_specs
+        output = next(node for node in self.nodes if node.op == "output")
+        # The other results are new values of buffers.
+        self.results = [
+            n for n, s in zip(output.args[0], specs, strict=True) if s.kind is OutputKind.USER_OUTPUT
+        ]
+        self.count = len(begins) + 1
+        self.stage_of = self._assign_stages(begins)
+        self.last_use = {node: self._find_last_use(node) for node in self.stage_of}
+
+    def _collect_constants(self) -> dict[fx.Node, tuple[str, Any]]:
+        """Return the nodes of weights (full name, None) and of constants (name, value)."""
+        specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
+        held: dict[fx.Node, tuple[str, Any]] = {}
+        for node in self.nodes:
+            if node.op == "get_attr":
+                held[node] = node.target, getattr(self.root, node.target)
+            elif node.op == "placeholder" and specs[node.name].kind is not InputKind.USER_INPUT:
+                target = str(specs[node.name].target)
+                constant = specs[node.name].kind is InputKind.CONSTANT_TENSOR
+                value = self.program.constants[target] if constant else None
+                held[node] = target, value.to(self.device) if isinstance(value, torch.Tensor) else value
+        return held
+
+    def _assign_stages(self, begins: Sequence[int]) -> dict[fx.Node, int]:
+        """Return the stage of every node that computes."""
+        numbers: dict[fx.Node, int] = {}
+        for index, node in enumerate(self.nodes):
+            if node in self.constants or node.op == "output":
+                continue
+            numbers[node] = sum(begin <= index for begin in begins)
+            if node.target is operator.getitem:  # what a tuple is taken apart to stays with the tuple
+                numbers[node] = numbers[node.args[0]]
+        return numbers
+
+    def _find_last_use(self, node: fx.Node) -> int:
+        last = self.count - 1 if node in self.results else 0
+        return max([last, *(self.stage_of[user] for user in node.users if user in self.stage_of)])
+
+    def _stage_inputs(self, stage: int) -> list[fx.Node]:
+        """Return the values that a stage receives."""
+        return [n for n, made in self.stage_of.items() if made < stage <= self.last_use[n]]
+
+    def build_stages(self) -> list[InferenceStage]:
+        """Build all stages, in order."""
+        return [self._build_stage(index) for index in range(self.count)]
+
+    def _build_stage(self, index: int) -> InferenceStage:
+        mine = [node for node, stage in self.stage_of.items() if stage == index]
+        comes = [n for n in mine if n.op == "placeholder"] if index == 0 else self._stage_inputs(index)
+        goes = self.results if index == self.count - 1 else self._stage_inputs(index + 1)
+        graph, attributes = fx.Graph(), dict[str, Any]()
+        copies = {node: graph.placeholder(node.name) for node in comes}
+        weights: set[str] = set()
+
+        def copy_node(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                name, value = self.constants[node]
+                if value is None:
+                    weights.add(name.removeprefix(_PREFIX))
+                    value = torch.empty(0, device="meta")  # until ``load_weights``
+                attributes[name] = value
+                copies[node] = graph.get_attr(name)
+            return copies[node]
+
+        for node in mine:
+            if node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copy_node)
+        sent = [copy_node(node) for node in goes]
+        if index < self.count - 1:
+            sent = [graph.call_method("contiguous", (node,)) for node in sent]
+        graph.output(tuple(sent))
+        module = fx.GraphModule(attributes, graph)
+        return InferenceStage(module, _meta_tensors(comes), _meta_tensors(goes), frozenset(weights))
+
+
+def _meta_tensors(nodes: Iterable[fx.Node]) -> tuple[torch.Tensor, ...]:
+    """Return contiguous meta tensors of the shapes in the trace."""
+    values = [node.meta["val"] for node in nodes]
+    return tuple(torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values)

@@ -1,0 +1,320 @@
+"""Moving tensors between devices while a model that lies on several devices runs.
+
+A tensor is copied when a module on another device gets it, once for each device in a forward of the model. A
+container is rebuilt only if something in it moved. One that a module writes to is a cache: it is not searched
+any more, since its tensors belong to the modules that put them there.
+"""
+
+# torch's signatures are partly untyped: what is unknown here is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.core import tree
+from accelerate.offload.offloaded_tensor import OffloadedTensor
+
+# Types without tensors; a lookup of the type is the cheapest test.
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, slice})
+Path = tuple[Any, ...]
+
+
+@dataclass
+class _DeviceCopy:
+    """A tensor and its copy on another device, with the versions that belong together."""
+
+    source: torch.Tensor
+    source_version: int | None
+    copy: torch.Tensor
+    copy_version: int | None
+
+    def is_current(self) -> bool:
+        """Return True when neither was changed since; False for tensors without a version."""
+        return (
+            self.source_version is not None
+            and self.source_version == _version(self.source)
+            and self.copy_version == _version(self.copy)
+        )
+
+
+@dataclass
+class _WatchedContainer:
+    """A container among a module's inputs: the caller's, the one passed to the module, and its content."""
+
+    original: Any
+    passed: Any
+    content: Any
+    path: Path
+
+
+@dataclass
+class _ModuleCall:
+    """One running call of a module."""
+
+    module: nn.Module
+    input_device: torch.device | None
+    watched: list[_WatchedContainer] = field(default_factory=list[_WatchedContainer])
+    copies: list[_DeviceCopy] = field(default_factory=list[_DeviceCopy])
+
+
+class _ForwardState(threading.local):
+    """The calls and copies of a thread's running forward of the model."""
+
+    def __init__(self) -> None:
+        self.calls: list[_ModuleCall] = []
+        self.copies: dict[tuple[int, torch.device], _DeviceCopy] = {}
+        self.objects: dict[tuple[int, torch.device], tuple[Any, Any]] = {}
+        self.caches: dict[int, Any] = {}
+
+
+class TensorMover:
+    """The moves of inputs and outputs between the devices of one model.
+
+    Args:
+        devices: where its modules compute.
+
+    Attributes:
+        moves: how many tensors were moved, since the model was dispatched.
+        caches: (class of a module, path of an argument) of the containers that it writes to.
+    """
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self.devices = devices
+        self.moves = 0
+        self.caches: set[tuple[type, Path]] = set()
+        self._state = _ForwardState()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorMover:
+        twin = memo[id(self)] = TensorMover(set(self.devices))
+        twin.caches = set(self.caches)
+        return twin
+
+    @property
+    def depth(self) -> int:
+        """The number of calls that are running in this thread."""
+        return len(self._state.calls)
+
+    def move_inputs(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        skip: frozenset[str] = frozenset(),
+        outermost: bool = False,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the arguments of a call to the device of its module.
+
+        Args:
+            module: what is called.
+            device: where it computes.
+            args, kwargs: what it is called with.
+            skip: names of arguments, at any depth, that are left alone.
+            outermost: it is the model itself. What lies on one of its devices, inside of containers, is left
+                there: the module that needs it will move it.
+        """
+        call = _ModuleCall(module, None)
+        walk = _ArgumentWalk(self, call, device, skip, outermost)
+        if outermost:
+            call.input_device = walk.first_device((args, kwargs))
+        args = tuple([walk.visit(value, (place,), 0) for place, value in enumerate(args)])
+        kwargs = {
+            name: value if name in skip else walk.visit(value, (name,), 0) for name, value in kwargs.items()
+        }
+        if walk.has_objects and (walk.has_moved or outermost):
+            args = tuple([walk.move_object(value) for value in args])
+            kwargs = {n: value if n in skip else walk.move_object(value) for n, value in kwargs.items()}
+        self._state.calls.append(call)
+        return args, kwargs
+
+    def move_output(self, module: nn.Module, output: Any, skip: frozenset[str] = frozenset()) -> Any:
+        """End a call, and move the output of the model itself to the device of its inputs."""
+        run = self._state
+        if not run.calls or run.calls[-1].module is not module:  # called by hand, without a beginning
+            return output
+        call = run.calls[-1]
+        try:
+            self._write_back_changes(call)
+            if call.input_device is not None:
+                walk = _ArgumentWalk(self, call, call.input_device, skip, outermost=True, result=True)
+                output = walk.visit(output, (), 0)
+        finally:
+            self.drop_calls(len(run.calls) - 1)
+        return output
+
+    def drop_calls(self, depth: int) -> None:
+        """Drop the records of calls deeper than ``depth``: they ended, or raised."""
+        run = self._state
+        del run.calls[depth:]
+        if not run.calls:
+            run.copies.clear()
+            run.objects.clear()
+            run.caches.clear()
+
+    def _write_back_changes(self, call: _ModuleCall) -> None:
+        """Apply the module's changes of copies to the caller's tensors and containers."""
+        for watched in call.watched:
+            if _is_changed(watched):
+                self._state.caches[id(watched.original)] = watched.original
+                self.caches.add((type(call.module), watched.path))
+                if watched.passed is not watched.original:
+                    _write_back(watched)
+        for moved in call.copies:
+            version = _version(moved.copy)
+            if version != moved.copy_version and not moved.source.requires_grad:
+                with torch.no_grad():
+                    moved.source.copy_(moved.copy)
+                moved.source_version, moved.copy_version = _version(moved.source), version
+
+    def move_tensor(self, tensor: torch.Tensor, device: torch.device, call: _ModuleCall) -> torch.Tensor:
+        """Return the tensor on ``device``: the copy of this forward, or a new one."""
+        key = id(tensor), device
+        tensor_copy = self._state.copies.get(key)
+        if tensor_copy is None or not tensor_copy.is_current():
+            copy = _copy(tensor, device)
+            self.moves += 1
+            tensor_copy = _DeviceCopy(tensor, _version(tensor), copy, _version(copy))
+            self._state.copies[key] = tensor_copy
+        call.copies.append(tensor_copy)
+        return tensor_copy.copy
+
+    def move_object(self, value: Any, device: torch.device) -> Any:
+        """Return an object that has a ``to`` on ``device``; it is moved once in a forward."""
+        pair = self._state.objects.get((id(value), device))
+        if pair is None:
+            pair = self._state.objects[id(value), device] = value, value.to(device)
+        return pair[1]
+
+    def is_cache(self, container: Any, path: Path, call: _ModuleCall) -> bool:
+        """Return True when the module writes to the container, or another one has in this forward."""
+        return id(container) in self._state.caches or (type(call.module), path) in self.caches
+
+
+class _ArgumentWalk:
+    """One walk over the arguments or the output of a call."""
+
+    def __init__(
+        self,
+        mover: TensorMover,
+        call: _ModuleCall,
+        device: torch.device,
+        skip: frozenset[str],
+        outermost: bool,
+        result: bool = False,
+    ) -> None:
+        self.mover, self.call, self.device, self.skip = mover, call, device, skip
+        self.outermost, self.is_output = outermost, result
+        self.has_moved = self.has_objects = False
+
+    def first_device(self, values: Any) -> torch.device | None:
+        """Return the device of the first tensor, None without one or for a meta tensor."""
+        tensor = tree.find_leaf(lambda leaf: isinstance(leaf, torch.Tensor), values)
+        return None if tensor is None or tensor.device.type == "meta" else tensor.device
+
+    def visit(self, value: Any, path: Path, depth: int) -> Any:
+        """Return ``value`` with its tensors on the device: the same object if nothing had to move."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, depth)
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if tree.is_mapping(value):
+            return self._mapping(value, path, depth)
+        if isinstance(value, list | tuple):
+            return self._sequence(value, path, depth)
+        self.has_objects = self.has_objects or (
+            hasattr(value, "to") and not isinstance(value, nn.Module | type)
+        )
+        return value
+
+    def _tensor(self, tensor: torch.Tensor, depth: int) -> torch.Tensor:
+        device = tensor.device
+        if device == self.device or device.type == "meta" or isinstance(tensor, OffloadedTensor):
+            return tensor
+        # Nested containers of the model's inputs and outputs may be caches: a tensor on a device of the model
+        # stays there, unless the output goes to a device that the model does not use.
+        own = self.mover.devices
+        deep = self.outermost and depth > self.is_output
+        if deep and device in own and (not self.is_output or self.device in own):
+            return tensor
+        self.has_moved = True
+        return self.mover.move_tensor(tensor, self.device, self.call)
+
+    def _mapping(self, value: Any, path: Path, depth: int) -> Any:
+        if self.mover.is_cache(value, path, self.call):
+            return value
+        content = dict(value)
+        moved = {
+            key: item if key in self.skip else self.visit(item, (*path, key), depth + 1)
+            for key, item in content.items()
+        }
+        same = all(map(_is, moved.values(), content.values()))
+        passed = value if same else tree.make_mapping_like(value, moved)
+        self._watch_container(value, passed, dict(moved), path)
+        return passed
+
+    def _sequence(self, value: Any, path: Path, depth: int) -> Any:
+        mutable = isinstance(value, list)
+        if mutable and self.mover.is_cache(value, path, self.call):
+            return value
+        moved = [self.visit(item, (*path, place), depth + 1) for place, item in enumerate(value)]
+        passed = value if all(map(_is, moved, value)) else tree.make_same_type(value, moved)
+        if mutable:
+            self._watch_container(value, passed, moved, path)
+        return passed
+
+    def _watch_container(self, original: Any, passed: Any, content: Any, path: Path) -> None:
+        if not self.is_output:
+            self.call.watched.append(_WatchedContainer(original, passed, content, path))
+
+    def move_object(self, value: Any) -> Any:
+        """Return an argument that is moved by its own ``to``."""
+        if isinstance(value, torch.Tensor | nn.Module | type | list | tuple) or not hasattr(value, "to"):
+            return value
+        return self.mover.move_object(value, self.device)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that keeps a version, also under inference mode."""
+    if not torch.is_inference_mode_enabled():
+        return tensor.to(device)
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.to(device)
+
+
+def _is_changed(watched: _WatchedContainer) -> bool:
+    """Return True when an item of a container was added, removed or replaced."""
+    now, before = watched.passed, watched.content
+    if len(now) != len(before):
+        return True
+    if isinstance(before, dict):
+        return any(key not in now or now[key] is not item for key, item in before.items())
+    return not all(map(_is, now, before))
+
+
+def _write_back(watched: _WatchedContainer) -> None:
+    """Copy the module's changes to the caller's container; items that were only moved stay as they were."""
+    original, now, before = watched.original, watched.passed, watched.content
+    if isinstance(before, dict):
+        for key in [key for key in original if key not in now]:
+            del original[key]
+        for key, item in now.items():
+            if key not in before or item is not before[key]:
+                original[key] = item
+        return
+    came_from = {id(moved): own for moved, own in zip(before, original, strict=True)}
+    original[:] = [came_from.get(id(item), item) for item in now]

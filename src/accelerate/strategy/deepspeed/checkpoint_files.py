@@ -1,0 +1,175 @@
+"""DeepSpeed's own checkpoint as a part of ours: a folder that it writes and reads, within the commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.strategy.deepspeed import full_state
+from accelerate.strategy.deepspeed.engine_handle import EngineHandle
+from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint, find_unsupported_file
+from accelerate.world.world import World
+
+_SAVES = ("client_state", "exclude_frozen_parameters")
+_LOADS = (
+    *("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
+    "custom_load_fn",
+)
+_MARK = "accelerate_engine.json"
+
+
+def folder_name(index: int) -> str:
+    """Return the folder name of the model of that number, as the public format has it."""
+    return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
+
+
+class EngineCheckpointFiles:
+    """Saves and loads the checkpoint of one engine.
+
+    Args:
+        handle: the engine.
+        index: the number of its model.
+        world: the world.
+        options: more arguments of DeepSpeed's ``save_checkpoint`` or ``load_checkpoint``.
+
+    Attributes:
+        objects: what DeepSpeed saves by itself: the prepared model, its optimizer, its own schedule.
+    """
+
+    def __init__(self, handle: EngineHandle, index: int, world: World, options: dict[str, Any]) -> None:
+        self.handle, self.world, self.options = handle, world, options
+        self.name = folder_name(index)
+        self.objects = (handle.engine, handle.optimizer, handle.scheduler)
+
+    def present(self, folder: Path) -> bool:
+        """Return whether the checkpoint in ``folder`` was written by DeepSpeed."""
+        return (folder / self.name).is_dir()
+
+    def save(self, folder: Path, /) -> Iterable[str]:
+        """Let DeepSpeed write the checkpoint, and return the files of this rank; collective."""
+        _check_options(self.options, _SAVES, "save_state")
+        self.handle.engine.save_checkpoint(str(folder), tag=self.name, **self.options)
+        own = folder / self.name
+        if self.world.rank == 0:
+            facts = {"stage": self.handle.stage, "processes": self.world.size}
+            (own / _MARK).write_text(json.dumps(facts), encoding="utf-8")
+        return self._own_file_names(folder)
+
+    def _own_file_names(self, folder: Path) -> list[str]:
+        """Return this rank's files: its shards; on rank 0 also the files without a rank."""
+        names: list[str] = []
+        rank = self.world.rank
+        for name in sorted(_file_names(folder / self.name)):
+            owner = _rank_of_file(name)
+            if owner == rank or (owner is None and rank == 0):
+                names.append(f"{self.name}/{name}")
+        if rank == 0:
+            names += [name for name in ("latest", "zero_to_fp32.py") if (folder / name).is_file()]
+        return names
+
+    def load(self, folder: Path, /) -> None:
+        """Load a DeepSpeed checkpoint; collective.
+
+        With the same world size and stage DeepSpeed reads it. Otherwise each rank reads its shards out of all
+        files.
+
+        Raises:
+            CheckpointError: there is nothing, or only DeepSpeed can read it.
+        """
+        _check_options(self.options, _LOADS, "load_state")
+        own = folder / self.name
+        mark = own / _MARK
+        here = {"stage": self.handle.stage, "processes": self.world.size}
+        facts = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else _written_layout(own, here)
+        if facts == here:
+            path, _ = self.handle.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
+            if path is None:
+                raise CheckpointError(f"DeepSpeed found nothing to load in {own}")
+        else:
+            self._load_resharded(ZeroCheckpoint(own))
+        self.handle.clear_gradients()
+
+    def _load_resharded(self, checkpoint: ZeroCheckpoint) -> None:
+        """Load this rank's shards out of the files of all ranks."""
+        handle, options = self.handle, self.options
+        only = bool(options.get("load_module_only"))
+        if options.get("custom_load_fn") is not None:
+            raise CheckpointError(
+                f"load_state was given custom_load_fn, and {checkpoint.folder} was written by another "
+                "number of processes, or in another stage",
+                why="DeepSpeed calls it for files that were written as they are read",
+            )
+        full_state.load_model(
+            handle, checkpoint.weights, strict=bool(options.get("load_module_strict", True))
+        )
+        if checkpoint.has_optimizer_state and not only and options.get("load_optimizer_states", True):
+            full_state.load_optimizer(handle, checkpoint.optimizer_state(*self._group_names()))
+            _restore_loss_scale(handle.engine_optimizer, checkpoint.scaler)
+        schedule, wanted = (
+            checkpoint.rank0_state.get("lr_scheduler"),
+            options.get("load_lr_scheduler_states", True),
+        )
+        if handle.scheduler is not None and schedule is not None and wanted and not only:
+            handle.scheduler.load_state_dict(schedule)
+        for name in ("global_steps", "global_samples", "skipped_steps") if not only else ():
+            setattr(handle.engine, name, checkpoint.rank0_state.get(name, getattr(handle.engine, name)))
+
+    def _group_names(self) -> tuple[list[list[list[str]]], list[dict[str, Any]]]:
+        """Return the names of each parameter of each optimizer group, and the groups' options."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.handle.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        groups = [[names.get(id(p), []) for p in group] for group in self.handle.groups]
+        return groups, [{} for _ in groups]
+
+
+def _written_layout(folder: Path, here: dict[str, int]) -> dict[str, int]:
+    """Return stage and world size of a folder without a mark; ``here`` where only DeepSpeed can read it."""
+    if find_unsupported_file(folder):
+        return here
+    checkpoint = ZeroCheckpoint(folder)
+    return {"stage": checkpoint.stage, "processes": checkpoint.processes}
+
+
+def _restore_loss_scale(inner: Any, saved: dict[str, Any]) -> None:
+    """Restore the loss scale."""
+    scaler = getattr(inner, "loss_scaler", None)
+    if scaler is not None:
+        vars(scaler).update({name: value for name, value in saved.items() if name in vars(scaler)})
+
+
+def find_engine_checkpoints(folder: Path) -> list[ZeroCheckpoint]:
+    """Return the DeepSpeed checkpoints in a checkpoint, or the one in DeepSpeed's own folder."""
+    if _is_engine_folder(folder):
+        return [ZeroCheckpoint(folder)]
+    checkpoints: list[ZeroCheckpoint] = []
+    while _is_engine_folder(folder / folder_name(len(checkpoints))):
+        checkpoints.append(ZeroCheckpoint(folder / folder_name(len(checkpoints)), len(checkpoints)))
+    return checkpoints
+
+
+def _is_engine_folder(folder: Path) -> bool:
+    return folder.is_dir() and any(path.name.endswith("_model_states.pt") for path in folder.iterdir())
+
+
+def _file_names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def _rank_of_file(name: str) -> int | None:
+    """Return the rank that wrote a shard, such as ``zero_pp_rank_3_mp_rank_00_model_states.pt``."""
+    _, marker, rest = name.partition("zero_pp_rank_")
+    digits = rest.partition("_")[0]
+    return int(digits) if marker and digits.isdigit() else None
+
+
+def _check_options(options: dict[str, Any], names: Iterable[str], where: str) -> None:
+    wrong = sorted(set(options) - set(names))
+    if wrong:
+        raise SettingError(
+            f"{where} was given {', '.join(wrong)}, which DeepSpeed does not know",
+            why=f"it knows {', '.join(names)}",
+        )

@@ -1,0 +1,249 @@
+"""The DeepSpeed configuration as a tree of keys, and the stand-ins for the optimizer and schedule in it.
+
+Source: DeepSpeed documentation, "DeepSpeed Configuration JSON".
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate.core.errors import SettingError
+
+AUTO = "auto"
+_ABSENT: Any = object()
+
+
+def read_config(source: Any) -> dict[str, Any]:
+    """Return a copy of the configuration in a dict, a path, JSON in base 64, or an ``HfDeepSpeedConfig``.
+
+    Raises:
+        SettingError: it is none of these, or not valid JSON.
+    """
+    if isinstance(source, HfDeepSpeedConfig):
+        return source.config
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    text = _text(source)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingError(
+            f"the DeepSpeed configuration {source!r} is not valid JSON: line {error.lineno}", why=error.msg
+        ) from error
+    if not isinstance(content, dict):
+        raise SettingError(f"the DeepSpeed configuration {source!r} is not a table of keys")
+    return content
+
+
+def _text(source: Any) -> str:
+    if isinstance(source, str | os.PathLike):
+        path = Path(source).expanduser()
+        # JSON in base 64 begins with an encoded brace.
+        if str(source).startswith(("ey", "ew")) and not path.exists():
+            try:
+                return base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
+            except ValueError:
+                path = Path(source)
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise SettingError(
+        f"the DeepSpeed configuration is {source!r}",
+        why="it is no path of a file that is there, no dict, and no JSON in base 64",
+        fix='hf_ds_config="ds_config.json", or hf_ds_config={"zero_optimization": {"stage": 2}}',
+    )
+
+
+def get_key(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """Return the value under a dotted path."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+def has_key(config: Mapping[str, Any], path: str) -> bool:
+    """Return whether the path exists, also with the value ``"auto"``."""
+    return get_key(config, path, _ABSENT) is not _ABSENT
+
+
+def set_key(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value under a dotted path; missing tables above it are made."""
+    *above, last = path.split(".")
+    for key in above:
+        config = config.setdefault(key, {})
+    config[last] = value
+
+
+def delete_key(config: dict[str, Any], path: str) -> None:
+    """Delete a key, if it is there."""
+    *above, last = path.split(".")
+    node = get_key(config, ".".join(above)) if above else config
+    if isinstance(node, dict):
+        node.pop(last, None)
+
+
+def auto_keys(config: Mapping[str, Any], below: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all values that are ``"auto"``."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from auto_keys(value, f"{below}{key}.")
+        elif value == AUTO:
+            yield f"{below}{key}"
+
+
+class HfDeepSpeedConfig:
+    """The DeepSpeed configuration by dotted paths; transformers derives its own class from this one.
+
+    Args:
+        config_file_or_dict: a dict, the path of a JSON file, or its content in base 64.
+
+    Attributes:
+        config: the tree of keys, as a plain dict.
+
+    Raises:
+        SettingError: it is none of these.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config: dict[str, Any] = read_config(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read again the ZeRO stage, and whether anything is offloaded to the host or to NVMe."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in _OFFLOADED)
+        self._offload = any(device in ("cpu", "nvme") for device in devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return (the table with the last key of the path, None if it is missing; that key)."""
+        above, _, last = ds_key_long.rpartition(".")
+        node = get_key(self.config, above) if above else self.config
+        return (node if isinstance(node, dict) else None), last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value under the path."""
+        return get_key(self.config, ds_key_long, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete the subtree under the path.
+
+        Raises:
+            SettingError: it is not there, and ``must_exist``.
+        """
+        if must_exist and not has_key(self.config, ds_key_long):
+            raise SettingError(f"{ds_key_long} is not in the DeepSpeed configuration")
+        delete_key(self.config, ds_key_long)
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return whether the value is there and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Return whether the value is there and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Return whether the stage is 2: gradients and optimizer state are partitioned."""
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        """Return whether the stage is 3: parameters are partitioned too."""
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        """Return whether anything is offloaded to the host or to NVMe."""
+        return self._offload
+
+
+_OFFLOADED = ("optimizer", "param")
+
+
+class DummyOptim:
+    """The stand-in for an optimizer that DeepSpeed makes from ``optimizer`` of its configuration.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, weight_decay: for ``"auto"`` values of the configuration.
+        kwargs: more of them: ``betas``, ``eps``.
+    """
+
+    prepared_as: ClassVar[str] = "optimizer"
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = list(params) if isinstance(params, Iterator) else params
+        self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+
+
+class DummyScheduler:
+    """The stand-in for a schedule that DeepSpeed makes from ``scheduler`` of its configuration.
+
+    Args:
+        optimizer: what it belongs to, a ``DummyOptim`` or an optimizer.
+        total_num_steps, warmup_num_steps: for ``"auto"`` values of the configuration.
+        lr_scheduler_callable: makes the schedule of DeepSpeed's optimizer, where the configuration has none.
+        kwargs: kept.
+    """
+
+    prepared_as: ClassVar[str] = "scheduler"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer, self.total_num_steps, self.warmup_num_steps = (
+            optimizer,
+            total_num_steps,
+            warmup_num_steps,
+        )
+        self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
+
+
+def as_param_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return parameters, or groups of them, as groups."""
+    listed = list(params)
+    grouped = bool(listed) and isinstance(listed[0], Mapping)
+    return [dict(group) for group in listed] if grouped else [{"params": listed}]
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+    """Return DeepSpeed's CPU optimizer for one of torch, with the same options.
+
+    Its kernels are compiled when the first one is made, which takes a compiler and most of a minute.
+
+    Args:
+        optimizer: ``Adam``, ``AdamW``, ``Adagrad`` of torch, or a ``Lion``; another one is returned as it is.
+    """
+    import torch
+
+    names = {torch.optim.Adam: "Adam", torch.optim.AdamW: "Adam", torch.optim.Adagrad: "Adagrad"}
+    name = names.get(type(optimizer), "Lion" if type(optimizer).__name__ == "Lion" else "")
+    if not name:
+        return optimizer
+    from importlib import import_module
+
+    optimizer_class = getattr(import_module(f"deepspeed.ops.{name.lower()}"), f"DeepSpeedCPU{name}")
+    options: dict[str, Any] = (
+        {"adamw_mode": isinstance(optimizer, torch.optim.AdamW)} if name == "Adam" else {}
+    )
+    known = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    groups = [
+        {key: value for key, value in group.items() if key == "params" or key in known}
+        for group in optimizer.param_groups
+    ]
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
+    if name != "Adam":
+        defaults.pop("amsgrad", None)
+    return optimizer_class(groups, **defaults, **options)

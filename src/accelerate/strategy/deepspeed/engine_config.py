@@ -1,0 +1,292 @@
+"""The complete DeepSpeed configuration, built from values that each have one owner.
+
+The ``Accelerator`` owns the micro-batches per step and the precision, the loader the batch size, the
+optimizer its options. DeepSpeed's own file must agree with them, or say ``"auto"``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from accelerate.core.errors import SettingError
+from accelerate.strategy.deepspeed import config_tree
+from accelerate.strategy.deepspeed.config_tree import AUTO, DummyOptim, DummyScheduler
+from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
+from accelerate.strategy.settings.deepspeed import is_same
+
+_CONFIG_NAME = "the DeepSpeed configuration"
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """The inputs of one engine's configuration.
+
+    Attributes:
+        model: the user's.
+        steps: micro-batches per step of the ``Accelerator``.
+        precision: mixed precision of the ``Accelerator``.
+        processes: the world size.
+        host: whether the device is the CPU, for which no kernels are compiled.
+        batches: samples per rank of the loaders of the same ``prepare``; None where unknown.
+        optimizer: of torch, or a ``DummyOptim``; None for a model that is not trained.
+        scheduler: a ``DummyScheduler``, or None.
+    """
+
+    model: nn.Module
+    steps: int
+    precision: str
+    processes: int
+    host: bool
+    batches: Sequence[int | None] = ()
+    optimizer: Any = None
+    scheduler: Any = None
+
+
+@dataclass
+class EngineConfig:
+    """The configuration that a DeepSpeed engine is made with.
+
+    Attributes:
+        config: what DeepSpeed gets.
+        sources: the source of each value that was filled in, by dotted path.
+    """
+
+    config: dict[str, Any]
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def set_owned(self, path: str, value: Any, source: str, *, must: bool = True) -> None:
+        """Set the owner's value; a different value in the file is an error.
+
+        Raises:
+            SettingError: the file has another value; names both places.
+        """
+        configured = config_tree.get_key(self.config, path)
+        if must and configured not in (None, AUTO) and not is_same(configured, value):
+            raise SettingError(
+                f"{source} says {_short_text(value)}, but {_CONFIG_NAME} says {path}: "
+                f"{json.dumps(configured)}",
+                why="each of the two would train in another way",
+                fix=f'keep one of them, or write "auto" for {path}',
+            )
+        if configured in (None, AUTO):
+            config_tree.set_key(self.config, path, value)
+            self.sources[path] = source
+
+    def fill_auto(self, path: str, value: Any, source: str) -> None:
+        """Fill a value that is ``"auto"``."""
+        if config_tree.get_key(self.config, path) == AUTO:
+            config_tree.set_key(self.config, path, value)
+            self.sources[path] = source
+
+    def set_default(self, path: str, value: Any) -> None:
+        """Set a value that nobody gave."""
+        if not config_tree.has_key(self.config, path):
+            config_tree.set_key(self.config, path, value)
+
+    def describe(self) -> str:
+        """Describe the stage and the configuration, for the prepare plan."""
+        shown = {k: v for k, v in self.config.items() if k != "steps_per_print"}
+        stage = config_tree.get_key(self.config, "zero_optimization.stage")
+        return f"ZeRO stage {stage}; its configuration: {json.dumps(shown)}"
+
+
+def _short_text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
+
+
+def build_config(plugin: DeepSpeedPlugin, inputs: EngineInputs) -> EngineConfig:
+    """Build the configuration of one engine; the plugin's own stays as it is.
+
+    Raises:
+        SettingError: two places have different values, or a value is ``"auto"`` and unknown.
+    """
+    engine_config = EngineConfig(copy.deepcopy(plugin.config_template()))
+    _fill_batch(engine_config, plugin, inputs)
+    _fill_precision(engine_config, inputs)
+    _fill_optimizer(engine_config, inputs)
+    _fill_scheduler(engine_config, inputs)
+    _fill_sizes(engine_config, inputs)
+    engine_config.fill_auto("gradient_clipping", 0.0, "clip_grad_norm_, which says it when it is called")
+    engine_config.fill_auto(
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save", plugin.may_gather, "the plugin"
+    )
+    engine_config.set_default("steps_per_print", float("inf"))
+    if inputs.optimizer is None:
+        _remove_optimizer(engine_config)
+    left = sorted(config_tree.auto_keys(engine_config.config))
+    if left:
+        raise SettingError(
+            f'{_CONFIG_NAME} says "auto" for {", ".join(left)}, and nothing here says what they are',
+            fix="write these values into the configuration",
+        )
+    return engine_config
+
+
+def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: EngineInputs) -> None:
+    configured = config_tree.get_key(engine_config.config, "gradient_accumulation_steps")
+    # A library that counts micro-batches by itself has written its number there.
+    if inputs.steps != 1 or configured in (None, AUTO):
+        engine_config.set_owned(
+            "gradient_accumulation_steps", inputs.steps, "gradient_accumulation_steps of the Accelerator"
+        )
+    micro = "train_micro_batch_size_per_gpu"
+    known = [size for size in inputs.batches if size]
+    written = config_tree.get_key(engine_config.config, micro)
+    if written in (None, AUTO):
+        chosen = (
+            (min(known) if plugin.is_train_batch_min else max(known))
+            if known
+            else _micro_batch_from_total(engine_config, inputs)
+        )
+        engine_config.set_owned(
+            micro, chosen, "the loader" if known else "nothing: it is only for reports of DeepSpeed"
+        )
+    elif known and int(written) not in known:
+        engine_config.set_owned(micro, known[0], "the batch size of the loader")
+    steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
+    total = int(config_tree.get_key(engine_config.config, micro)) * steps * inputs.processes
+    engine_config.set_owned(
+        "train_batch_size", total, f"{micro} x gradient_accumulation_steps x {inputs.processes} processes"
+    )
+
+
+def _micro_batch_from_total(engine_config: EngineConfig, inputs: EngineInputs) -> int:
+    total = config_tree.get_key(engine_config.config, "train_batch_size")
+    steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
+    return max(1, int(total) // (steps * inputs.processes)) if total not in (None, AUTO) else 1
+
+
+def _fill_precision(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+    for kind in ("fp16", "bf16"):
+        enabled = inputs.precision == kind
+        configured = config_tree.get_key(engine_config.config, f"{kind}.enabled")
+        if enabled or configured == AUTO or (inputs.precision != "no" and configured is not None):
+            engine_config.set_owned(f"{kind}.enabled", enabled, f"mixed_precision={inputs.precision}")
+
+
+def _fill_optimizer(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+    optimizer, config = inputs.optimizer, engine_config.config
+    if isinstance(optimizer, DummyOptim):
+        if not config.get("optimizer"):
+            raise SettingError(
+                f"a DummyOptim was prepared, but {_CONFIG_NAME} has no optimizer",
+                why="it stands for the one that DeepSpeed makes",
+                fix='add "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, or prepare one of torch',
+            )
+        _fill_dummy(engine_config, optimizer)
+        _use_torch_adam(engine_config, inputs)
+        return
+    if optimizer is None:
+        return
+    if config.get("optimizer"):
+        raise SettingError(
+            f"the optimizer is said twice: {type(optimizer).__name__} in prepare, and "
+            f"{config_tree.get_key(config, 'optimizer.type')} in {_CONFIG_NAME}",
+            fix="take optimizer out of the configuration, or prepare a DummyOptim in the place of yours",
+        )
+    # An optimizer of the user's own computes what it computes in one process.
+    engine_config.set_default("zero_allow_untested_optimizer", True)
+    engine_config.set_default("zero_force_ds_cpu_optimizer", False)
+
+
+def _fill_dummy(engine_config: EngineConfig, optimizer: DummyOptim) -> None:
+    params = "optimizer.params"
+    given = {"lr": (optimizer.lr, 0.001), "weight_decay": (optimizer.weight_decay, 0)}
+    for name, (value, default) in given.items():
+        if value == default or config_tree.get_key(engine_config.config, f"{params}.{name}") == AUTO:
+            engine_config.fill_auto(f"{params}.{name}", value, "the DummyOptim")
+        elif config_tree.has_key(engine_config.config, f"{params}.{name}"):
+            engine_config.set_owned(f"{params}.{name}", value, f"{name} of the DummyOptim")
+    defaults = {"betas": [0.9, 0.999], "eps": 1e-8}
+    for name, default in defaults.items():
+        value = optimizer.kwargs.get(name, default)
+        engine_config.fill_auto(
+            f"{params}.{name}", list(value) if isinstance(value, tuple) else value, "the DummyOptim"
+        )
+
+
+def _use_torch_adam(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+    """Use torch's Adam on the CPU: DeepSpeed would compile its own, with the same results."""
+    adam = str(config_tree.get_key(engine_config.config, "optimizer.type")).lower() in ("adam", "adamw")
+    if inputs.host and adam:
+        engine_config.set_default("optimizer.params.torch_adam", True)
+
+
+def _fill_scheduler(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+    scheduler = inputs.scheduler
+    if not isinstance(scheduler, DummyScheduler):
+        return
+    if not engine_config.config.get("scheduler"):
+        if scheduler.lr_scheduler_callable is None:
+            raise SettingError(
+                f"a DummyScheduler was prepared, but {_CONFIG_NAME} has no scheduler",
+                fix="add one there, give DummyScheduler(lr_scheduler_callable=...), or prepare one of torch",
+            )
+        return
+    if scheduler.lr_scheduler_callable is not None:
+        raise SettingError(
+            f"the schedule is said twice: by lr_scheduler_callable and in {_CONFIG_NAME}",
+            fix="keep one of them",
+        )
+    params, source = "scheduler.params", "the DummyScheduler"
+    rate = config_tree.get_key(engine_config.config, "optimizer.params.lr", _learning_rate(inputs.optimizer))
+    engine_config.fill_auto(f"{params}.warmup_min_lr", 0, source)
+    engine_config.fill_auto(f"{params}.warmup_max_lr", rate, "the optimizer's lr")
+    engine_config.fill_auto(f"{params}.warmup_num_steps", max(1, scheduler.warmup_num_steps), source)
+    if scheduler.total_num_steps is not None:
+        engine_config.fill_auto(f"{params}.total_num_steps", scheduler.total_num_steps, source)
+
+
+def _learning_rate(optimizer: Any) -> Any:
+    groups = getattr(optimizer, "param_groups", None)
+    return groups[0]["lr"] if groups else getattr(optimizer, "lr", None)
+
+
+_SIZES = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+
+
+def _fill_sizes(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+    """Fill bucket sizes by the model's hidden size; DeepSpeed's defaults hold where it is unknown."""
+    for name, size in _SIZES.items():
+        path = f"zero_optimization.{name}"
+        if config_tree.get_key(engine_config.config, path) == AUTO:
+            hidden = hidden_size(inputs.model)
+            if hidden is None:
+                config_tree.delete_key(engine_config.config, path)
+            else:
+                engine_config.fill_auto(path, size(hidden), f"hidden_size={hidden} of the model")
+
+
+def hidden_size(model: nn.Module) -> int | None:
+    """Return the hidden size of a model of transformers, the largest of several; None if unknown."""
+    config = getattr(model, "config", None)
+    return max(_widths(config), default=None)
+
+
+def _widths(config: Any) -> Iterator[int]:
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("hidden_size", "hidden_sizes"):
+            value = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
+            if isinstance(value, int):
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from (int(each) for each in value)
+
+
+def _remove_optimizer(engine_config: EngineConfig) -> None:
+    """Configure a model without optimizer: partitioned in stage 3, unpartitioned otherwise."""
+    for name in ("optimizer", "scheduler"):
+        engine_config.config.pop(name, None)
+    config_tree.delete_key(engine_config.config, "zero_optimization.offload_optimizer")
+    if config_tree.get_key(engine_config.config, "zero_optimization.stage") != 3:
+        config_tree.set_key(engine_config.config, "zero_optimization", {"stage": 0})

@@ -1,0 +1,396 @@
+"""Handles of DeepSpeed engines: making one from a model and its optimizer; its window, norm and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.core import environ, tree
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
+from accelerate.strategy.deepspeed.config_tree import get_key as config_value
+from accelerate.world.world import World
+
+
+@dataclass
+class EngineHandle:
+    """A ``DeepSpeedEngine`` and the objects it was made of.
+
+    Attributes:
+        engine: the ``DeepSpeedEngine``; it is the prepared model.
+        config: the configuration it was made with.
+        optimizer: the torch optimizer that steps inside of it; None for a model alone.
+        groups: the parameters of the optimizer's groups, as the user made them.
+        scheduler: the schedule that DeepSpeed advances, or None.
+        clip_norm: ``gradient_clipping`` of the configuration; 0 is none.
+        has_gradients: whether a backward has run since gradients were used or cleared.
+        window_complete: whether the last backward was the last of its window.
+        grad_factor: the factor for gradients when they are used, set for a short window.
+        hooks: the hooks on the module besides DeepSpeed's own.
+    """
+
+    engine: Any
+    config: dict[str, Any]
+    optimizer: Any = None
+    groups: list[list[torch.Tensor]] = field(default_factory=list)
+    scheduler: Any = None
+    clip_norm: float = 0.0
+    has_gradients: bool = False
+    window_complete: bool = False
+    grad_factor: float = 1.0
+    hooks: list[Any] = field(default_factory=list)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self.engine.module
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return int(self.engine.zero_optimization_stage())
+
+    @property
+    def engine_optimizer(self) -> Any:
+        """DeepSpeed's optimizer, around the user's."""
+        return self.engine.optimizer
+
+    def steps_optimizer(self, optimizer: Any) -> bool:
+        """Return whether ``optimizer`` steps in this handle's engine."""
+        return optimizer is not None and optimizer is self.optimizer
+
+    # --- one window
+
+    def backward(self, loss: torch.Tensor, *, complete: bool, **kwargs: Any) -> None:
+        """Run the backward pass of a loss that is divided already; reduce gradients when ``complete``."""
+        self.engine.set_gradient_accumulation_boundary(complete)
+        # In a short window only this loss was divided by the window's true number of micro-batches.
+        share = loss if self.grad_factor == 1.0 else loss / self.grad_factor
+        self.has_gradients, self.window_complete = True, complete
+        self.engine.backward(share, scale_wrt_gas=False, **kwargs)
+
+    def step(self) -> None:
+        """Take the step, and clear gradients.
+
+        Raises:
+            PrepareError: the last backward was not the last of its window.
+        """
+        if self.has_gradients and not self.window_complete:
+            raise PrepareError(
+                "optimizer.step() with gradients that are not complete",
+                why="the last backward ran in no_sync or in the middle of a window, so they were not reduced",
+                fix="run the last backward of a step outside no_sync",
+            )
+        if not self.has_gradients:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        with _scaled_gradients(self.engine_optimizer, self.grad_factor):
+            if self.grad_factor != 1.0 and not hasattr(self.engine_optimizer, "loss_scaler"):
+                _multiply(self.module.parameters(), self.grad_factor)
+            self.engine.step()
+        self.has_gradients, self.grad_factor = False, 1.0
+        self._set_clipping(self.clip_norm)
+
+    def clear_gradients(self) -> None:
+        """Clear gradients that were never used."""
+        if not self.has_gradients:
+            return
+        self.has_gradients, self.grad_factor = False, 1.0
+        inner = self.engine_optimizer
+        if hasattr(inner, "averaged_gradients"):
+            inner.zero_grad(set_to_none=True)
+        else:
+            self.engine.zero_grad()
+        if hasattr(inner, "clear_hp_grads"):
+            inner.clear_hp_grads()
+        elif self.stage in (1, 2):
+            self._clear_reduced()
+
+    def _clear_reduced(self) -> None:
+        # Stages 1 and 2 have reduced already; this is what DeepSpeed itself does after an overflow.
+        inner = self.engine_optimizer
+        inner.micro_step_id = -1
+        inner._release_preflattened_grad_buffers()
+        if inner.cpu_offload:
+            inner.reset_cpu_buffers()
+            inner._offload_accumulated_param_ids = set()
+        for buffers in (inner.averaged_gradients, inner.all_grad_tensors):
+            for group in buffers:
+                buffers[group] = None
+
+    @property
+    def skipped_step(self) -> bool:
+        """True if the last step was skipped because a gradient was not finite."""
+        return bool(getattr(self.engine_optimizer, "overflow", False))
+
+    # --- clipping
+
+    def global_norm(self) -> torch.Tensor:
+        """Return the norm of all gradients over all ranks, unscaled; collective."""
+        inner = self.engine_optimizer
+        if not self.has_gradients:
+            last = self.engine.get_global_grad_norm()
+            return torch.as_tensor(0.0 if last is None else last, dtype=torch.float32)
+        if hasattr(inner, "scaled_global_norm"):
+            inner._wait_for_offload_copies() if hasattr(inner, "_wait_for_offload_copies") else None
+            norm = inner.scaled_global_norm()
+        elif hasattr(inner, "_get_norm_groups"):
+            from deepspeed.runtime.utils import combine_grad_norm_groups  # type: ignore[import-not-found]
+
+            norm = combine_grad_norm_groups(inner._get_norm_groups())
+        elif hasattr(inner, "get_grads_for_norm"):
+            from deepspeed.runtime.utils import get_global_norm_of_tensors  # type: ignore[import-not-found]
+
+            norm = get_global_norm_of_tensors(inner.get_grads_for_norm()[0], mpu=inner.mpu)
+        else:
+            norm = _grad_norm(p.grad for p in self.module.parameters() if p.grad is not None)
+        return torch.as_tensor(norm, dtype=torch.float32) * (self.grad_factor / _loss_scale(inner))
+
+    def set_clipping(self, value: float) -> None:
+        """Make the next step scale gradients so that their norm is at most ``value``."""
+        self._set_clipping(0.0 if value == float("inf") else value)
+
+    def _set_clipping(self, value: float) -> None:
+        self.engine._config.gradient_clipping = value
+        if hasattr(self.engine_optimizer, "clip_grad"):
+            self.engine_optimizer.clip_grad = value
+
+
+def _loss_scale(inner: Any) -> float:
+    return float(getattr(inner, "loss_scale", 1.0) or 1.0)
+
+
+class _scaled_gradients:  # noqa: N801 - used as a with block
+    """A context in which DeepSpeed's step multiplies gradients by ``factor``, by a changed loss scale."""
+
+    def __init__(self, inner: Any, stretch: float) -> None:
+        self.scaler = getattr(inner, "loss_scaler", None) if stretch != 1.0 else None
+        self.grad_factor = stretch
+
+    def __enter__(self) -> None:
+        if self.scaler is not None:
+            self.scaler.cur_scale /= self.grad_factor
+
+    def __exit__(self, *error: object) -> None:
+        if self.scaler is not None:
+            self.scaler.cur_scale *= self.grad_factor
+
+
+def _grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _multiply(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+# --- making one
+
+
+def init_deepspeed(world: World) -> None:
+    """Initialize DeepSpeed with the process group of this world; a world of one gets a group of one."""
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+    # DeepSpeed reads this variable.
+    environ.set_variables({"LOCAL_RANK": world.local_rank})
+    if not dist.is_initialized():
+        backend = "gloo" if world.device.type == "cpu" else None
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if world.device.type == "cpu" and environ.get("DS_ACCELERATOR") is None:
+        environ.set_variables({"DS_ACCELERATOR": "cpu"})
+    import deepspeed  # type: ignore[import-not-found]
+
+    if environ.get("DS_BUILD_SHM_COMM") is None:
+        # It would be compiled now, for half a minute; gloo does the same.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def check_nvme(config: Mapping[str, Any]) -> None:
+    """Refuse offload to NVMe where DeepSpeed's ``async_io`` is missing.
+
+    Raises:
+        SettingError: it is not installed, and cannot be built.
+    """
+    parts = ("offload_optimizer", "offload_param")
+    asked = [part for part in parts if config_value(config, f"zero_optimization.{part}.device") == "nvme"]
+    if not asked:
+        return
+    from deepspeed.git_version_info import installed_ops  # type: ignore[import-not-found]
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
+
+    if not installed_ops.get(AsyncIOBuilder.NAME) and not AsyncIOBuilder().is_compatible(verbose=False):
+        raise SettingError(
+            f"{asked[0]}: DeepSpeed cannot use NVMe on this machine",
+            why="its async_io is compiled when it is used, and libaio or its headers are missing",
+            fix="apt install libaio-dev, or offload to the host: device 'cpu'",
+        )
+
+
+def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> EngineHandle:
+    """Make a ``DeepSpeedEngine`` over ``model``, which stays the module inside of it.
+
+    Args:
+        model: the user's.
+        config: complete, as ``build_config`` makes it.
+        optimizer: of torch, or a ``DummyOptim``; None for a model that is not trained.
+        scheduler: a ``DummyScheduler``, or a schedule of DeepSpeed; None leaves schedules to the user.
+    """
+    import deepspeed  # type: ignore[import-not-found]
+
+    arguments: dict[str, Any] = {"model": model, "config": dict(config)}
+    groups: list[dict[str, Any]] = []
+    if isinstance(optimizer, DummyOptim):
+        groups = as_param_groups(optimizer.params)
+        arguments["model_parameters"] = groups if len(groups) > 1 else list(groups[0]["params"])
+    elif optimizer is not None:
+        groups = optimizer.param_groups
+        arguments["optimizer"] = optimizer
+    else:
+        arguments["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
+    if isinstance(scheduler, DummyScheduler):
+        arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+    elif scheduler is not None:
+        arguments["lr_scheduler"] = scheduler
+    user_groups = [list(group["params"]) for group in groups]
+    engine, _, _, schedule = deepspeed.initialize(**arguments)
+    handle = EngineHandle(
+        engine, dict(config), getattr(engine, "basic_optimizer", None), user_groups, schedule
+    )
+    handle.clip_norm = float(engine.gradient_clipping() or 0.0)
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+    _undo_first_step(handle)
+    if dtype is not None:
+        handle.hooks += _cast_inputs_outputs(model, dtype)
+    if handle.stage == 3:
+        handle.hooks.append(_guard_state_dict(engine))
+    return handle
+
+
+def _undo_first_step(handle: EngineHandle) -> None:
+    """Undo the step that stage 0 in 16 bits has taken to initialize the optimizer state.
+
+    Without this, weights have decayed, and Adam would count from 2.
+    """
+    engine_optimizer = handle.engine_optimizer
+    if handle.stage or handle.optimizer is None or not hasattr(engine_optimizer, "fp16_groups"):
+        return
+    flat = hasattr(engine_optimizer, "fp32_groups_flat")
+    pairs = [(engine_optimizer.fp32_groups_flat, engine_optimizer.fp16_groups_flat)] if flat else []
+    pairs += (
+        [] if flat else list(zip(engine_optimizer.fp32_groups, engine_optimizer.fp16_groups, strict=True))
+    )
+    for highs, lows in pairs:
+        for high, low in zip(highs, lows, strict=True):
+            high.data.copy_(low.data)
+    handle.optimizer.state.clear()
+
+
+def _cast_inputs_outputs(module: nn.Module, dtype: torch.dtype) -> list[Any]:
+    """Cast floating point inputs of the module to ``dtype``, and outputs back to float32, by hooks."""
+
+    def to_half(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    def to_float32(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype else leaf
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree.map_tree(to_half, (args, kwargs))
+
+    def cast_outputs(_: nn.Module, __: Any, output: Any) -> Any:
+        return tree.map_tree(to_float32, output)
+
+    input_hook = module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    return [input_hook, module.register_forward_hook(cast_outputs)]
+
+
+def _guard_state_dict(engine: Any) -> Any:
+    """Make ``state_dict()`` of a partitioned model, whose tensors are empty, an error."""
+    inside: list[bool] = []
+    ask = engine.module_state_dict
+
+    def by_engine(*args: Any, **kwargs: Any) -> Any:
+        inside.append(True)
+        try:
+            return ask(*args, **kwargs)
+        finally:
+            inside.pop()
+
+    def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not inside and not keep_vars and any(is_partitioned(p) for p in module.parameters()):
+            raise PrepareError(
+                f"state_dict() of a {type(module).__name__} whose weights are partitioned over the processes",
+                why="in stage 3 each rank holds a shard of every weight, and the tensors here are empty",
+                fix="state = accelerator.get_state_dict(model), on all processes; process 0 gets it",
+            )
+
+    engine.module_state_dict = by_engine
+    return engine.module.register_state_dict_pre_hook(check)
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is partitioned now (stage 3, not all-gathered)."""
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and status.name != "AVAILABLE"
+
+
+def replace_engine(old: EngineHandle, new: EngineHandle) -> EngineHandle:
+    """Make the engine object that users hold the new engine over the same module."""
+    user_engine = old.engine
+    # Hooks hold the new object: both share one ``__dict__``, and are freed together.
+    vars(new.engine)["_twin"] = new.engine
+    object.__setattr__(user_engine, "__dict__", vars(new.engine))
+    new.engine = user_engine
+    return new
+
+
+def release_engine(handle: EngineHandle) -> None:
+    """Remove an engine from its module, so that another one may replace it."""
+    engine = handle.engine
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook, *handle.hooks):
+        hook.remove()
+    if hasattr(engine.optimizer, "destroy"):
+        engine.optimizer.destroy()
+
+
+class EngineRegistry:
+    """The engine handles of one ``Accelerator``."""
+
+    def __init__(self) -> None:
+        self._handles: list[EngineHandle] = []
+
+    def __iter__(self) -> Iterator[EngineHandle]:
+        return iter(self._handles)
+
+    def add(self, handle: EngineHandle) -> None:
+        """Add a handle, in the place of one with the same engine object."""
+        self._handles = [known for known in self._handles if known.engine is not handle.engine]
+        self._handles.append(handle)
+
+    def clear(self) -> None:
+        """Release all engines from their modules."""
+        for handle in self._handles:
+            release_engine(handle)
+        self._handles = []
+
+    def find(self, model: Any) -> EngineHandle | None:
+        """Return the handle of a model, prepared or the user's own, or None."""
+        return next((m for m in self._handles if m.engine is model or m.module is model), None)
+
+    def find_by_optimizer(self, optimizer: Any) -> EngineHandle | None:
+        """Return the handle of the engine in which an optimizer steps, or None."""
+        return next((m for m in self._handles if m.steps_optimizer(optimizer)), None)
+
+    def trained_engines(self) -> list[EngineHandle]:
+        """Return the handles with an optimizer."""
+        return [handle for handle in self._handles if handle.optimizer is not None]

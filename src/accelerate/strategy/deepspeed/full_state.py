@@ -1,0 +1,372 @@
+"""Full state dicts of a DeepSpeed engine's model and optimizer, in float32: gathering and loading them.
+
+DeepSpeed keeps flat float32 vectors; a parameter has a fragment in some of them. The offsets are read from
+DeepSpeed, so this works for any stage, any world size, and with offload to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import CheckpointError, PrepareError
+from accelerate.strategy.deepspeed.engine_handle import EngineHandle, is_partitioned
+
+# Elements that are gathered at once: 256 MB of float32.
+GATHER_NUMEL = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ParamFragment:
+    """This rank's fragment of one parameter.
+
+    Attributes:
+        parameter: the user's.
+        flat: the float32 vector that holds it; the key of its optimizer state.
+        offset: its first element in the vector.
+        param_start: its first element in the parameter.
+        numel: the number of elements.
+    """
+
+    parameter: torch.Tensor
+    flat: torch.Tensor
+    offset: int
+    param_start: int
+    numel: int
+
+    def slice_vector(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return this fragment of a vector that is parallel to ``flat``."""
+        return vector.detach().view(-1).narrow(0, self.offset, self.numel)
+
+
+def trained_params(handle: EngineHandle) -> list[torch.Tensor]:
+    """Return the parameters that the optimizer changes, in the order of its groups."""
+    return [p for group in handle.groups for p in group if p.requires_grad]
+
+
+def local_fragments(handle: EngineHandle) -> dict[int, ParamFragment]:
+    """Return this rank's fragments by the ``id`` of their parameter; empty where nothing is partitioned.
+
+    Raises:
+        PrepareError: DeepSpeed keeps them in an unknown form.
+    """
+    fragments = (_local_fragment(handle, parameter) for parameter in trained_params(handle))
+    return {id(piece.parameter): piece for piece in fragments if piece is not None}
+
+
+def _local_fragment(handle: EngineHandle, parameter: Any) -> ParamFragment | None:
+    inner = handle.engine_optimizer
+    if hasattr(parameter, "ds_id"):
+        group, at, padded = inner.grad_position[inner.get_param_id(parameter)]
+        start = padded * inner._get_param_partition_rank(parameter)
+        count = max(0, min(padded, parameter.ds_numel - start))
+        return ParamFragment(parameter, inner.fp32_partitioned_groups_flat[group], at, start, count)
+    if hasattr(parameter, "_hp_mapping"):
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
+        flats = getattr(inner, "single_partition_of_fp32_groups", None) or inner.fp32_groups_flat_partition
+        return ParamFragment(parameter, flats[mapping.param_group_index], high.start, low.start, high.numel)
+    return None
+
+
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _shape(parameter: Any) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def has_fp32_copies(handle: EngineHandle) -> bool:
+    """Return whether DeepSpeed keeps its own float32 copies of the weights."""
+    return handle.engine_optimizer is not handle.optimizer and handle.optimizer is not None
+
+
+def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    chunk: list[torch.Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if chunk and size + _numel(parameter) > GATHER_NUMEL:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(parameter)
+        size += _numel(parameter)
+    if chunk:
+        yield chunk
+
+
+@torch.no_grad()
+def gather_params(
+    handle: EngineHandle,
+    parameters: Sequence[torch.Tensor],
+    fragments: Mapping[int, ParamFragment],
+    read: Callable[[ParamFragment], torch.Tensor],
+    keep: bool,
+) -> dict[int, torch.Tensor]:
+    """Gather ``parameters`` in float32 on the host, by ``id``; empty where not ``keep``; collective."""
+    import torch.distributed as dist
+
+    whole: dict[int, torch.Tensor] = {}
+    for chunk in _chunks(parameters):
+        flat = torch.zeros(sum(map(_numel, chunk)), device=handle.engine.device)
+        at = 0
+        for parameter in chunk:
+            piece = fragments.get(id(parameter))
+            if piece is not None and piece.numel:
+                part = read(piece)
+                flat.narrow(0, at + piece.param_start, piece.numel).copy_(part)
+            at += _numel(parameter)
+        dist.all_reduce(flat, group=handle.engine.seq_data_parallel_group)
+        at = 0
+        for parameter in chunk:
+            if keep:
+                one = flat.narrow(0, at, _numel(parameter)).view(_shape(parameter))
+                whole[id(parameter)] = one.to("cpu", copy=True)
+            at += _numel(parameter)
+    return whole
+
+
+# --- the model
+
+
+@torch.no_grad()
+def model_state(handle: EngineHandle, keep: bool, *, exact: bool) -> dict[str, Any]:
+    """Return the model's full state dict on the host; empty where not ``keep``; collective.
+
+    Args:
+        handle: the engine.
+        keep: whether this rank keeps the result.
+        exact: return the float32 master weights of the optimizer instead of the compute weights.
+    """
+    module = handle.module
+    masters: dict[int, torch.Tensor] = {}
+    if exact and has_fp32_copies(handle):
+        fragments = local_fragments(handle)
+        parameters = _fragmented_params(handle)
+        masters = gather_params(
+            handle, parameters, fragments, lambda piece: piece.slice_vector(piece.flat), keep
+        )
+    state: dict[str, Any] = {}
+    seen: dict[int, Any] = dict(masters)
+    done = {id(p) for p in _fragmented_params(handle)} if exact and has_fp32_copies(handle) else set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen and id(value) not in done:
+            seen[id(value)] = _fetch_to_host(value, keep)
+        if keep:
+            state[name] = seen[id(value)] if isinstance(value, torch.Tensor) else value
+    return state
+
+
+def _fragmented_params(handle: EngineHandle) -> list[torch.Tensor]:
+    """Return the trained parameters that DeepSpeed has float32 vectors for."""
+    return [p for p in trained_params(handle) if hasattr(p, "ds_id") or hasattr(p, "_hp_mapping")]
+
+
+def _fetch_to_host(value: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    if not hasattr(value, "ds_id"):
+        return value.detach().to("cpu", copy=True) if keep else None
+    import deepspeed  # type: ignore[import-not-found]
+
+    with deepspeed.zero.GatheredParameters([value]):
+        return value.detach().to("cpu", copy=True) if keep else None
+
+
+def shape_template(module: nn.Module) -> dict[str, Any]:
+    """Return the module's state dict without values: an expanded tensor for each parameter, ties kept."""
+    state = module.state_dict(keep_vars=True)
+    apart = {id(value): value for value in state.values() if hasattr(value, "ds_id")}
+    # One element of memory for each: ties are detected by it.
+    like = {key: torch.empty(1).expand(_numel(p)).view(_shape(p)) for key, p in apart.items()}
+    return {name: like.get(id(value), value) for name, value in state.items()}
+
+
+@torch.no_grad()
+def load_model(handle: EngineHandle, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load a full state dict that every rank passes into the weights, and into the float32 copies.
+
+    Returns:
+        What torch's ``load_state_dict`` returns: missing and unexpected names.
+    """
+    module = handle.module
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    apart = {name: p for name, p in parameters.items() if hasattr(p, "ds_id")}
+    if not apart:
+        result = module.load_state_dict(state, strict=strict)
+    else:
+        result = _load_partitioned(module, apart, state, strict)
+    if handle.optimizer is not None and has_fp32_copies(handle):
+        fragments = local_fragments(handle)
+        names = {id(p): name for name, p in parameters.items() if name in state}
+        for key, piece in fragments.items():
+            if key in names:
+                value = state[names[key]].reshape(-1).narrow(0, piece.param_start, piece.numel)
+                piece.slice_vector(piece.flat).copy_(value)
+        for pair in zip(
+            getattr(handle.engine_optimizer, "fp32_groups", ()),
+            getattr(handle.engine_optimizer, "fp16_groups", ()),
+            strict=False,
+        ):
+            for high, low in zip(*pair, strict=False):
+                if id(low) in names and isinstance(high, torch.Tensor):
+                    high.data.copy_(state[names[id(low)]])
+    return result
+
+
+def _load_partitioned(
+    module: nn.Module, apart: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+) -> Any:
+    import deepspeed  # type: ignore[import-not-found]
+
+    for name, parameter in apart.items():
+        value = state.get(name)
+        if value is not None and value.shape != _shape(parameter):
+            raise RuntimeError(
+                f"size mismatch for {name}: the state has shape {tuple(value.shape)}, the model "
+                f"{tuple(_shape(parameter))}"
+            )
+    known = module.state_dict(keep_vars=True)
+    missing = [name for name in known if name not in state]
+    unexpected = [name for name in state if name not in known]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, "
+            f"unexpected {unexpected}"
+        )
+    done: set[int] = set()
+    for name, parameter in apart.items():
+        if name in state and id(parameter) not in done:
+            done.add(id(parameter))
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(state[name])
+    for name, value in known.items():
+        if name in state and name not in apart and isinstance(value, torch.Tensor):
+            value.data.copy_(state[name])
+    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+# --- the optimizer
+
+
+def optimizer_state(handle: EngineHandle, keep: bool) -> dict[str, Any]:
+    """Return the optimizer's full state dict, as in one process; empty where not ``keep``; collective."""
+    if not has_fp32_copies(handle):
+        return handle.optimizer.state_dict() if keep else {}
+    parameters, fragments = _require_fragments(handle), local_fragments(handle)
+    numbers = {id(p): number for number, p in enumerate(p for group in handle.groups for p in group)}
+    vector_states = handle.optimizer.state
+    states: dict[int, dict[str, Any]] = {}
+    for name in _vector_names(vector_states):
+        whole = gather_params(
+            handle,
+            parameters,
+            fragments,
+            lambda piece, name=name: piece.slice_vector(vector_states[piece.flat][name]),
+            keep,
+        )
+        for parameter in parameters if keep else ():
+            states.setdefault(numbers[id(parameter)], {})[name] = whole[id(parameter)]
+    if not keep:
+        return {}
+    if states:
+        for name, value in _scalar_state(vector_states).items():
+            for number in states:
+                states[number][name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return {"state": dict(sorted(states.items())), "param_groups": _param_groups(handle)}
+
+
+def _require_fragments(handle: EngineHandle) -> list[torch.Tensor]:
+    known = _fragmented_params(handle)
+    if len(known) != len(trained_params(handle)):
+        raise PrepareError(
+            f"the state of {type(handle.engine_optimizer).__name__} cannot be had as in one process",
+            why="this kind of engine, stage 0 in 16 bits, keeps it in a form of its own",
+            fix="accelerator.save_state(folder) without sharded=False writes it in that form, or use a stage "
+            "above 0",
+        )
+    return known
+
+
+def _vector_names(vector_states: Mapping[Any, Any]) -> list[str]:
+    """Return the names of elementwise state, in the same order on all ranks."""
+    names = {n for flat, state in vector_states.items() for n, v in state.items() if _is_elementwise(v, flat)}
+    return sorted(names)
+
+
+def _is_elementwise(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()
+
+
+def _scalar_state(vector_states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the state that is kept once for a vector, such as a step count; all vectors have the same."""
+    for flat, state in vector_states.items():
+        return {name: value for name, value in state.items() if not _is_elementwise(value, flat)}
+    return {}
+
+
+def _param_groups(handle: EngineHandle) -> list[dict[str, Any]]:
+    """Return the groups with the user's parameter numbers, and the empty groups that DeepSpeed leaves out."""
+    options = iter(handle.optimizer.param_groups)
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for members in handle.groups:
+        chosen = next(options, {}) if members else {}
+        numbers = list(range(number, number + len(members)))
+        number += len(members)
+        groups.append({**{k: v for k, v in chosen.items() if k != "params"}, "params": numbers})
+    return groups
+
+
+@torch.no_grad()
+def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
+    """Load a full state dict that every rank passes; each keeps its fragments.
+
+    Raises:
+        CheckpointError: it is of another number of parameters.
+    """
+    if not has_fp32_copies(handle):
+        handle.optimizer.load_state_dict(dict(state))
+        return
+    _require_fragments(handle)
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    own = [p for group in handle.groups for p in group]
+    if len(saved) != len(own):
+        raise CheckpointError(
+            f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(own)}"
+        )
+    numbers = {id(p): number for number, p in zip(saved, own, strict=True)}
+    vector_states, fragments = handle.optimizer.state, local_fragments(handle)
+    for piece in fragments.values():
+        values = state["state"].get(numbers[id(piece.parameter)], {})
+        for name, value in values.items():
+            _load_fragment(vector_states[piece.flat], piece, name, value)
+    members = [options for options in state["param_groups"] if options["params"]]
+    for group, options in zip(handle.optimizer.param_groups, members, strict=False):
+        group.update({name: value for name, value in options.items() if name != "params"})
+    if hasattr(handle.engine_optimizer, "_hp_optimizer_states_linked"):
+        handle.engine_optimizer._hp_optimizer_states_linked = False
+
+
+def _load_fragment(vector_states: dict[str, Any], piece: ParamFragment, name: str, value: Any) -> None:
+    whole = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == _numel(piece.parameter)
+    if not whole:
+        vector_states[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return
+    if name not in vector_states:
+        vector_states[name] = torch.zeros_like(piece.flat, dtype=value.dtype)
+    piece.slice_vector(vector_states[name]).copy_(value.reshape(-1).narrow(0, piece.param_start, piece.numel))
+
+
+__all__ = [
+    "gather_params",
+    "is_partitioned",
+    "load_model",
+    "load_optimizer",
+    "model_state",
+    "optimizer_state",
+]

@@ -1,0 +1,382 @@
+"""A reader of DeepSpeed's ZeRO checkpoints as full state dicts; it does not need DeepSpeed.
+
+Each rank has written flat float32 vectors: weights and optimizer state. In stages 1 and 2 the concatenated
+vectors of all ranks are the concatenated parameters of a group. In stage 3 each rank has an equal piece of
+each parameter. Files are memory-mapped: unused values are not read. Classes of DeepSpeed (flags, scalers)
+become empty stand-ins, and run no code.
+
+Source: DeepSpeed 0.19, ``deepspeed/utils/zero_to_fp32.py``, which joins the weights of the same files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from accelerate.core.errors import CheckpointError
+
+K = TypeVar("K")
+V = TypeVar("V")
+# The processes whose vectors hold a parameter, with where its piece begins and ends: (process, begin, end).
+Spans = list[tuple[int, int, int]]
+
+
+class LazyZeroMapping(Mapping[K, V], Generic[K, V]):
+    """A mapping whose values are read at each access."""
+
+    def __init__(self, readers: Mapping[K, Callable[[], V]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, key: K) -> V:
+        return self._readers[key]()
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._readers
+
+
+class PickledStandIn:
+    """The stand-in for a pickled object of DeepSpeed: its arguments and attributes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+class ZeroCheckpoint:
+    """The ZeRO checkpoint of one engine's model and optimizer.
+
+    Args:
+        folder: DeepSpeed's folder.
+        index: the number of its model in the checkpoint.
+
+    Raises:
+        CheckpointError: files are missing, or have an unknown form.
+
+    Attributes:
+        index: the same.
+        processes: the world size of the run that wrote it.
+        stage: the ZeRO stage.
+        rank0_state: what rank 0 has written besides the vectors.
+        tied_names: names of parameters that are tied, by the name under which they are kept.
+        shapes: dtype and shape of each weight, in the order of the model's state dict.
+        weights: by the names of the user's module: trained ones in float32, as the optimizer has them.
+        has_optimizer_state: whether there is an optimizer's state.
+    """
+
+    def __init__(self, folder: Path, index: int = 0) -> None:
+        self.folder, self.index = folder, index
+        models, self._optimizer_files = _model_files(folder), _find_optimizer_files(folder)
+        self.rank0_state: dict[str, Any] = _load_file(models[0])
+        self.processes = len(self._optimizer_files) or int(self.rank0_state.get("dp_world_size") or 1)
+        self._model_files = models
+        if self._optimizer_files and self.rank0_state.get("param_shapes") is None:
+            raise self._unknown_form_error("it does not say which parameters the vectors hold")
+        self.tied_names: Mapping[str, str] = dict(self.rank0_state.get("shared_params") or {})
+        self.shapes: Mapping[str, tuple[torch.dtype, torch.Size]] = dict(self._read_shapes())
+        readers = {name: partial(self._read_weight, self.tied_names.get(name, name)) for name in self.shapes}
+        self.weights: Mapping[str, torch.Tensor] = LazyZeroMapping(readers)
+        self.has_optimizer_state = bool(self._optimizer_files) or isinstance(
+            self.rank0_state.get("optimizer"), Mapping
+        )
+
+    def _unknown_form_error(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder} cannot be read by other processes than those that wrote it",
+            why=why,
+            fix="load it with the same number of processes in the same stage, and save with "
+            "accelerator.save_state(folder, sharded=False)",
+        )
+
+    @cached_property
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        """The optimizer state of each rank."""
+        return [_load_file(path)["optimizer_state_dict"] for path in self._optimizer_files]
+
+    @cached_property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        if not self._optimizer_states:
+            return 0
+        stage = self._optimizer_states[0].get("zero_stage")
+        return int(stage.args[0] if isinstance(stage, PickledStandIn) else stage or 0)
+
+    @cached_property
+    def scaler(self) -> dict[str, Any]:
+        """The attributes of the loss scaler."""
+        return (
+            vars(self._optimizer_states[0].get("loss_scaler", PickledStandIn()))
+            if self._optimizer_states
+            else {}
+        )
+
+    # --- weights
+
+    @cached_property
+    def _param_groups(self) -> list[dict[str, torch.Size]]:
+        return [
+            {name: torch.Size(shape) for name, shape in group.items()}
+            for group in self.rank0_state["param_shapes"] or ()
+        ]
+
+    def _read_shapes(self) -> Iterator[tuple[str, tuple[torch.dtype, torch.Size]]]:
+        trained = {name: shape for group in self._param_groups for name, shape in group.items()}
+        frozen: dict[str, torch.Size] = {}
+        if self._partitions_params:
+            frozen = dict(self.rank0_state.get("frozen_param_shapes") or {})
+        for name, value in self._module_state.items():
+            held = self.tied_names.get(name, name)
+            dtype = torch.float32 if held in trained else value.dtype
+            yield name, (dtype, torch.Size(trained.get(held, frozen.get(held, value.shape))))
+
+    @property
+    def _partitions_params(self) -> bool:
+        """True if frozen parameters are partitioned too."""
+        return self.stage == 3
+
+    @cached_property
+    def _module_state(self) -> dict[str, torch.Tensor]:
+        return {name: v for name, v in self.rank0_state["module"].items() if isinstance(v, torch.Tensor)}
+
+    def _read_weight(self, name: str) -> torch.Tensor:
+        shape = self.shapes[name][1]
+        if name in self._spans:
+            return self._join_pieces(name, self._fp32_vectors, shape)
+        if self._partitions_params and name in (self.rank0_state.get("frozen_param_shapes") or {}):
+            parts = [_load_file(path)["frozen_param_fragments"][name] for path in self._model_files]
+            return torch.cat([part.view(-1) for part in parts])[: shape.numel()].view(shape)
+        return self._module_state[name]
+
+    # --- what lies where
+
+    @cached_property
+    def _fp32_vectors(self) -> list[list[torch.Tensor]]:
+        """The float32 vectors of each rank."""
+        name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        return [[flat.view(-1) for flat in state[name]] for state in self._optimizer_states]
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int | None, Spans]]:
+        """The spans of the pieces of each trained parameter, with its group.
+
+        In stage 3 groups are split again, so there an offset counts over all vectors of a rank, and the group
+        is None.
+        """
+        if not self._optimizer_states:
+            return {}
+        return self._stage3_spans() if self.stage == 3 else self._flat_spans()
+
+    def _stage3_spans(self) -> dict[str, tuple[int | None, Spans]]:
+        spans: dict[str, tuple[int | None, Spans]] = {}
+        at = 0
+        for group in self._param_groups:
+            for name, shape in group.items():
+                count = math.ceil(shape.numel() / self.processes)
+                spans[name] = None, [(process, at, at + count) for process in range(self.processes)]
+                at += count
+        for vectors in self._fp32_vectors:
+            self._check_size(sum(flat.numel() for flat in vectors), at, at)
+        return spans
+
+    def _flat_spans(self) -> dict[str, tuple[int | None, Spans]]:
+        spans: dict[str, tuple[int | None, Spans]] = {}
+        gaps = self._optimizer_states[0].get("param_alignment_paddings") or [
+            [0] * len(g) for g in self._param_groups
+        ]
+        for number, group in enumerate(self._param_groups):
+            lengths = [vectors[number].numel() for vectors in self._fp32_vectors]
+            at = 0
+            for (name, shape), gap in zip(group.items(), gaps[number], strict=True):
+                spans[name] = number, list(_split_span(lengths, at, at + shape.numel()))
+                at += shape.numel() + gap
+            self._check_size(sum(lengths), at, at + 2 * self.processes**2)
+        return spans
+
+    def _check_size(self, held: int, least: int, most: int) -> None:
+        if not least <= held <= most:
+            raise self._unknown_form_error(
+                f"its vectors hold {held} elements, and its parameters have {least}"
+            )
+
+    def _join_pieces(self, name: str, vectors: list[list[torch.Tensor]], shape: torch.Size) -> torch.Tensor:
+        group, spans = self._spans[name]
+        pieces: list[torch.Tensor] = []
+        for process, begin, end in spans:
+            flats = vectors[process] if group is None else [vectors[process][group]]
+            lengths = [flat.numel() for flat in flats]
+            pieces += [flats[i][start:stop] for i, start, stop in _split_span(lengths, begin, end)]
+        return torch.cat(pieces)[: shape.numel()].view(shape)
+
+    # --- the optimizer
+
+    @cached_property
+    def _base_states(self) -> list[dict[str, Any]]:
+        """The state dicts of each rank's base optimizer, over its vectors.
+
+        Raises:
+            CheckpointError: the state is not kept by vectors.
+        """
+        name = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        states = [state.get(name) for state in self._optimizer_states]
+        if any(not isinstance(each, Mapping) or "state" not in each for each in states):
+            raise self._unknown_form_error("the optimizer's state is not kept by vectors")
+        return states  # type: ignore[return-value]
+
+    def optimizer_state(
+        self, names: Sequence[Sequence[Collection[str]]], options: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the optimizer's state dict as in one process; the state of a parameter is read lazily.
+
+        Args:
+            names: of an optimizer of the same model, the names of each parameter of each group.
+            options: the options of its groups, for groups without saved state.
+
+        Raises:
+            CheckpointError: the form is unknown, or the parameters are others.
+        """
+        if not self._optimizer_states:
+            return self._stage0_state()
+        base_states = self._base_states
+        number = 0
+        groups: list[dict[str, Any]] = []
+        readers: dict[int, Callable[[], dict[str, Any]]] = {}
+        saved = [group for group in base_states[0]["param_groups"] if group["params"]]
+        for members, own in zip(names, options, strict=True):
+            first = number
+            chosen: Mapping[str, Any] = {}
+            for aliases in members:
+                name = next((each for each in aliases if each in self._spans), None)
+                if name is not None and self._vector_index(name) is not None:
+                    readers[number] = partial(self._param_state, name)
+                    chosen = chosen or self._group_of(name, saved)
+                number += 1
+            saved_options = {key: value for key, value in chosen.items() if key != "params"}
+            groups.append({**own, **saved_options, "params": list(range(first, number))})
+        self._check_param_names({name for group in names for aliases in group for name in aliases})
+        return {"state": LazyZeroMapping(readers), "param_groups": groups}
+
+    def _check_param_names(self, names: Collection[str]) -> None:
+        unknown = [name for name in self._spans if name not in names]
+        if unknown:
+            raise CheckpointError(
+                f"the state of {len(unknown)} parameter(s) in {self.folder} does not fit the optimizer",
+                why=f"it has no parameter {unknown[0]}",
+                fix="prepare the optimizer of the same parameters as when it was saved",
+            )
+
+    def _stage0_state(self) -> dict[str, Any]:
+        """Return the state of stage 0, which every rank has in full."""
+        state = self.rank0_state["optimizer"]
+        if not isinstance(state, Mapping) or "param_groups" not in state:
+            raise self._unknown_form_error(
+                "in stage 0 and 16 bits the optimizer's state has a form of its own"
+            )
+        return dict(state)
+
+    def _vector_index(self, name: str) -> int | None:
+        """Return the number of the vector with a parameter; None where it has no state."""
+        group, spans = self._spans[name]
+        if group is None:
+            lengths = [flat.numel() for flat in self._fp32_vectors[0]]
+            group = next(index for index, _, _ in _split_span(lengths, spans[0][1], spans[0][2]))
+        return group if group in self._base_states[0]["state"] else None
+
+    def _group_of(self, name: str, saved: list[dict[str, Any]]) -> Mapping[str, Any]:
+        vector = self._vector_index(name)
+        return next((group for group in saved if vector in group["params"]), {})
+
+    def _param_state(self, name: str) -> dict[str, Any]:
+        """Return the optimizer state of one parameter."""
+        shape = self.shapes[name][1]
+        first: Mapping[str, Any] = self._base_states[0]["state"][self._vector_index(name)]
+        param_state: dict[str, Any] = {}
+        for key, value in first.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                vectors = [
+                    [base_state["state"][i][key].view(-1) if i in base_state["state"] else flat
+                     for i, flat in enumerate(flats)]
+                    for base_state, flats in zip(self._base_states, self._fp32_vectors, strict=True)
+                ]  # fmt: skip
+                param_state[key] = self._join_pieces(name, vectors, shape)
+            else:
+                param_state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return param_state
+
+
+def _split_span(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the pieces of ``[begin, end)`` of concatenated vectors: (vector, begin, end) in it."""
+    at = 0
+    for index, length in enumerate(lengths):
+        start, stop = max(begin, at), min(end, at + length)
+        if start < stop:
+            yield index, start - at, stop - at
+        at += length
+
+
+def _load_file(path: Path) -> dict[str, Any]:
+    """Load a file of DeepSpeed, memory-mapped.
+
+    Raises:
+        CheckpointError: it cannot be read, or could run code.
+    """
+    serial = torch.serialization
+    try:
+        classes = serial.get_unsafe_globals_in_checkpoint(str(path))
+        # One for each: the reader asks for a class that is its own.
+        stand_ins = [
+            (type("PickledStandIn", (PickledStandIn,), {}), name)
+            for name in classes
+            if name.startswith("deepspeed.")
+        ]
+        with serial.safe_globals(stand_ins):  # type: ignore[arg-type]
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read", why=str(error).partition("\n")[0]) from error
+
+
+def find_unsupported_file(folder: Path) -> str:
+    """Return a file of tensor parallel layers or experts, which only DeepSpeed reads; else empty."""
+    held = sorted(path.name for path in folder.iterdir())
+    return next((name for name in held if "expert" in name or re.search(r"mp_rank_(?!00_)", name)), "")
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """Return the model files by rank; one, unless parameters are partitioned."""
+    names = sorted((path.name for path in folder.iterdir()), key=_rank_of_file)
+    files = [folder / name for name in names if name.endswith("_model_states.pt")]
+    other = find_unsupported_file(folder)
+    if other or not files:
+        raise CheckpointError(
+            f"{folder} cannot be read by other processes than those that wrote it",
+            why=f"it has {other}: of tensor parallel layers, or of experts" if other else "it has no model",
+            fix="load it with the same number of processes in the same stage",
+        )
+    return files
+
+
+def _find_optimizer_files(folder: Path) -> list[Path]:
+    """Return the optimizer files by rank."""
+    files = sorted((path for path in folder.iterdir() if path.name.endswith("_optim_states.pt")),
+                   key=lambda path: _rank_of_file(path.name))  # fmt: skip
+    if [_rank_of_file(path.name) for path in files] != list(range(len(files))):
+        raise CheckpointError(
+            f"files of the optimizer are missing in {folder}",
+            why=f"it has {', '.join(path.name for path in files)}",
+        )
+    return files
+
+
+def _rank_of_file(name: str) -> int:
+    """Return the rank that has written a file."""
+    match = re.search(r"zero_pp_rank_(\d+)_", name)
+    return int(match[1]) if match else 0

@@ -1,0 +1,101 @@
+"""Remapping of optimizers to the parameters that FSDP1 wrapping replaces, with their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.fsdp1.optimizer_state import ParamOrder, WrappedOptimizer
+from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
+
+
+def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Refuse optimizer groups that have only some parameters of a flat one.
+
+    Args:
+        optimizer: of the user's parameters.
+        parts: the parameters of each flat one.
+
+    Raises:
+        PrepareError: there is one.
+    """
+    group = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    for own in parts:
+        if len({group.get(p) for p in own}) > 1:
+            raise PrepareError(
+                f"the {type(optimizer).__name__} has the parameters of one FSDP unit in several groups, "
+                "or only some of them",
+                why="with use_orig_params=False the parameters of a unit are one parameter",
+                fix="use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)",
+            )
+
+
+def remap_optimizer(
+    optimizer: Optimizer,
+    renewed: Mapping[Any, tuple[Any, Any]],
+    wrapped_models: Sequence[WrappedModel],
+    orders: MutableMapping[Any, ParamOrder],
+    *,
+    sync: bool,
+) -> None:
+    """Make an optimizer hold the new parameters, and shard its state.
+
+    Args:
+        optimizer: the user's own.
+        renewed: (new parameter, stand-in or None) by the old ones.
+        records: the wrapped models.
+        orders: keeps the user's order, where flat parameters replace several.
+        sync: whether its state becomes that of rank 0.
+    """
+    state = optimizer.state_dict() if _has_stale_state(optimizer, renewed, wrapped_models) else None
+    _replace_params(optimizer, renewed, orders)
+    if state is None:
+        return
+    for values in state["state"].values() if sync else ():
+        for value in values.values():
+            if isinstance(value, torch.Tensor) and value.dim():
+                dist.broadcast(value, src=0)
+    WrappedOptimizer(optimizer, wrapped_models, orders.get(optimizer, ())).load_state(state)
+
+
+def _has_stale_state(
+    optimizer: Optimizer, renewed: Mapping[Any, tuple[Any, Any]], wrapped_models: Sequence[WrappedModel]
+) -> bool:
+    """Return whether it has state for replaced parameters."""
+    for param, values in optimizer.state.items():
+        if param in renewed:
+            return True
+        wrapped_model = next((r for r in wrapped_models if param in r.slot_of), None)
+        if wrapped_model is None:
+            continue
+        slot = wrapped_model.slot_of[param]
+        tensors = [v for v in values.values() if isinstance(v, torch.Tensor)]
+        if any(v.shape == slot.shape and v.shape != param.shape for v in tensors):
+            return True
+    return False
+
+
+def _replace_params(
+    optimizer: Optimizer, renewed: Mapping[Any, tuple[Any, Any]], orders: MutableMapping[Any, ParamOrder]
+) -> None:
+    before = orders.get(optimizer) or [[(p, None) for p in g["params"]] for g in optimizer.param_groups]
+    after = [
+        [
+            renewed[param] if param in renewed and stand_in is None else (param, stand_in)
+            for param, stand_in in group
+        ]
+        for group in before
+    ]
+    for param, _ in (pair for group in before for pair in group):
+        if param in renewed:
+            optimizer.state.pop(param, None)
+    for group, pairs in zip(optimizer.param_groups, after, strict=False):
+        if any(param in renewed for param in group["params"]):
+            group["params"] = list(dict.fromkeys(param for param, _ in pairs))
+    if any(stand_in is not None for group in after for _, stand_in in group):
+        orders[optimizer] = after

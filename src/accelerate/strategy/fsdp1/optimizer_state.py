@@ -1,0 +1,267 @@
+"""The optimizer state of FSDP1 models by the user's parameters, full or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.fsdp1.flat_parameter import FlatParam, FlatSlot
+from accelerate.strategy.fsdp1.wrapped_model import TakeValue, WrappedModel, as_distributed
+from accelerate.world import collective
+
+# For each group: (the parameter that the optimizer holds, the stand-in of the user's in it if it is flat).
+ParamOrder = Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]]
+
+
+@dataclass(frozen=True)
+class OptimizerParam:
+    """A user's parameter as an optimizer holds it.
+
+    Attributes:
+        held: the parameter that the optimizer holds: the user's, or the flat one.
+        unit, slot: the flat parameter and the place in it; None for one of no wrapped model.
+    """
+
+    param: torch.Tensor
+    unit: FlatParam | None = None
+    slot: FlatSlot | None = None
+
+
+class WrappedOptimizer:
+    """An optimizer of FSDP1 models, with its parameters in the user's order.
+
+    Args:
+        optimizer: the user's own.
+        records: the wrapped models.
+        order: the user's order, where flat parameters replace several.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, wrapped_models: Iterable[WrappedModel], order: ParamOrder = ()
+    ) -> None:
+        self.optimizer, self.wrapped_models = optimizer, list(wrapped_models)
+        self.flat_params = [
+            unit for wrapped_model in self.wrapped_models for unit in wrapped_model.flat_params
+        ]
+        self.groups: list[list[OptimizerParam]] = []
+        self._slots = {id(slot.stand_in): (unit, slot) for unit in self.flat_params for slot in unit.slots}
+        for number, group in enumerate(optimizer.param_groups):
+            pairs = order[number] if number < len(order) else [(param, None) for param in group["params"]]
+            self.groups.append([entry for param, one in pairs for entry in self._entries(param, one)])
+
+    def _entries(self, param: torch.Tensor, stand_in: torch.Tensor | None) -> list[OptimizerParam]:
+        if stand_in is not None:
+            return [OptimizerParam(param, *self._slots[id(stand_in)])]
+        wrapped_model = next((r for r in self.wrapped_models if param in r.flat_param_of), None)
+        if wrapped_model is None:
+            return [OptimizerParam(param)]
+        unit = wrapped_model.flat_param_of[param]
+        slots = [wrapped_model.slot_of[param]] if unit.uses_orig_params else unit.slots
+        return [OptimizerParam(param, unit, slot) for slot in slots]
+
+    @property
+    def entries(self) -> list[OptimizerParam]:
+        """The parameters of all groups."""
+        return [entry for group in self.groups for entry in group]
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with the numbers of the user's parameters."""
+        groups, count = [], 0
+        for group, entries in zip(self.optimizer.param_groups, self.groups, strict=True):
+            numbers = list(range(count, count + len(entries)))
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+            count += len(entries)
+        return groups
+
+    def stand_ins(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with the stand-ins of the user's parameters."""
+        return [
+            {**group, "params": [e.param if e.slot is None else e.slot.stand_in for e in entries]}
+            for group, entries in zip(self.optimizer.param_groups, self.groups, strict=True)
+        ]
+
+    # --- out
+
+    @torch.no_grad()
+    def gather_state(self, take: TakeValue) -> dict[str, Any]:
+        """Return the state as one process would have it; collective. See ``WrappedModel.gather_state``.
+
+        Raises:
+            PrepareError: a state is neither one number nor of the parameter's size.
+        """
+        own = [self._local_state(entry) for entry in self.entries]
+        kinds = [_local_info(entry, values) for entry, values in zip(self.entries, own, strict=True)]
+        states: dict[int, dict[str, Any]] = {}
+        wanted: dict[tuple[int, str, torch.dtype], None] = {}
+        for number, infos in enumerate(
+            zip(*collective.all_gather_object(kinds, "the optimizer's state"), strict=True)
+        ):
+            for name, value in ((n, v) for info in infos for n, v in info.items()):
+                values = states.setdefault(number, {})
+                if isinstance(value, torch.dtype):
+                    values.setdefault(name, None)
+                    unit = self.entries[number].unit
+                    assert unit is not None
+                    wanted[self.flat_params.index(unit), name, value] = None
+                elif name not in values:
+                    # Each parameter its own: optimizers count steps in place.
+                    values[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        for number, entry in enumerate(self.entries):
+            if entry.slot is None and own[number]:
+                states[number] = {name: _unwrapped_state(value, take) for name, value in own[number].items()}
+        for place, name, dtype in sorted(wanted, key=lambda key: key[:2]):
+            self._gather(self.flat_params[place], name, dtype, own, states, take)
+        return {**self._extra_state(), "state": states, "param_groups": self.param_groups()}
+
+    def _extra_state(self) -> dict[str, Any]:
+        """Return the further entries of the optimizer's state dict."""
+        return {k: v for k, v in self.optimizer.state_dict().items() if k not in ("state", "param_groups")}
+
+    def _local_state(self, entry: OptimizerParam) -> dict[str, Any]:
+        """Return this rank's state of one parameter: pieces and numbers."""
+        own = self.optimizer.state.get(entry.param, {})
+        if entry.unit is None or entry.slot is None or entry.unit.uses_orig_params:
+            return own
+        slot, unit = entry.slot, entry.unit
+        return {
+            name: unit.local_piece(slot, value) if isinstance(value, torch.Tensor) and value.dim() else value
+            for name, value in own.items()
+        }
+
+    def _gather(
+        self,
+        unit: FlatParam,
+        name: str,
+        dtype: torch.dtype,
+        own: Any,
+        states: dict[int, Any],
+        take: TakeValue,
+    ) -> None:
+        local = torch.zeros(unit.size, dtype=dtype, device=unit.handle.device)
+        mine = [(n, e.slot) for n, e in enumerate(self.entries) if e.unit is unit and e.slot is not None]
+        for number, slot in mine:
+            value = own[number].get(name)
+            if isinstance(value, torch.Tensor):
+                unit.local_piece(slot, local).copy_(value.reshape(-1))
+        whole = unit.gather_flat(local)
+        for number, slot in mine:
+            if name in states.get(number, {}):
+                states[number][name] = take(unit.view_param(slot, whole), slot.stand_in)
+
+    # --- in
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load a state of the user's parameters, full or sharded; collective where it is sharded.
+
+        Raises:
+            PrepareError: it is of another number of parameters.
+        """
+        entries = self.entries
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        if len(saved) != len(entries):
+            raise PrepareError(
+                f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(entries)}"
+            )
+        numbers = {
+            id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])
+        }
+        made: dict[int, dict[str, Any]] = {}
+        for index, entry in zip(saved, entries, strict=True):
+            values = state["state"].get(index)
+            if values is not None:
+                _put_local_part(entry, values, made.setdefault(numbers[id(entry.param)], {}))
+        groups = []
+        for given, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
+            groups.append({**given, "params": [numbers[id(p)] for p in own["params"]]})
+        states = {number: values for number, values in made.items() if values}
+        self.optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
+
+
+def _local_info(entry: OptimizerParam, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what other ranks have to know: the dtypes of sharded state, and the values of the rest."""
+    info: dict[str, Any] = {}
+    if entry.slot is None or entry.unit is None or _is_absent(entry):
+        return info
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            info[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+            continue
+        low, high = entry.unit.local_range(entry.slot)
+        if value.numel() != high - low:
+            raise PrepareError(
+                f"the optimizer's state {name!r} of {entry.slot.names[0]} has the shape {tuple(value.shape)}",
+                why=f"{high - low} elements of the parameter are here: only numbers and states of the "
+                "parameter's own size can be gathered",
+                fix="use fsdp_version=2, or an optimizer that keeps such states",
+            )
+        info[name] = value.dtype
+    return info
+
+
+def _is_absent(entry: OptimizerParam) -> bool:
+    """Return whether this rank has no element of a parameter: the optimizer skips it, and counts no steps."""
+    if entry.unit is None or entry.slot is None or not entry.unit.uses_orig_params:
+        return False
+    low, high = entry.unit.local_range(entry.slot)
+    return low == high
+
+
+def _unwrapped_state(value: Any, take: TakeValue) -> Any:
+    """Return the state of a parameter that is not wrapped."""
+    if not isinstance(value, torch.Tensor) or take is as_distributed:
+        return value
+    return value.to("cpu", copy=True)
+
+
+def _put_local_part(entry: OptimizerParam, values: Mapping[str, Any], made: dict[str, Any]) -> None:
+    """Put this rank's elements of the state of one parameter into ``made``, the new optimizer state."""
+    unit, slot = entry.unit, entry.slot
+    for name, value in values.items():
+        # All ranks gather, also those that have nothing of the parameter.
+        full: Any = value.full_tensor() if isinstance(value, DTensor) else value
+        if _is_absent(entry):
+            continue
+        if unit is None or slot is None or not isinstance(full, torch.Tensor) or full.shape != slot.shape:
+            made.setdefault(name, full.clone() if isinstance(full, torch.Tensor) else full)
+            continue
+        low, high = unit.local_range(slot)
+        piece = full.reshape(-1)[low:high]
+        if unit.uses_orig_params:
+            made[name] = piece.to(entry.param.device, copy=True).view(entry.param.shape)
+        else:
+            if name not in made:
+                made[name] = torch.zeros(unit.size, dtype=full.dtype, device=unit.flat.device)
+            unit.local_piece(slot, made[name]).copy_(piece)
+
+
+class WrappedOptimizerView:
+    """An optimizer as sharded checkpoints see it: with the stand-ins of the user's parameters."""
+
+    def __init__(self, wrapped: WrappedOptimizer) -> None:
+        self.wrapped = wrapped
+        self.state: dict[Any, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups with stand-ins."""
+        return self.wrapped.stand_ins()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sharded state dict."""
+        return self.wrapped.gather_state(as_distributed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a sharded or full state dict."""
+        self.wrapped.load_state(state)
+
+
+def wrapped_optimizer_view(wrapped: WrappedOptimizer) -> Any:
+    """Return a view of a wrapped optimizer whose class has the name of the user's class."""
+    return type(type(wrapped.optimizer).__name__, (WrappedOptimizerView,), {})(wrapped)

@@ -1,0 +1,140 @@
+"""The option report of FSDP1, read from torch's wrapper modules of the prepared models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from accelerate.core.option_report import OptionStatus, RequestedOption
+from accelerate.strategy.fsdp1.wrap import fsdp_modules
+from accelerate.strategy.sharding.option_report import (
+    NO_TRAINED_MODEL,
+    plugin_options,
+    rank0_loading_status,
+    recompute_status,
+    wrap_status,
+)
+from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+
+# Options whose default is yes, so that "no" counts as given.
+_YES = ("fsdp_use_orig_params", "fsdp_sync_module_states")
+# The attribute of torch's wrapper, by option.
+_FIELDS = {
+    "fsdp_forward_prefetch": "forward_prefetch",
+    "fsdp_use_orig_params": "_use_orig_params",
+    "limit_all_gathers": "limit_all_gathers",
+}
+
+
+def option_statuses(
+    switch: Iterable[RequestedOption], plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> Iterator[OptionStatus]:
+    """Return the status of the switch and of each option of the plugin.
+
+    Args:
+        switch: the options that ask for FSDP.
+        plugin: the other options.
+        models: the wrapped models.
+    """
+    for option in switch:
+        if option.value is not True:  # the plugin itself
+            continue
+        parts = sum(1 for model in models for part in fsdp_modules(model) if part._handle is not None)
+        yield (
+            option.report_applied(f"{parts} FSDP units are wrapped")
+            if models
+            else option.report_pending(NO_TRAINED_MODEL)
+        )
+    for option in plugin_options(plugin, _YES):
+        look = _STATUS.get(option.name)
+        if option.name == "fsdp_reshard_after_forward" and plugin._settings.value.fsdp_sharding_strategy:
+            yield option.report_not_applied("sharding_strategy says it in FSDP1", matters=False)
+        elif look is None and option.name not in _FIELDS:
+            yield option.report_applied()
+        elif not models:
+            yield option.report_pending(NO_TRAINED_MODEL)
+        else:
+            yield (look or _field_status)(option, plugin, models)
+
+
+StatusFunction = Callable[
+    [RequestedOption, FullyShardedDataParallelPlugin, Sequence[nn.Module]], OptionStatus
+]
+
+
+def _fsdp_units(models: Sequence[nn.Module]) -> list[Any]:
+    return [part for model in models for part in fsdp_modules(model)]
+
+
+def _field_status(
+    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> OptionStatus:
+    here = {getattr(part, _FIELDS[option.name]) for part in _fsdp_units(models)}
+    return option.report_unless("" if here == {option.value} else f"the FSDP units have {here}")
+
+
+def _strategy_status(
+    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> OptionStatus:
+    here = {part.sharding_strategy.name.lstrip("_") for part in _fsdp_units(models)}
+    wanted = plugin.sharding_strategy.name.lstrip("_")
+    if here == {wanted}:
+        return option.report_applied()
+    if plugin.hybrid:
+        return option.report_applied(f"there is one replica, which is {' and '.join(sorted(here))}")
+    return option.report_not_applied(f"the FSDP units have {' and '.join(sorted(here))}")
+
+
+def _prefetch_status(
+    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> OptionStatus:
+    here = {part.backward_prefetch for part in _fsdp_units(models)}
+    return option.report_unless("" if here == {plugin.backward_prefetch} else f"the FSDP units have {here}")
+
+
+def _wrap_status(
+    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> OptionStatus:
+    return wrap_status(option, len(_fsdp_units(models)) - len(models))
+
+
+def _offload_status(
+    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> OptionStatus:
+    parts = [part for part in _fsdp_units(models) if part._handle is not None]
+    if all(part.compute_device.type == "cpu" for part in parts):
+        return option.report_applied("the processes compute on the host, where parameters are anyway")
+    there = [part for part in parts if part._handle.flat_param._local_shard.device.type == "cpu"]
+    return option.report_count(len(there), len(parts), "units are on the host", "others are on the device")
+
+
+def _sync_status(
+    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> OptionStatus:
+    if option.value:
+        return option.report_applied()
+    return option.report_applied("the weights of all ranks were found to be equal")
+
+
+def _state_dict_status(
+    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+) -> OptionStatus:
+    if "LOCAL" not in str(option.value).upper():
+        return option.report_applied()
+    return option.report_applied(
+        "save_fsdp_model writes the shards of each rank; save_state writes shards for any world size"
+    )
+
+
+_STATUS: dict[str, StatusFunction] = {
+    "fsdp_sharding_strategy": _strategy_status,
+    "fsdp_backward_prefetch": _prefetch_status,
+    "fsdp_auto_wrap_policy": _wrap_status,
+    "fsdp_offload_params": _offload_status,
+    "fsdp_activation_checkpointing": lambda option, _, models: recompute_status(option, models),
+    "fsdp_sync_module_states": _sync_status,
+    "fsdp_cpu_ram_efficient_loading": lambda option, _, models: rank0_loading_status(option, models),
+    "fsdp_state_dict_type": _state_dict_status,
+}

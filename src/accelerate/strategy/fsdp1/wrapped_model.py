@@ -1,0 +1,271 @@
+"""An FSDP1 model by the user's names: its state dict, full or sharded, and loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.module import _IncompatibleKeys
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.fsdp1.flat_parameter import (
+    FlatParam,
+    FlatSlot,
+    flat_params,
+    param_locations,
+    unwrap_module,
+    walk_modules,
+)
+from accelerate.strategy.sharding.full_state import distribute
+
+# The name of a flat parameter in torch's wrapper module.
+_FLAT = "_flat_param"
+TakeValue = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+class WrappedModel:
+    """A model that FSDP1 has wrapped.
+
+    Attributes:
+        root: torch's root wrapper.
+        module: the user's model in it.
+        mesh: the device mesh; its last dimension shards.
+        flat_params: the flat parameters.
+        order: the position of each name in the model's state dict, as it was before.
+        formats: the dtypes of its buffers then.
+        flat_param_of: the flat parameter of each parameter that an optimizer holds.
+        slot_of: the slot of each stand-in, and of each user's parameter that stays.
+    """
+
+    def __init__(self, root: nn.Module, mesh: DeviceMesh, order: Iterable[str], formats: Any) -> None:
+        self.root, self.module, self.mesh = root, unwrap_module(root), mesh
+        self.formats = dict(formats)
+        self.order = {name: number for number, name in enumerate(order)}
+        names: dict[tuple[nn.Module, str], list[str]] = {}
+        for prefix, module in walk_modules(self.module):
+            names.setdefault((module, ""), []).append(prefix)
+        self.flat_params: list[FlatParam] = []
+        self.flat_param_of: dict[torch.Tensor, FlatParam] = {}
+        self.slot_of: dict[torch.Tensor, FlatSlot] = {}
+        for unit in flat_params(root):
+            self.flat_params.append(unit)
+            for pairs, start, shape in param_locations(unit):
+                called = [f"{prefix}{name}" for module, name in pairs for prefix in names[module, ""]]
+                called.sort(key=self._name_rank)
+                unit.slots.append(FlatSlot(tuple(called), start, shape, self._stand_in(unit, shape)))
+            self.flat_param_of.update(dict.fromkeys(unit.parameters, unit))
+            if unit.uses_orig_params:
+                self.slot_of.update(zip(unit.parameters, unit.slots, strict=True))
+            self.slot_of.update({slot.stand_in: slot for slot in unit.slots})
+
+    def _name_rank(self, name: str) -> int:
+        return self.order.get(name, len(self.order))
+
+    def _stand_in(self, unit: FlatParam, shape: torch.Size) -> torch.Tensor:
+        one = torch.empty((), dtype=unit.flat.dtype, device=unit.flat.device)
+        if not unit.is_sharded:
+            return one.expand(shape)
+        size, place = self.mesh.size(-1), self.mesh.get_local_rank(-1)
+        rows = -(-shape[0] // size)
+        mine = max(0, min(rows, shape[0] - place * rows))
+        strides = torch.empty(shape, device="meta").stride()
+        cut = [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
+        local = one.expand(mine, *shape[1:])
+        return DTensor.from_local(local, self.mesh, cut, run_check=False, shape=shape, stride=strides)
+
+    # --- names
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, stand-in) of every parameter; unwrapped ones as they are; ties have several names."""
+        by_name = {
+            name: slot.stand_in for unit in self.flat_params for slot in unit.slots for name in slot.names
+        }
+        for prefix, module in walk_modules(self.module):
+            for name, own in module._parameters.items():
+                if own is not None and not name.startswith(_FLAT):
+                    by_name.setdefault(f"{prefix}{name}", own)
+        yield from sorted(by_name.items(), key=lambda pair: self._name_rank(pair[0]))
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, buffer) of every buffer."""
+        for prefix, module in walk_modules(self.module):
+            yield from ((f"{prefix}{n}", b) for n, b in module._buffers.items() if b is not None)
+
+    # --- values
+
+    @torch.no_grad()
+    def gather_state(self, take: TakeValue) -> dict[str, Any]:
+        """Return the model's state dict; collective.
+
+        Args:
+            take: ``as_distributed``, ``to_host`` or ``discard_value``: makes the value of the state dict from
+                the unsharded value, which is freed afterwards, and the stand-in.
+        """
+        state: dict[str, Any] = {}
+        for prefix, module in walk_modules(self.module):
+            module._save_to_state_dict(state, prefix, keep_vars=take is as_distributed)
+            state.pop(f"{prefix}{_FLAT}", None)
+        if take is to_host:
+            state = {n: v.cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+        for unit in self.flat_params:
+            whole = unit.gather_flat(unit.local_values())
+            for slot in unit.slots:
+                value = take(unit.view_param(slot, whole), slot.stand_in)
+                state.update(dict.fromkeys(slot.names, value))
+            del whole
+        if take is discard_value:
+            return {}
+        for prefix, module in reversed(list(walk_modules(self.module))):
+            for hook in module._state_dict_hooks.values():
+                hook(module, state, prefix, {})
+        for name, kind in self.formats.items():
+            if name in state and state[name].dtype != kind:
+                state[name] = state[name].to(kind)
+        return dict(sorted(state.items(), key=lambda pair: self._name_rank(pair[0])))
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a state dict whose values are unsharded or DTensors; collective.
+
+        Returns:
+            Missing and unexpected names.
+
+        Raises:
+            RuntimeError: with ``strict``, when there are some; and when a shape differs, as torch's own.
+        """
+        left: Any = dict(state)
+        wrong, missing = [], []
+        for unit in self.flat_params:
+            unit.reshard()
+            for slot in unit.slots:
+                given = [left.pop(name, None) for name in slot.names]
+                missing += [n for n, value in zip(slot.names, given, strict=True) if value is None]
+                value = next((value for value in reversed(given) if value is not None), None)
+                if value is not None and value.shape != slot.shape:
+                    wrong.append(f"size mismatch for {slot.names[0]}: the state has shape "
+                                 f"{tuple(value.shape)}, the model {tuple(slot.shape)}")  # fmt: skip
+                elif value is not None:
+                    copy_local_part(unit, slot, value, unit.local_values())
+        unexpected = self._load_unwrapped(left, getattr(state, "_metadata", {}), missing, wrong)
+        if strict and (missing or unexpected):
+            wrong += [f"Missing key(s) in state_dict: {missing}"] if missing else []
+            wrong += [f"Unexpected key(s) in state_dict: {unexpected}"] if unexpected else []
+        if wrong:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self.module).__name__}:\n\t" + "\n\t".join(wrong)
+            )
+        return _IncompatibleKeys(missing, unexpected)
+
+    def _load_unwrapped(self, state: Any, versions: Any, missing: list[str], wrong: list[str]) -> list[str]:
+        """Load buffers, extra states and unwrapped parameters; return unused names."""
+        wrapped = {name for unit in self.flat_params for slot in unit.slots for name in slot.names}
+        taken: set[str] = set()
+        for prefix, module in walk_modules(self.module):
+            own = {n: v for n, v in state.items() if n.startswith(prefix)}
+            lacks: list[str] = []
+            metadata = dict(versions.get(prefix[:-1], {}))
+            module._load_from_state_dict(own, prefix, metadata, False, lacks, [], wrong)
+            missing += [n for n in lacks if n not in wrapped and n != f"{prefix}{_FLAT}"]
+            names = {*module._parameters, *module._buffers, "_extra_state"}
+            taken |= {n for n in own if n[len(prefix) :] in names}
+        return [name for name in state if name not in taken]
+
+
+@torch.no_grad()
+def copy_local_part(unit: FlatParam, slot: FlatSlot, value: Any, local: torch.Tensor) -> None:
+    """Copy this rank's elements of an unsharded value or DTensor into its piece."""
+    low, high = unit.local_range(slot)
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    unit.local_piece(slot, local).copy_(full.reshape(-1)[low:high])
+
+
+def as_distributed(value: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+    """Return an unsharded value as sharded checkpoints have it: sharded by rows where its parameter is."""
+    return distribute(value, stand_in) if isinstance(stand_in, DTensor) else value.clone()
+
+
+def to_host(value: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an unsharded value on the host."""
+    return value.to("cpu", copy=True)
+
+
+def discard_value(value: torch.Tensor, stand_in: torch.Tensor) -> None:
+    """Return None, on a rank that keeps nothing."""
+
+
+class WrappedModelView:
+    """A wrapped model as sharded checkpoints see it: a module with the user's names."""
+
+    def __init__(self, wrapped_model: WrappedModel) -> None:
+        self.wrapped_model = wrapped_model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sharded state dict."""
+        return self.wrapped_model.gather_state(as_distributed)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **more: Any) -> Any:
+        """Load a sharded or full state dict."""
+        if more:
+            raise PrepareError(f"a wrapped model cannot be loaded with {', '.join(sorted(more))}")
+        return self.wrapped_model.load_state(state, strict=strict)
+
+    def pieces(self) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of the parameters, each of one dimension, and the saved buffers."""
+        wrapped_model = self.wrapped_model
+        values = {n: v for n, v in wrapped_model.buffers() if n in wrapped_model.order}
+        for unit in wrapped_model.flat_params:
+            values.update({s.names[0]: unit.local_piece(s, unit.local_values()).clone() for s in unit.slots})
+        return {name: value.detach().cpu() for name, value in values.items()}
+
+    def check_pieces(self, pieces: Mapping[str, torch.Tensor]) -> None:
+        """Refuse pieces of another model, or of one that was wrapped in another way.
+
+        Raises:
+            PrepareError: names the first that does not fit.
+        """
+        own = {name: value.shape for name, value in self.pieces().items()}
+        for name in sorted({*own, *pieces}):
+            theirs = pieces[name].shape if name in pieces else None
+            if own.get(name) != theirs:
+                raise PrepareError(
+                    f"the piece of {name} here has the shape {own.get(name)}, and the saved one {theirs}",
+                    why="local states go back into a model that is wrapped in the same way only",
+                    fix="wrap the model as it was, or save with SHARDED_STATE_DICT",
+                )
+
+    @torch.no_grad()
+    def load_pieces(self, pieces: Mapping[str, torch.Tensor]) -> Any:
+        """Load pieces that ``check_pieces`` has accepted."""
+        for unit in self.wrapped_model.flat_params:
+            unit.reshard()
+            for slot in unit.slots:
+                unit.local_piece(slot, unit.local_values()).copy_(pieces[slot.names[0]])
+        for name, buffer in self.wrapped_model.buffers():
+            if name in pieces:
+                buffer.copy_(pieces[name])
+        return _IncompatibleKeys([], [])
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, stand-in) of every parameter."""
+        seen: set[int] = set()
+        for name, stand_in in self.wrapped_model.parameters():
+            if not remove_duplicate or id(stand_in) not in seen:
+                yield name, stand_in
+            seen.add(id(stand_in))
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Return the stand-ins."""
+        return (stand_in for _, stand_in in self.named_parameters())
+
+    def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, buffer) of every buffer."""
+        return self.wrapped_model.buffers()
+
+
+def wrapped_model_view(wrapped_model: WrappedModel) -> Any:
+    """Return a view of a wrapped model whose class has the name of the user's class."""
+    return type(type(wrapped_model.module).__name__, (WrappedModelView,), {})(wrapped_model)

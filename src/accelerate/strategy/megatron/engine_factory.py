@@ -1,0 +1,108 @@
+"""Build the Megatron-LM engine, optimizer and schedule that ``prepare`` returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.megatron.engine import MegatronEngine
+from accelerate.strategy.megatron.full_state import FullStateConverter
+from accelerate.strategy.megatron.gpt_model import (
+    build_gpt,
+    drop_values,
+    is_trainable,
+    load_weights,
+    params_with_rules,
+    rank_zero_weights,
+    trainable_names,
+    transformer_config,
+)
+from accelerate.strategy.megatron.layout import open_groups, seed_dropout
+from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
+from accelerate.strategy.megatron.model_families import model_family
+from accelerate.strategy.megatron.optimizer import MegatronStepper, ParamGroupMap
+
+if TYPE_CHECKING:
+    from accelerate.strategy.megatron.plugin import MegatronLMPlugin
+
+_FORMATS = {"no": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_engine(
+    strategy: Any, model: Any, optimizers: list[torch.optim.Optimizer]
+) -> tuple[MegatronEngine, FullStateConverter, ParamGroupMap | None]:
+    """Build Megatron-LM's model with the weights of ``model``, which is left without values.
+
+    Raises:
+        PrepareError: the model or the optimizer does not fit; nothing has changed then.
+    """
+    if len(optimizers) > 1:
+        raise PrepareError(
+            f"{len(optimizers)} optimizers for one model",
+            why="Megatron-LM steps one optimizer for a model",
+            fix="make one optimizer with several groups of parameters",
+        )
+    layout, plugin, device = strategy.layout, strategy.plugin, strategy.world.device
+    family, config = model_family(model), model.config
+    rules = family.rules(config)
+    groups = ParamGroupMap(optimizers[0], model) if optimizers else None
+    trainable_params = trainable_names(model)
+    trainable = {id(rule): is_trainable(rule, trainable_params) for rule in rules.values()}
+    if groups is not None:
+        for rule in rules.values():
+            groups.group_index(rule)
+    settings = transformer_config(
+        family, config, plugin, layout, _FORMATS[strategy.request.precision], device
+    )
+    open_groups(layout, strategy.world.hardware.backend)
+    seed_dropout(device)
+    gpt = build_gpt(family, config, settings, layout)
+    load_weights(gpt, rules, rank_zero_weights(model, device), layout)
+    for rule, parameter in params_with_rules(gpt, rules):
+        parameter.requires_grad_(trainable[id(rule)])
+    gpt.to(device)
+    engine = MegatronEngine(strategy, _wrap_model(gpt, settings, plugin))
+    arguments = family.model(config)
+    rotary = arguments["position_embedding_type"] == "rope"
+    drop_values(model)
+    engine._set_base_model(model, arguments["vocab_size"], rotary)
+    engine.train(model.training)
+    return engine, FullStateConverter(engine, rules), groups
+
+
+def _wrap_model(gpt: nn.Module, settings: Any, plugin: MegatronLMPlugin) -> nn.Module:
+    """Wrap a GPT in ``Float16Module`` for 16-bit weights, and in ``DistributedDataParallel``."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    if plugin.custom_prepare_model_function is not None:
+        gpt = plugin.custom_prepare_model_function(gpt)
+    if settings.bf16:
+        gpt = Float16Module(settings, gpt)
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=bool(plugin.use_distributed_optimizer)
+    )
+    return DistributedDataParallel(settings, options, gpt)
+
+
+def build_stepper(
+    engine: MegatronEngine,
+    converter: FullStateConverter,
+    groups: ParamGroupMap | None,
+    optimizer: torch.optim.Optimizer,
+) -> MegatronStepper:
+    """Build Megatron-LM's optimizer around the user's, which gets Megatron-LM's parameters."""
+    assert groups is not None
+    pairs = [(rule, p) for rule, p in (*converter.params, *converter.copies) if p is not None]
+    groups.replace_params(optimizer, pairs)
+    return MegatronStepper(optimizer, engine, groups)
+
+
+def replace_dummy_scheduler(scheduler: Any, plugin: MegatronLMPlugin, copies: int) -> Any:
+    """Return a torch schedule in place of a ``MegatronLMDummyScheduler``; others stay."""
+    if isinstance(scheduler, MegatronLMDummyScheduler):
+        return build_lr_schedule(scheduler, plugin, copies)
+    return scheduler

@@ -1,0 +1,1 @@
+"""Context and sequence parallelism: sequences sharded over processes, which meet in attention."""

@@ -1,0 +1,346 @@
+"""Attention over sharded sequences: calls of torch's attention are intercepted and distributed.
+
+While a prepared model runs on sequence shards, every ``scaled_dot_product_attention`` below it goes through a
+``DistributedAttention``. Models and their code stay as they are: hooks of the model's own modules switch a
+torch function mode on and off, also when a block is computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.parallelism.context.sequence_shards import TokenRange, join_shards, token_ranges
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one call of torch's attention function.
+
+    Attributes:
+        query: (..., heads, own tokens, width).
+        key, value: the same of own keys.
+        mask: over all keys, with the rows that this process computes (see ``select_mask_rows``).
+        dropout: its probability.
+        causal: whether a query sees only what is before it.
+        more: the others, by name.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    extra_kwargs: dict[str, Any]
+
+    def run_kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """Compute this attention of other tensors, by this device's kernel."""
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, self.dropout, causal, **self.extra_kwargs
+        )
+
+
+class DistributedAttention(ABC):
+    """Attention in which processes that shard sequences see each other's tokens.
+
+    Attributes:
+        size, rank: of the processes that shard a sequence.
+        group: torch's name or object for them.
+        balanced: whether each has a run from the head of the sequence and one from the tail.
+        lengths: this process's tokens of the sequences of the forward in progress, or of the last one;
+            empty where they are whole, and attention is nobody else's business.
+        documents: per row and token of the whole sequence, the number of its document; None for one.
+        calls: of attention, in this forward.
+    """
+
+    def __init__(self, size: int, rank: int, group: Any, balanced: bool) -> None:
+        self.size, self.rank, self.group, self.balanced = size, rank, group, balanced
+        self.lengths: frozenset[int] = frozenset()
+        self.documents: torch.Tensor | None = None
+        self.calls = 0
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Compute attention of local queries over all keys, with arguments and result of torch's function.
+
+        Args:
+            query: (..., heads, own tokens, width).
+            key, value: the same of own keys.
+            attn_mask: over all keys, or of one row over own keys; its rows are own queries, or all, or one.
+
+        Raises:
+            PrepareError: these are not this process's parts of sequences.
+        """
+        self.calls += 1
+        own, keys = query.shape[-2], key.shape[-2]
+        if own not in self.lengths or keys not in self.lengths or (is_causal and own != keys):
+            raise PrepareError(
+                f"attention of {own} queries over {keys} keys, where each of {self.size} processes has "
+                f"{' or '.join(map(str, sorted(self.lengths)))} tokens of a sequence",
+                why="keys of other processes belong in between, and it is not known where: caches, prefixes "
+                "and pooled tokens do not go with shared sequences",
+                fix="leave them out, or compute whole sequences: outside of maybe_context_parallel, with "
+                "batches of a loader that is not cut",
+            )
+        if attn_mask is not None and is_causal:
+            raise PrepareError("attention with attn_mask and is_causal", fix="give one of them")
+        mask = None if attn_mask is None else self.globalize_mask(attn_mask, own, keys)
+        query, key, value = _cast_for_autocast(query, key, value)
+        return self.compute_attention(AttentionCall(query, key, value, mask, dropout_p, is_causal, more))
+
+    @abstractmethod
+    def compute_attention(self, call: AttentionCall) -> torch.Tensor:
+        """Compute attention; the mask has the rows of ``select_mask_rows``."""
+
+    @abstractmethod
+    def select_mask_rows(self, mask: torch.Tensor, own: int) -> torch.Tensor:
+        """Select the rows of a mask over all keys of the queries that this process computes."""
+
+    def globalize_mask(self, mask: torch.Tensor, own: int, keys: int) -> torch.Tensor:
+        """Return a mask over all keys.
+
+        Raises:
+            PrepareError: it is over own keys, and says for each query which: it cannot know of the others.
+        """
+        height, width = mask.shape[-2:] if mask.dim() > 1 else (1, mask.shape[-1])
+        if width == keys and height == 1:
+            return self.gather_sequence(mask, -1)
+        if width not in (1, keys * self.size) or height not in (1, own, own * self.size):
+            raise PrepareError(
+                f"an attention mask of {height} queries over {width} keys, where each of {self.size} "
+                f"processes has {own} of {own * self.size} tokens",
+                why="it says nothing of the keys of other processes",
+                fix="give is_causal=True, or a mask of these queries over all keys: batch['position_ids'] "
+                "has the places of the queries",
+            )
+        return mask if height == 1 else self.select_mask_rows(mask, own)
+
+    def gather_sequence(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """All-gather a tensor in sequence order, without gradients."""
+        with torch.no_grad():
+            parts = all_gather_with_grad(part.contiguous(), self.size, self.group)
+        return join_shards(parts, dim, self.balanced)
+
+    def query_ranges(self, own: int) -> tuple[TokenRange, ...]:
+        """Return the token ranges whose attention this process computes, where it has ``own`` tokens."""
+        return token_ranges(own * self.size, self.size, self.rank, self.balanced)
+
+
+def _cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast tensors as torch's attention does under autocast, before they are exchanged."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    wide = torch.float64
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != wide else t for t in tensors)
+
+
+def all_gather_with_grad(tensor: torch.Tensor, size: int, group: Any) -> Sequence[torch.Tensor]:
+    """All-gather a tensor over a group; gradients are reduced to where each came from.
+
+    torch's functional collective, since the older ones gave wrong gradients for keys on gloo.
+    """
+    import torch.distributed._functional_collectives as collectives
+
+    # The second is the name before torch 2.12.
+    name = "all_gather_single_autograd"
+    name = name if hasattr(collectives, name) else "all_gather_tensor_autograd"
+    flat = tensor.reshape(1, *tensor.shape)
+    return getattr(collectives, name)(flat, 0, group).unbind(0)
+
+
+class _AttentionMode(TorchFunctionMode):
+    """A torch function mode that sends attention calls to ``attend``."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self._attend = attend
+        # Torch asks for a mode again at the beginning of this function: a twin of it does not, and has ours.
+        given = {"has_torch_function": lambda _: False, "scaled_dot_product_attention": attend}
+        inner = F.multi_head_attention_forward
+        self._multi_head_attention: Any = FunctionType(
+            inner.__code__, {**vars(F), **given}, None, inner.__defaults__
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(**dict(zip(_NAMES, args, strict=False)) | given)
+        if func is F.multi_head_attention_forward and not self._returns_weights(given):
+            return self._multi_head_attention(*args, **given)
+        return func(*args, **given)
+
+    def _returns_weights(self, given: dict[str, Any]) -> bool:
+        """Return whether attention weights are requested too; torch's own code runs then."""
+        return bool(given.get("need_weights", True))
+
+
+class AttentionInterceptor(_AttentionMode):
+    """A torch function mode that sends attention calls to a ``DistributedAttention``."""
+
+    def __init__(self, attention: DistributedAttention) -> None:
+        super().__init__(attention.attend)
+
+    def _returns_weights(self, given: dict[str, Any]) -> bool:
+        """Return False; refuse calls that request weights."""
+        if super()._returns_weights(given):
+            raise PrepareError(
+                "nn.MultiheadAttention with need_weights=True on shared sequences",
+                why="its weights would be those of all keys for each query, and nothing else uses them",
+                fix="attention(q, k, v, need_weights=False)",
+            )
+        return False
+
+
+class AttentionCounter(_AttentionMode):
+    """Counts attention calls on fake tensors, inside of stage modules and outside.
+
+    Masks are left out: they may be over keys of all processes, and give no shape.
+
+    Attributes:
+        inside_calls, outside_calls: how many there were.
+    """
+
+    def __init__(self, is_inside: Callable[[], bool]) -> None:
+        super().__init__(self._count)
+        self._is_inside = is_inside
+        self.inside_calls = self.outside_calls = 0
+
+    def _count(
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **more: Any
+    ) -> torch.Tensor:
+        inside = self._is_inside()
+        self.inside_calls += inside
+        self.outside_calls += not inside
+        return F.scaled_dot_product_attention(query, key, value, None, *rest, **more)
+
+
+class AttentionHooks:
+    """Module hooks that turn interception on, in the thread that runs the modules.
+
+    A mode lives in one thread, and blocks that are computed again run in the backward's; so every module that
+    is not one of torch's own has the hooks, and the outermost of them switches.
+    """
+
+    def __init__(self, attention: DistributedAttention) -> None:
+        self.attention, self._mode = attention, AttentionInterceptor(attention)
+        self._local = threading.local()
+
+    def install(self, model: nn.Module) -> None:
+        """Add the hooks."""
+        for module in model.modules():
+            if module is model or _may_attend(module):
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave, always_call=True)
+
+    @property
+    def _mode_stack(self) -> list[AttentionInterceptor | None]:
+        if not hasattr(self._local, "depth"):
+            self._local.depth = []
+        return self._local.depth
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        depth = self._mode_stack
+        mode = self._mode if not depth and self.attention.lengths else None
+        if mode is not None:
+            mode.__enter__()
+            ACTIVE.attention = self.attention
+        depth.append(mode)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        mode = self._mode_stack.pop() if self._mode_stack else None
+        if mode is not None:
+            ACTIVE.attention = None
+            mode.__exit__(None, None, None)
+
+
+class _ActiveAttention(threading.local):
+    """The distributed attention that is active in this thread."""
+
+    attention: DistributedAttention | None = None
+
+
+ACTIVE = _ActiveAttention()
+
+
+def _may_attend(module: nn.Module) -> bool:
+    kind = type(module)
+    attends = isinstance(
+        module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+    )
+    return attends or not kind.__module__.startswith("torch.nn.modules.")
+
+
+def check_model(model: nn.Module, what: str) -> None:
+    """Refuse models that mix tokens by more than attention, or by attention that cannot be intercepted.
+
+    Raises:
+        PrepareError: with the module and the reason.
+    """
+    for name, module in model.named_modules():
+        why = _token_mixing_reason(module)
+        if why:
+            raise PrepareError(
+                f"{name or 'the model'} ({type(module).__name__}) cannot compute a part of a sequence",
+                why=f"{why}; {what} exchanges tokens in attention only",
+                fix="train it without cp_size and sp_size",
+            )
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    for config in configs.values():
+        _check_config(config, what)
+
+
+def _token_mixing_reason(module: nn.Module) -> str:
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return "it goes through tokens one after another"
+    if isinstance(module, nn.Conv1d) and any(size > 1 for size in module.kernel_size):
+        return "it mixes neighbouring tokens"
+    return ""
+
+
+def _check_config(config: Any, what: str) -> None:
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in (None, "sdpa"):
+        raise PrepareError(
+            f"attn_implementation={implementation!r} does not go with {what}",
+            why="torch's scaled_dot_product_attention can be exchanged between processes, and nothing else",
+            fix='from_pretrained(..., attn_implementation="sdpa"), or model.set_attn_implementation("sdpa")',
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+    if others or getattr(config, "is_encoder_decoder", False):
+        kind = f"layers of type {', '.join(others)}" if others else "an encoder and a decoder"
+        raise PrepareError(
+            f"a model with {kind} does not go with {what}",
+            why="only attention of a sequence to itself is exchanged between processes",
+            fix="train it without cp_size and sp_size",
+        )

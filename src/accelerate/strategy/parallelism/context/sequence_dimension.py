@@ -1,0 +1,400 @@
+"""The base class of the dimensions that shard sequences: context parallel and Ulysses.
+
+A forward is on parts, or on whole sequences, which every process then computes by itself. Which of the two is
+never guessed: inside ``maybe_context_parallel`` its buffers are parts; the tensors that a cutting loader gave
+are known one by one; anything else is whole, or refused where that could be a mistake.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.core import tree
+from accelerate.core.errors import PrepareError, SettingError
+from accelerate.strategy.base import Bundle, PrepareStep
+from accelerate.strategy.parallelism.context import attention_masks
+from accelerate.strategy.parallelism.context.attention import (
+    AttentionCounter,
+    AttentionHooks,
+    DistributedAttention,
+    check_model,
+)
+from accelerate.strategy.parallelism.context.sequence_shards import MASK, TOKENS, SequenceSharder, join_shards
+from accelerate.strategy.parallelism.dimension import Dimension
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate.strategy.parallelism.config import ParallelismConfig
+    from accelerate.world.world import World
+
+_WHOLE: frozenset[int] = frozenset()
+
+
+class SequenceDimension(Dimension):
+    """A mesh dimension whose processes shard sequences.
+
+    Attributes:
+        title: its name in messages.
+        balanced: whether shards are balanced for causal attention.
+    """
+
+    title: ClassVar[str]
+    balanced: ClassVar[bool]
+
+    def __init__(self, config: ParallelismConfig, mesh: DeviceMesh, world: World) -> None:
+        super().__init__(config, mesh, world)
+        self.size, self.rank = mesh[self.name].size(), mesh.get_local_rank(self.name)
+        self.group = mesh.get_group(self.name)
+        self.attention = self.attention_class(self.size, self.rank, self.group, self.balanced)
+        self._hooks = AttentionHooks(self.attention)
+        self._option: bool | Mapping[str, int] | None = getattr(self.handler, "cut", None)
+        dims = self._option if isinstance(self._option, Mapping) else None
+        self.sharder = SequenceSharder(self.size, self.rank, self.balanced, dims)
+        # The models, and their original class names: FSDP2 gives them others.
+        self._models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._sharded_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Whether a pipelined model has attention in any of its stages.
+        self._has_attention: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        # The tensors that are sequence shards, with their sequence dimension.
+        self._shards: Any = WeakIdKeyDictionary()
+        self._positions: Any = WeakIdKeyDictionary()
+        # Lengths of the shards that loaders gave, and of those inside the context; None outside of one.
+        self._shard_lengths: set[int] = set()
+        self._active_lengths: frozenset[int] | None = None
+        self._warned = self._zero_gradients = False
+
+    @property
+    def handler(self) -> Any:
+        """The options of this dimension."""
+        return getattr(self.config, f"{self.name}_handler")
+
+    @property
+    def attention_class(self) -> type[DistributedAttention]:
+        """The attention class of this dimension."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse pipeline schedules that compute the loss per micro-batch.
+
+        Raises:
+            SettingError: the schedule has them.
+        """
+        schedule = self.config.pp_handler.schedule if self.config.pp_handler is not None else "gpipe"
+        if self.config.pp_enabled and schedule != "gpipe":
+            raise SettingError(
+                f"schedule={schedule!r} does not go with {self.name}_size={self.size}",
+                why="with it gradients are made before anybody knows whether the parts of sequences in a "
+                "chunk have a label at all",
+                fix="schedule='gpipe', which takes the loss over the whole batch",
+            )
+
+    # --- prepare
+
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Intercept attention of the models, and shard the batches of loaders prepared with one."""
+        models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._models]
+        for model in models:
+            check_model(model, self.title)
+        if models:
+            reason = f"{self.size} processes share each sequence, and exchange what attention needs"
+            yield PrepareStep(self.name, reason, self._install)
+        if bundle.objects_of("model") and bundle.objects_of("loader") and self._option is None:
+            reason = f"each process gets its part, 1/{self.size}, of every sequence"
+            yield PrepareStep(
+                "sequences", reason, lambda b: self._sharded_loaders.update(b.objects_of("loader"))
+            )
+
+    def _install(self, bundle: Bundle) -> None:
+        for model in dict.fromkeys(bundle.objects_of("model")):
+            if model not in self._models:
+                self._models[model] = type(model).__name__
+                model.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
+                self._hooks.install(model)
+                model.register_forward_hook(self._post_forward)
+                if attention_masks.uses_library_masks(model):
+                    attention_masks.register_mask_function()
+
+    # --- batches
+
+    def shards_loader(self, loader: Any) -> bool:
+        """Return whether the batches of ``loader``, as the user gave it, are sharded."""
+        return loader in self._sharded_loaders if self._option is None else self._option is not False
+
+    def slice_batch(self, batch: Any) -> Any:
+        """Return this process's shard of a batch of full sequences.
+
+        Raises:
+            PrepareError: it has no tokens by a known name, although cutting was asked for.
+        """
+        if not self.sharder.has_tokens(batch):
+            if self._option is None:
+                return batch
+            raise PrepareError(
+                f"a batch, {_describe_batch(batch)}, has no tokens that could be shared by {self.title}",
+                why="cut= asks for it, and a batch is cut by its keys",
+                fix='give dicts with "input_ids", or name the keys and the dimensions of their tokens: '
+                'cut={"tokens": 1}',
+            )
+        parts = self.sharder(batch)
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and part is not batch.get(name) and name != MASK:
+                dim = self.sharder.dims.get(name, 1) if self.sharder.dims else 1
+                self._shards[part] = dim
+                if name == "position_ids":
+                    self._positions[part] = True
+                self._shard_lengths.add(part.shape[dim])
+        return parts
+
+    def register_chunk(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
+        """Record that rows of a shard are a shard."""
+        for known in (self._shards, self._positions):
+            if whole in known:
+                known[rows] = known[whole]
+
+    @contextmanager
+    def trace_context(self, model: nn.Module, inside: Callable[[], bool]) -> Iterator[None]:
+        """Count attention calls in a traced forward: a stage may have none; outside of stages it is refused.
+
+        Raises:
+            PrepareError: attention is called between the stages.
+        """
+        if model not in self._models:
+            yield
+            return
+        with AttentionCounter(inside) as counter:
+            yield
+        self._has_attention[model] = counter.inside_calls > 0
+        if counter.outside_calls:
+            raise PrepareError(
+                f"{self._models[model]} calls attention between the modules that are cut into stages",
+                why=f"every stage runs that code, also over whole batches, and {self.title} exchanges tokens "
+                "in the attention of modules only",
+                fix="call attention in a module of its own, or set pp_size=1",
+            )
+
+    @contextmanager
+    def shard_sequences(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
+    ) -> Iterator[None]:
+        """Shard full sequences inside the context; shards stay as they are."""
+        if len(buffers) != len(dims):
+            raise PrepareError(
+                f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims",
+                fix="give the dimension of the tokens for each buffer",
+            )
+        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        lengths: set[int] = set()
+        # All are sharded before any is changed: an error leaves them full.
+        made = [
+            (b, b.detach() if b in self._shards else self._shard_buffer(b, d))
+            for b, d in zip(buffers, dims, strict=True)
+        ]
+        for (buffer, part), dim in zip(made, dims, strict=True):
+            lengths.add(part.shape[dim])
+            if buffer in self._shards:
+                continue
+            if any(buffer is other for other in kept):
+                self._shards[buffer] = dim
+            else:
+                whole.append((buffer, buffer.detach()))
+            buffer.data = part
+        before, self._active_lengths = self._active_lengths, frozenset(lengths)
+        try:
+            yield
+        finally:
+            self._active_lengths = before
+            for buffer, tokens in whole:
+                buffer.data = tokens
+
+    def _shard_buffer(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
+        return self.sharder.local_shard(buffer.detach(), dim)
+
+    # --- the model
+
+    def _pre_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Decide whether the forward is on shards, and add positions and masks of full sequences."""
+        tensors = [leaf for _, leaf in tree.iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        attention = self.attention
+        attention.lengths, attention.documents, attention.calls = (
+            self._sequence_lengths(model, tensors),
+            None,
+            0,
+        )
+        if not attention.lengths:
+            return None
+        names = inspect.signature(model.forward).parameters
+        known = attention_masks.uses_library_masks(model)
+        if not _accepts_positions(model):
+            self._check_positions(model, tensors)
+            return None
+        fixed = [name for name, kind in names.items() if kind.kind is kind.POSITIONAL_OR_KEYWORD]
+        named = dict(zip(fixed, args, strict=False)) | kwargs
+        tokens = next(
+            (named[name] for name in TOKENS if named.get(name) is not None), args[0] if args else None
+        )
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+            return None
+        if named.get("position_ids") is None:
+            named["position_ids"] = self._position_ids(tokens)
+        if known:
+            cached = named.get("use_cache")
+            cached = getattr(model.config, "use_cache", False) if cached is None else cached
+            named = attention_masks.add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
+        return args[len(fixed) :], named
+
+    def _position_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the positions of a shard's tokens in their sequences."""
+        whole = torch.arange(tokens.shape[1] * self.size, device=tokens.device)
+        return self.sharder.local_shard(whole, 0).expand(tokens.shape[0], -1)
+
+    def _check_positions(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse a model that gets no positions: it would count from 0 in every shard.
+
+        Raises:
+            PrepareError: a loader shards sequences, and the model got no positions.
+        """
+        if self._active_lengths is None and not any(tensor in self._positions for tensor in tensors):
+            raise PrepareError(
+                f"{self._models[model]} does not get the positions of its tokens",
+                why=f"it has a part of each sequence ({self.title}), and would count from 0 in every part",
+                fix="give it batch['position_ids'], and let it look its positions up there; a model without "
+                "positions may take the argument and leave it",
+            )
+
+    def _sequence_lengths(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Return the lengths of the shards in this forward; empty where sequences are full."""
+        parts = {tensor.shape[self._shards[tensor]] for tensor in tensors if tensor in self._shards}
+        if parts:
+            return frozenset(parts)
+        if self._active_lengths is not None:
+            return self._active_lengths
+        if self._shard_lengths:
+            self._check_unsharded(model, tensors)
+        elif self.name == "cp" and model.training and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.size} processes compute the same whole sequences: nothing has cut them. Prepare the "
+                "loader together with the model, or put accelerator.maybe_context_parallel(buffers=..., "
+                "buffer_seq_dims=...) around forward and backward",
+                stacklevel=2,
+            )
+        return _WHOLE
+
+    def _check_unsharded(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse tensors that are no known shards, where loaders give shards.
+
+        Raises:
+            PrepareError: they could be copies of shards.
+        """
+        views = [tensor for tensor in tensors if tensor._base is not None and tensor._base in self._shards]
+        alike = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[1] in self._shard_lengths]
+        if views or alike or model.training:
+            shown = ", ".join(str(tuple(tensor.shape)) for tensor in views or alike or tensors)
+            raise PrepareError(
+                f"{self._models[model]} got tensors that are none of a prepared loader's: {shown}",
+                why=f"loaders give this process its part of each sequence ({self.title}), and a copy or a "
+                "slice of one is taken for a whole",
+                fix="give the model the batch's own tensors (its labels are shifted already: shift_labels); "
+                "for whole sequences put `with accelerator.maybe_context_parallel():` around the call",
+            )
+
+    def check_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Refuse wrong arguments of a call, and a model in which tracing saw no attention."""
+        if model not in self._models:
+            return
+        tensors = [leaf for _, leaf in tree.iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not self._sequence_lengths(model, tensors):
+            return
+        if not _accepts_positions(model):
+            self._check_positions(model, tensors)
+        if not self._has_attention[model]:
+            raise self._no_attention(model)
+
+    def _no_attention(self, model: nn.Module) -> PrepareError:
+        return PrepareError(
+            f"{self._models[model]} has computed a part of its sequences without any attention",
+            why=f"{self.title} exchanges tokens in torch's scaled_dot_product_attention, and it was not "
+            "called: this model's attention is made otherwise, and would see a part only",
+            fix='use torch.nn.functional.scaled_dot_product_attention (attn_implementation="sdpa"), '
+            "or train without cp_size and sp_size",
+        )
+
+    def _post_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        # A pipeline stage may have none.
+        if self.attention.lengths and not (self.attention.calls or model in self._has_attention):
+            raise self._no_attention(model)
+        if self.attention.lengths and torch.is_grad_enabled():
+            for _, leaf in tree.iterate_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._zero_hook)
+
+    def _zero_hook(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return torch.zeros_like(gradient) if self._zero_gradients else None
+
+    def backward_zero(self, loss: torch.Tensor) -> bool:
+        """Run the backward of a shard without labels: its own loss, NaN perhaps, adds nothing.
+
+        Gradients of its keys from other processes still pass through it.
+        """
+        if not self.attention.lengths:
+            return False
+        self._zero_gradients = True
+        try:
+            loss.backward(gradient=torch.zeros_like(loss))
+        finally:
+            self._zero_gradients = False
+        return True
+
+    # --- outputs
+
+    def merge_outputs(self, values: Any) -> Any:
+        """Merge the outputs of the processes of a sequence to what one process would have computed.
+
+        After a forward on shards. Tensors whose second dimension is the length of a shard are joined to full
+        sequences. Other values that differ belong to the shards, and become their mean.
+
+        Raises:
+            PrepareError: whole numbers that differ.
+        """
+        return tree.map_tree(self._merge_leaf, values) if self.attention.lengths else values
+
+    def _merge_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        mine = leaf.detach().contiguous()
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self.group)
+        if mine.dim() > 1 and mine.shape[1] in self.attention.lengths:
+            return join_shards(gathered, 1, self.balanced)
+        if all(torch.equal(gathered[0], part) for part in gathered[1:]):
+            return leaf
+        if not leaf.is_floating_point():
+            raise PrepareError(
+                f"a tensor of {leaf.dtype}, {tuple(leaf.shape)}, differs between processes of one sequence",
+                why="each has a part of its tokens, and what is to count for the whole is not known",
+                fix="gather what is per token, (rows, tokens), or add up: accelerator.reduce(count)",
+            )
+        return torch.stack(gathered).mean(0)
+
+
+def _accepts_positions(model: nn.Module) -> bool:
+    """Return whether its forward accepts ``position_ids``."""
+    names = inspect.signature(model.forward).parameters
+    open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
+    return "position_ids" in names or (open_ended and attention_masks.uses_library_masks(model))
+
+
+def _describe_batch(batch: Any) -> str:
+    keys = f" with {', '.join(map(str, batch))}" if tree.is_mapping(batch) else ""
+    return f"a {type(batch).__name__}{keys}"

@@ -1,0 +1,267 @@
+"""Trace one forward on fake tensors, to find the tensors that pipeline stages exchange.
+
+A model is cut between blocks, modules that are called as a whole. The code around the blocks (masks,
+residual sums, a loss at the end) runs on every stage, with values where it can: all stages have the batch.
+So what a stage needs from those before it are outputs of blocks, and this file finds which.
+
+The tracer runs the user's forward on a shadow of the model whose blocks have weights without values
+(torch's FakeTensorMode): what comes out of a block has a shape and no values, and so has what is computed
+from it. Each such tensor is followed through the code between the blocks.
+"""
+
+# torch's dispatcher is untyped: what is unknown is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.core import tree
+from accelerate.core.errors import PrepareError
+from accelerate.stages import tensor_tree
+
+
+class BlockOutput(NamedTuple):
+    """An output tensor of a block: the number of the call, and the position among its outputs."""
+
+    call: int
+    position: int
+
+
+class TensorMeta(NamedTuple):
+    """Shape, dtype and ``requires_grad`` of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block.
+
+    Attributes:
+        block: its name.
+        stage: the stage that computes it.
+        form: of its outputs, without the tensors.
+        metas: of these.
+        dependencies: the values that its arguments depend on.
+    """
+
+    block: str
+    stage: int
+    form: Any
+    metas: tuple[TensorMeta, ...]
+    dependencies: frozenset[BlockOutput]
+
+
+@dataclass(frozen=True)
+class ForwardTrace:
+    """The trace of one forward: the block calls in order, and the block outputs that its result depends on.
+
+    ``result`` is what it gave, without values.
+    """
+
+    calls: tuple[BlockCall, ...]
+    result_inputs: tuple[BlockOutput, ...]
+    stages: int
+    result: Any
+
+    def meta(self, value: BlockOutput) -> TensorMeta:
+        """Return shape and dtype of a block output."""
+        return self.calls[value.call].metas[value.position]
+
+    def stage_inputs(self, stage: int) -> tuple[BlockOutput, ...]:
+        """Return the inputs of a stage: made before it, and needed by it or by a later one."""
+        return tuple(
+            sorted(v for v in self._stages_using if self.calls[v.call].stage < stage <= self._last_user(v))
+        )
+
+    def is_used_in_own_stage(self, value: BlockOutput) -> bool:
+        """Return whether the stage that computes a block output uses it outside the block."""
+        return (
+            self.calls[value.call].stage in self._stages_using[value]
+            if value in self._stages_using
+            else False
+        )
+
+    def _last_user(self, value: BlockOutput) -> int:
+        return max(self.stages - 1 if value in self.result_inputs else 0, *self._stages_using[value], 0)
+
+    @property
+    def _stages_using(self) -> dict[BlockOutput, set[int]]:
+        """The stages whose blocks use each block output; result inputs are always listed."""
+        stages: dict[BlockOutput, set[int]] = {value: set() for value in self.result_inputs}
+        for call in self.calls:
+            for value in call.dependencies:
+                stages.setdefault(value, set()).add(call.stage)
+        return stages
+
+
+class PipelineBlock:
+    """The first base class of every block: its calls go through the runner."""
+
+    _runner: Any
+    _block_name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass the call to the runner."""
+        run = super().__call__  # type: ignore[misc]
+        return self._runner.call_block(self._block_name, run, args, kwargs)
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def add_base_class(module: nn.Module, base: type, **attributes: Any) -> None:
+    """Give ``module`` a class that begins with ``base``, and ``marks`` as attributes; its name stays."""
+    own = type(module)
+    if (base, own) not in _CLASSES:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        _CLASSES[base, own] = type(own.__name__, (base, own), names)
+    module.__class__ = _CLASSES[base, own]
+    vars(module).update(attributes)
+
+
+class _DependencyTracker(TorchDispatchMode):
+    """A dispatch mode that tracks which block outputs a tensor depends on, outside of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.origins: Any = WeakIdKeyDictionary()
+        self.paused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not self.paused:
+            came = self.origins_of((args, kwargs))
+            if came:
+                for leaf in _tensor_leaves(output):
+                    self.origins[leaf] = came | self.origins.get(leaf, frozenset())
+        return output
+
+    def origins_of(self, values: Any) -> frozenset[Any]:
+        """Return the block outputs that any tensor in ``values`` depends on."""
+        marks = (self.origins.get(leaf) for leaf in _tensor_leaves(values))
+        return frozenset().union(*(mark for mark in marks if mark))
+
+
+def _tensor_leaves(values: Any) -> Iterable[torch.Tensor]:
+    return (leaf for _, leaf in tree.iterate_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+class ForwardTracer:
+    """Traces a forward of the shadow model.
+
+    Args:
+        stage_of: the stage of each block, by its name.
+    """
+
+    def __init__(self, stage_of: Mapping[str, int], stages: int) -> None:
+        self.stage_of, self.stages = stage_of, stages
+        self.tracker = _DependencyTracker()
+        self.calls: list[BlockCall] = []
+
+    def call_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block on fake tensors, and record its dependencies and outputs."""
+        if self.tracker.paused:  # inside of another block, which holds it as well
+            return run(*args, **kwargs)
+        dependencies = self.tracker.origins_of((args, kwargs))
+        _refuse_weights(dependencies)
+        self.tracker.paused += 1
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            self.tracker.paused -= 1
+        form, tensors = tensor_tree.flatten_tree(output, f"the output of {name} ")
+        for place, tensor in enumerate(tensors):
+            self.tracker.origins[tensor] = frozenset({BlockOutput(len(self.calls), place)})
+        metas = tuple(TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        stage = self.stage_of[name]
+        if self.calls and stage < self.calls[-1].stage:
+            raise _block_order_error(name, stage, self.calls[-1])
+        self.calls.append(BlockCall(name, stage, form, metas, dependencies))
+        return output
+
+    def trace(
+        self, shadow: Callable[..., Any], weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any
+    ) -> ForwardTrace:
+        """Trace one forward.
+
+        Args:
+            shadow: calls the model's twin.
+            weights: those of blocks, by their names.
+
+        Raises:
+            PrepareError: a block of an early stage runs after one of a late stage, or the code between the
+                blocks uses a weight of one, or values that are not there.
+        """
+        for name, weight in weights.items():
+            self.tracker.origins[weight] = frozenset({name})
+        try:
+            with self.tracker:
+                output = shadow(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if type(error).__module__.startswith("torch._subclasses"):
+                raise _data_dependent_error(error) from error
+            raise
+        result_inputs = self.tracker.origins_of(output)
+        _refuse_weights(result_inputs)
+        return ForwardTrace(tuple(self.calls), tuple(sorted(result_inputs)), self.stages, output)
+
+
+def make_fake_mode() -> FakeTensorMode:
+    """Make the fake mode of one model: tensors of several do not mix."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def make_fake_tensor(mode: FakeTensorMode, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Make a fake tensor."""
+    with mode:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+
+
+def is_fake(value: Any) -> bool:
+    """Return whether a value is a fake tensor."""
+    return isinstance(value, FakeTensor)
+
+
+def _refuse_weights(dependencies: frozenset[Any]) -> None:
+    name = next((need for need in dependencies if isinstance(need, str)), None)
+    if name is not None:
+        module = name.rpartition(".")[0]
+        raise PrepareError(
+            f"the forward uses the weight {name} outside of the module that holds it",
+            why="that module is on one stage of the pipeline, and the code between modules runs on all",
+            fix=f"PipelineParallelConfig(on_all_stages=[{module!r}]), or call the module",
+        )
+
+
+def _block_order_error(name: str, stage: int, before: BlockCall) -> PrepareError:
+    return PrepareError(
+        f"{name} is on stage {stage} of the pipeline, and is called after {before.block} of stage "
+        f"{before.stage}",
+        why="a batch passes through the stages once; split_points='auto' takes modules in the order in which "
+        "they were defined",
+        fix="give PipelineParallelConfig(split_points=[...]) the first module of each stage but the first so "
+        "that they run in that order, or on_all_stages=[...] a small module that several stages call",
+    )
+
+
+def _data_dependent_error(error: Exception) -> PrepareError:
+    lines = str(error).strip().splitlines() or [""]
+    return PrepareError(
+        "the model's forward looks at values that are on another stage of the pipeline",
+        why=f"torch says: {type(error).__name__}: {lines[0]}",
+        fix="write the part between the layers that depends on values as torch operations (torch.where), or "
+        "move it into a module",
+    )

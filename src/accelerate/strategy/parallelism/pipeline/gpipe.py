@@ -1,0 +1,219 @@
+"""The GPipe schedule of one call: all micro-batches forward, the outer code over the batch, all backward.
+
+The result of a call is what the user's own model gives. What the stages computed is one node of its graph,
+whose backward is theirs.
+"""
+
+# torch's schedules are partly untyped: what is unknown is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.parallelism.pipeline import shared_grads as grads
+from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutput
+from accelerate.strategy.parallelism.pipeline.micro_batches import CallPlan, PipelineBatch, cast_floats
+from accelerate.strategy.parallelism.pipeline.stage import (
+    ChunkModule,
+    SplitGPipe,
+    StageForward,
+    make_stage,
+    reject_call,
+)
+
+
+class GPipeCall:
+    """One call of a pipelined model in the GPipe schedule.
+
+    Args:
+        runner: the runner of the model.
+        plan: the plan of calls of this shape.
+        batch: the batch, equal on all stages.
+
+    Attributes:
+        outputs: the last stage's outputs of each micro-batch; empty elsewhere.
+        outer_weights: weights outside the blocks, as the first micro-batch saw them in this process's
+            last stage.
+    """
+
+    def __init__(self, runner: Any, plan: CallPlan, batch: PipelineBatch) -> None:
+        self.runner, self.plan = runner, plan
+        self.batch: PipelineBatch | None = batch
+        self.outputs: list[tuple[torch.Tensor, ...]] = []
+        self.outer_weights: list[torch.Tensor] = []
+        self.schedules: list[Any] = []
+        self.sync = True
+
+    def run(self) -> Any:
+        """Run the call and return its result."""
+        runner, plan, batch = self.runner, self.plan, self.batch
+        assert plan.batch_trace is not None
+        assert batch is not None
+        self.forward()
+        tensors, outer_weights = self._attach_backward(
+            [self._broadcast_tail(place) for place in range(len(plan.chunk_trace.result_inputs))]
+        )
+        if not any(t.requires_grad for t in (*tensors, *outer_weights)):
+            self.release()
+        values = dict(zip(plan.batch_trace.result_inputs, tensors, strict=True))
+        final = StageForward(plan.batch_trace, None, values, (), runner.make_fake)
+        args, kwargs = runner.cast(batch.all_samples())
+        output = runner.shadow.run_outer_code(final, args, kwargs, outer_weights)
+        final.stage_outputs(())
+        wanted = grads.mixed_precision_dtypes(runner.model)[2]
+        return output if wanted is None else cast_floats(output, wanted)
+
+    def _attach_backward(
+        self, result_inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return (result inputs, outer weights), attached to the stages' backward if there is one."""
+        runner = self.runner
+        outer_weights = [weight.detach() for weight in self.outer_weights]
+        wants = [
+            self.plan.chunk_trace.meta(value).requires_grad for value in self.plan.chunk_trace.result_inputs
+        ]
+        if not torch.is_grad_enabled() or not any(wants):
+            return result_inputs, outer_weights
+        held = [p for p in runner.model.parameters() if p.requires_grad]
+        anchor = torch.zeros((), requires_grad=True)
+        # Outer weights get their gradients from one process: the others compute the same.
+        own = outer_weights if runner.has_last_stage else []
+        wants += [weight.requires_grad for weight in self.outer_weights[: len(own)]]
+        attached = list(
+            _StagesBackward.apply(
+                self, len(result_inputs) + len(own), wants, anchor, *result_inputs, *own, *held
+            )
+        )
+        return attached[: len(result_inputs)], attached[len(result_inputs) :] or outer_weights
+
+    def _broadcast_tail(self, place: int) -> torch.Tensor:
+        """Broadcast one result input of the full batch from the last stage to all stages."""
+        runner, plan = self.runner, self.plan
+        assert plan.batch_trace is not None
+        shape, dtype, _ = plan.batch_trace.meta(plan.chunk_trace.result_inputs[place])
+        if self.outputs:
+            parts = [outputs[place].detach() for outputs in self.outputs]
+            value = torch.cat(parts)[: shape[0]] if plan.rows_per_sample[place] else parts[0]
+            value = value.contiguous()
+        else:
+            value = torch.empty(shape, dtype=dtype, device=runner.device)
+        runner.broadcast_from_last(value)
+        return value
+
+    def forward(self) -> None:
+        """Run all micro-batches forward, through one stage of this process after the other."""
+        idle = self.plan.idle_schedules
+        self.schedules = idle.pop() if idle else [self._make_schedule(stage) for stage in self.runner.stages]
+        for schedule in self.schedules:
+            stage = schedule._stage
+            stage.submod.run_chunk = partial(self._run_chunk, stage.stage_index)
+            stage.backward_context = self._backward_context
+            schedule.run_forwards()
+
+    def _make_schedule(self, stage: int) -> SplitGPipe:
+        runner, trace = self.runner, self.plan.chunk_trace
+        outputs = [trace.meta(value) for value in self._stage_outputs(stage)]
+        made = make_stage(ChunkModule(), trace, stage, outputs, runner.device, runner.group)
+        trains = reject_call if torch.is_grad_enabled() else None
+        return SplitGPipe(made, runner.options.num_microbatches, loss_fn=trains)
+
+    def _stage_outputs(self, stage: int) -> tuple[BlockOutput, ...]:
+        trace = self.plan.chunk_trace
+        return trace.result_inputs if stage == trace.stages - 1 else trace.stage_inputs(stage + 1)
+
+    def _run_chunk(
+        self, stage: int, chunk: int, received: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        assert self.batch is not None
+        args = self.batch.chunk(chunk)
+        with self.runner.record_timing("forward", stage, chunk):
+            wants = chunk == 0 and stage == self.runner.stages[-1]
+            outer_weights = self.outer_weights if wants else None
+            wanted = self._stage_outputs(stage)
+            _, sent = self.runner.run_chunk(
+                self.plan.chunk_trace, stage, args, received, wanted, outer_weights=outer_weights
+            )
+        if stage == self.plan.chunk_trace.stages - 1:
+            self.outputs.append(sent)
+        return sent
+
+    @contextmanager
+    def _backward_context(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
+        reducing = grads.partial_backward(self.runner.model, last=last, sync=self.sync)
+        with self.runner.record_timing("backward", stage, chunk), reducing:
+            yield
+
+    def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run all micro-batches backward, from the gradients of the result inputs.
+
+        Raises:
+            PrepareError: for the second time.
+        """
+        if self.batch is None:
+            raise PrepareError(
+                "a second backward through one forward of a pipeline",
+                why="what the stages kept for it was freed by the first one",
+                fix="call the model again, or add up the losses before one backward",
+            )
+        runner = self.runner
+        if runner.zero_gradients:
+            gradients = [None if g is None else torch.zeros_like(g) for g in gradients]
+        count = len(self.plan.chunk_trace.result_inputs)
+        cut = [self._cut(gradient, place) for place, gradient in enumerate(gradients[:count])]
+        rows = [[parts[chunk] for parts in cut] for chunk in range(runner.options.num_microbatches)]
+        rows[0] += gradients[count:]
+        self.sync = grads.reduces_gradients(runner.model)
+        with grads.sum_shared_grads(runner.model, runner.shared, runner.group, sync=self.sync):
+            for schedule in self.schedules:
+                schedule.run_backwards(rows, self.outer_weights[: len(gradients) - count])
+        self.release()
+
+    def _cut(self, gradient: torch.Tensor | None, place: int) -> list[torch.Tensor | None]:
+        assert self.batch is not None
+        chunks = self.runner.options.num_microbatches
+        each = self.plan.rows_per_sample[place]
+        if gradient is None or not each:
+            return [gradient, *[None] * (chunks - 1)]
+        rows = each * self.batch.rows
+        missing = rows * chunks - gradient.shape[0]
+        if missing:  # what filled up the batch has no part in the loss
+            gradient = torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
+        return list(gradient.split(rows))
+
+    def release(self) -> None:
+        """Release the batch, its activations and its schedules."""
+        schedules, self.schedules, self.batch, self.outputs, self.outer_weights = (
+            self.schedules,
+            [],
+            None,
+            [],
+            [],
+        )
+        for schedule in schedules:
+            schedule._stage.clear_runtime_states()
+            schedule._stage.submod.run_chunk = reject_call
+        self.plan.idle_schedules.append(schedules)
+
+
+class _StagesBackward(torch.autograd.Function):
+    """The result inputs of a forward as one autograd node: its backward is that of all stages."""
+
+    @staticmethod
+    def forward(ctx: Any, call: GPipeCall, count: int, wants: list[bool], *tensors: torch.Tensor) -> Any:
+        ctx.call, ctx.rest = call, len(tensors)
+        ctx.set_materialize_grads(False)
+        outputs = tuple(tensor.view_as(tensor) for tensor in tensors[1 : 1 + count])
+        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, wants, strict=True) if not wanted))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        ctx.call.run_backward(gradients)
+        return (None, None, None, *[None] * ctx.rest)

@@ -1,0 +1,289 @@
+"""Pipeline parallelism: each process keeps the layers of its stages, and micro-batches pass through.
+
+``model_split.py`` splits a model, ``forward_trace.py`` finds the tensors that stages exchange, ``runner.py``
+runs the calls of the model: by ``gpipe.py``, or with its loss by ``one_f_one_b.py``. ``state_dicts.py``
+gathers states. The user's loop stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.base import Bundle, PrepareStep
+from accelerate.strategy.parallelism.dimension import Dimension
+from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
+from accelerate.strategy.parallelism.pipeline.forward_trace import PipelineBlock, add_base_class
+from accelerate.strategy.parallelism.pipeline.model_split import (
+    StageAssignment,
+    UnsplitStateNames,
+    assign_stages,
+    check_same_model,
+    keep_local_stages,
+)
+from accelerate.strategy.parallelism.pipeline.runner import PipelinedModel, PipelineRunner
+from accelerate.strategy.parallelism.pipeline.shared_grads import SharedParam
+from accelerate.strategy.parallelism.pipeline.state_dicts import (
+    OptimizerLayout,
+    gather_model_state,
+    gather_optimizer_state,
+    select_model_state,
+    select_optimizer_state,
+    wrapped_model_of,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class PipelineParallel(Dimension):
+    """The pipeline parallel dimension, ``pp``."""
+
+    name: ClassVar[str] = "pp"
+    shards_params: ClassVar[bool] = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._assignments: list[StageAssignment] = []
+        # Of every parameter that was there before its model was cut, the number of the model with its first
+        # name, and the processes that have it; optimizers may still hold it.
+        self._param_names: Any = WeakIdKeyDictionary()
+        # The parameters that other stages have.
+        self._removed_params: Any = WeakIdKeyDictionary()
+
+    @property
+    def options(self) -> PipelineParallelConfig:
+        """The options: micro-batches, schedule, split points."""
+        return self.config.pp_handler or PipelineParallelConfig()
+
+    @cached_property
+    def group(self) -> ProcessGroup:
+        """The process group of the pipeline."""
+        return self.mesh["pp"].get_group()
+
+    @property
+    def size(self) -> int:
+        """The pipeline parallel size."""
+        return self.config._sizes["pp"]
+
+    @property
+    def pp_rank(self) -> int:
+        """The pipeline parallel rank."""
+        return self.config.layout().coordinates(self.world.rank)["pp"]
+
+    def check(self) -> None:
+        """Refuse options that do not go together."""
+        self.options.settle(self.size)
+
+    # --- prepare
+
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Split every model, and remove other stages' parameters from optimizers."""
+        models = [model for model in dict.fromkeys(bundle.objects_of("model")) if runner_of(model) is None]
+        for model in models if bundle.training else []:
+            cut = assign_stages(model, self.options, self.size)
+            names = UnsplitStateNames.from_model(model, cut)
+            before, after = _model_bytes(model, names, None), _model_bytes(model, names, self.pp_rank)
+            yield PrepareStep(
+                "stages",
+                self._describe(cut),
+                lambda b, m=model: self._split_model(m, b.objects_of("optimizer")),
+                before,
+                after,
+            )
+        if bundle.objects_of("optimizer"):
+            yield PrepareStep("stage", "optimizers hold the parameters of this stage", self._prune_optimizers)
+
+    def _describe(self, cut: StageAssignment) -> str:
+        where = ", ".join(cut.split_points())
+        options = self.options
+        return (
+            f"the layers are {cut.count} stages on {self.size} processes, cut before {where}; "
+            f"{options.num_microbatches} micro-batches, {options.schedule}"
+        )
+
+    def _split_model(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        cut = assign_stages(model, self.options, self.size)
+        names = UnsplitStateNames.from_model(model, cut)
+        count = len(self._assignments)
+        for name, parameter in model.named_parameters():
+            self._param_names[parameter] = (f"{count}:{name}", names.holders[name])
+        self._assignments.append(cut)
+        if not check_same_model(model):  # a rehearsal: nothing travels, and nothing runs
+            keep_local_stages(model, names, None, self.pp_rank, self.world.device)
+            return
+        others = [other for other in self.strategy.dimensions if other is not self]
+        runner = PipelineRunner(model, cut, self.options, self.group, self.world.device, others)
+        runner.names = names
+        changed = keep_local_stages(model, names, self.group, self.pp_rank, self.world.device)
+        for old, new in changed.values():
+            if new is None:
+                self._removed_params[old] = True
+            else:
+                self._param_names[new] = self._param_names[old]
+        for optimizer in optimizers:
+            self._prune_optimizer(optimizer)
+        self.remap_optimizer_params(
+            {key: pair for key, pair in changed.items() if pair[1] is not None}, list(optimizers)
+        )
+        for part in self._remote_modules(model, cut):
+            vars(part)["_on_another_stage"] = True
+        for name in cut.stage_of:
+            add_base_class(model.get_submodule(name), PipelineBlock, _runner=runner, _block_name=name)
+        runner.model = model
+        runner.shared = _find_shared_params(model, names)
+        model.register_forward_hook(runner.expose_stage_outputs)
+        add_base_class(model, PipelinedModel, _runner=runner)
+
+    def _remote_modules(self, model: nn.Module, cut: StageAssignment) -> list[nn.Module]:
+        """Return the modules inside of blocks that other processes hold."""
+        names = [name for name in cut.stage_of if cut.rank_of(name) != self.pp_rank]
+        return [part for name in names for part in model.get_submodule(name).modules()]
+
+    def _prune_optimizers(self, bundle: Bundle) -> None:
+        for optimizer in bundle.objects_of("optimizer"):
+            self._prune_optimizer(optimizer)
+
+    def _prune_optimizer(self, optimizer: Any) -> None:
+        """Remove other stages' parameters from an optimizer, with their state."""
+        inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+        if wrapped_model_of(inner) is None:
+            inner._pipeline_record = self._optimizer_layout(inner)  # type: ignore[attr-defined]
+        for group in inner.param_groups:
+            for parameter in [p for p in group["params"] if p in self._removed_params]:
+                inner.state.pop(parameter, None)
+            group["params"] = [p for p in group["params"] if p not in self._removed_params]
+
+    def _optimizer_layout(self, optimizer: Optimizer) -> OptimizerLayout:
+        everywhere = tuple(range(self.size))
+        cut = (model for model in self.strategy.models if runner_of(model) is not None)
+        made_since = {p for model in cut for p in self.strategy.parameters(model)}
+        groups: list[list[str]] = []
+        holders: dict[str, tuple[int, ...]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            groups.append([])
+            for place, parameter in enumerate(group["params"]):
+                # What belongs to no model that was cut, every process has.
+                if parameter in made_since:
+                    raise PrepareError(
+                        f"the {type(optimizer).__name__} was made from a model in stages",
+                        why="its groups would differ between the stages, and no checkpoint could tell them",
+                        fix="make it before: model, optimizer = accelerator.prepare(model, optimizer)",
+                    )
+                name, held = self._param_names.get(parameter, (f"{number}.{place}", everywhere))
+                groups[-1].append(name)
+                holders[name] = held
+        return OptimizerLayout(groups, holders)
+
+    # --- states
+
+    def gather_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Gather the states of all stages."""
+        runner = runner_of(model)
+        return (
+            state
+            if runner is None
+            else gather_model_state(state, runner.names, self.group, self.world.device)
+        )
+
+    def select_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
+        """Select the state of this stage."""
+        runner = runner_of(model)
+        own = model.state_dict() if runner is not None else {}
+        return state if runner is None else select_model_state(state, runner.names, own, strict=strict)
+
+    def gather_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Gather the optimizer states of all stages, numbered as in one process."""
+        optimizer_layout = wrapped_model_of(optimizer)
+        return (
+            state
+            if optimizer_layout is None
+            else gather_optimizer_state(state, optimizer_layout, self.group, self.world.device)
+        )
+
+    def select_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Select the state of this stage."""
+        optimizer_layout = wrapped_model_of(optimizer)
+        return (
+            state
+            if optimizer_layout is None
+            else select_optimizer_state(state, optimizer_layout, self.pp_rank)
+        )
+
+    def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the names that other stages hold, and the buffers that this one holds first."""
+        runner = runner_of(model)
+        if runner is None:
+            return frozenset(), frozenset()
+        names: UnsplitStateNames = runner.names
+        others = frozenset(names.order) - model.state_dict().keys()
+        return others, frozenset(
+            name for name in names.buffers if names.holders[name][0] == self.pp_rank != 0
+        )
+
+    def original_group_names(self, optimizer: Optimizer) -> list[list[str]] | None:
+        """Return the group names of an optimizer with the parameters of all stages."""
+        optimizer_layout = wrapped_model_of(optimizer)
+        return None if optimizer_layout is None else optimizer_layout.checkpoint_names()
+
+    # --- the loop
+
+    def backward_zero(self, loss: torch.Tensor) -> bool:
+        """Run the stages' backward with zero gradients: other stages wait for it."""
+        all_runners = [runner_of(m) for m in self.strategy.models]
+        runners = [runner for runner in all_runners if runner is not None]
+        for runner in runners:
+            runner.zero_gradients = True
+        try:
+            loss.backward()
+        finally:
+            for runner in runners:
+                runner.zero_gradients = False
+        return True
+
+    def duplicate_params(self) -> list[torch.Tensor]:
+        """Return the weights that an earlier stage holds too, and counts in a norm."""
+        all_runners = [runner_of(model) for model in self.strategy.models]
+        pairs = [
+            (c, one)
+            for c in all_runners
+            if c is not None
+            for one in c.shared
+            if one.holders[0] != self.pp_rank
+        ]
+        held = [one.optimizer_param(runner.model) for runner, one in pairs]
+        return [parameter for parameter in held if parameter is not None]
+
+
+def runner_of(model: Any) -> PipelineRunner | None:
+    """Return the runner of a pipelined model; None for another."""
+    return vars(model).get("_runner") if isinstance(model, PipelinedModel) else None
+
+
+def _find_shared_params(model: nn.Module, names: UnsplitStateNames) -> list[SharedParam]:
+    """Return the parameters that several stages hold, with their modules here."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        for label, parameter in module._parameters.items():
+            name = f"{path}.{label}" if path else label
+            if parameter is not None and name in names.first:
+                owners.setdefault(names.first[name], (module, label))
+    several = {first: names.holders[first] for first in dict.fromkeys(names.first.values())}
+    return [
+        SharedParam(first, holders, *owners.get(first, (None, "")))
+        for first, holders in several.items()
+        if len(holders) > 1
+    ]
+
+
+def _model_bytes(model: nn.Module, names: UnsplitStateNames, place: int | None) -> int:
+    """Return the bytes of a model, or of what one process keeps of it."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return sum(t.numel() * t.element_size() for n, t in tensors if place is None or place in names.holders[n])

@@ -1,0 +1,323 @@
+"""The runner of a pipelined model: plans and runs its calls.
+
+Every call begins with a check between the stages: equal shapes, modes and values, or the same error on all.
+"""
+
+# torch's schedules are partly untyped: what is unknown is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate.core.errors import PrepareError
+from accelerate.stages import tensor_tree
+from accelerate.strategy.parallelism.pipeline import shared_grads as grads
+from accelerate.strategy.parallelism.pipeline.forward_trace import (
+    BlockOutput,
+    ForwardTrace,
+    TensorMeta,
+    make_fake_mode,
+    make_fake_tensor,
+)
+from accelerate.strategy.parallelism.pipeline.gpipe import GPipeCall
+from accelerate.strategy.parallelism.pipeline.micro_batches import (
+    CallPlan,
+    PipelineBatch,
+    cast_floats,
+    check_same_call,
+)
+from accelerate.strategy.parallelism.pipeline.one_f_one_b import OneFOneBCall, check_loss
+from accelerate.strategy.parallelism.pipeline.shadow_model import ShadowModel
+from accelerate.strategy.parallelism.pipeline.stage import StageForward
+
+if TYPE_CHECKING:
+    from accelerate.strategy.parallelism.dimension import Dimension
+    from accelerate.strategy.parallelism.pipeline.model_split import StageAssignment
+
+_PLANS = 16  # that are kept: each has memory for what it receives
+
+
+class ChunkInterval(NamedTuple):
+    """The time of one micro-batch in one stage.
+
+    Attributes:
+        kind: ``"forward"`` or ``"backward"``.
+        begin, end: seconds of this machine's clock, which only differences mean something of.
+    """
+
+    kind: str
+    stage: int
+    chunk: int
+    begin: float
+    end: float
+
+
+class PipelinedModel:
+    """The first base class of a pipelined model: its calls go to the ``PipelineRunner``."""
+
+    _runner: Any
+
+    @contextmanager
+    def pipeline_timeline(self) -> Iterator[list[ChunkInterval]]:
+        """Record when each stage works on each micro-batch inside; all processes have the list at the end.
+
+        Entered by all processes. On an accelerator it waits for the device after every chunk. The clocks of
+        several machines are not compared.
+        """
+        runner: PipelineRunner = self._runner
+        runner.timings, timeline = [], list[ChunkInterval]()
+        try:
+            yield timeline
+            parts: list[Any] = [None] * runner.processes
+            dist.all_gather_object(parts, runner.timings, group=runner.group)
+            timeline += [timing for part in parts for timing in part]
+        finally:
+            runner.timings = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch through all stages."""
+        return self._runner.call_model(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+class PipelineRunner:
+    """Runs the calls of one pipelined model.
+
+    Args:
+        model: as the user made it.
+        cut: the stage of each block.
+        options: a ``PipelineParallelConfig``.
+        group: the processes that have its stages, in their order.
+        device: of this process.
+        others: the dimensions of the mesh beside the stages.
+
+    Attributes:
+        place: this process's among those of the pipeline; ``stages`` are the stages that it has.
+        shared: weights that several processes hold.
+        clock: if a list, all work is put there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: StageAssignment,
+        options: Any,
+        group: Any,
+        device: torch.device,
+        other_dimensions: Sequence[Dimension],
+    ) -> None:
+        self.other_dimensions = other_dimensions
+        self.cut, self.options, self.group, self.device = cut, options, group, device
+        self.pp_rank, self.processes = dist.get_rank(group), dist.get_world_size(group)
+        self.stages = list(range(self.pp_rank, cut.count, self.processes))
+        self.mode = make_fake_mode()
+        self.shadow = ShadowModel(model, list(cut.stage_of), device, self.mode)
+        self.model: Any = None
+        self.names: Any = None
+        self.shared: list[grads.SharedParam] = []
+        self.plans: dict[str, CallPlan] = {}
+        self.active_forward: StageForward | None = None
+        self.timings: list[ChunkInterval] | None = None
+        self._model_call: Callable[..., Any] | None = None
+        self.zero_gradients = False
+        # A KV cache would be spread over the stages.
+        takes = inspect.signature(model.forward).parameters
+        self.no_cache_kwargs = {"use_cache": False} if "use_cache" in takes else {}
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Return whether this process has the last stage."""
+        return self.pp_rank == self.processes - 1
+
+    def broadcast_from_last(self, value: torch.Tensor) -> None:
+        """Broadcast a tensor in place from the process with the last stage."""
+        dist.broadcast(value, dist.get_global_rank(self.group, self.processes - 1), group=self.group)
+
+    # --- hooks of modules
+
+    def call_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call of a block, inside a micro-batch or by itself."""
+        if self.active_forward is not None:
+            return self.active_forward.call_block(name, run, args, kwargs)
+        if self.cut.stage_of[name] not in self.stages:
+            raise PrepareError(
+                f"{name} was called, and is on stage {self.cut.stage_of[name]} of the pipeline",
+                why=f"this process has the weights of stage {self.pp_rank} only",
+                fix="call the prepared model itself: all stages take part in that",
+            )
+        return run(*args, **kwargs)
+
+    def expose_stage_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Add the stage's outputs to the model's output, so that later forward hooks (FSDP2) see them."""
+        run = self.active_forward
+        if run is None:
+            return None
+        if run.outer_weights is not None:
+            # Here weights are whole, and the graph leads to them.
+            held = (module._parameters[label] for module, _, label in self.shadow.outer_weights)
+            run.outer_weights += [weight.clone() for weight in held if weight is not None]
+        return output, [*(run.kept[value] for value in sorted(run.kept)), *(run.outer_weights or ())]
+
+    # --- a call
+
+    def call_model(self, model_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the user's call of the model and return its result."""
+        if self.active_forward is not None:
+            return model_call(*args, **kwargs)
+        self._model_call = model_call
+        try:
+            runs_1f1b = self.options.schedule != "gpipe" and torch.is_grad_enabled() and self.model.training
+            target = kwargs.pop("target", None) if runs_1f1b and self.options.loss_fn is not None else None
+            batch = self._make_batch(args, self.no_cache_kwargs | kwargs, target)
+            plan = self._plan_for(batch, whole=not runs_1f1b)
+            for other in self.other_dimensions:
+                other.check_call(self.model, args, kwargs)
+            return (OneFOneBCall if runs_1f1b else GPipeCall)(self, plan, batch).run()
+        finally:
+            self._model_call = None
+
+    def _make_batch(self, args: Any, kwargs: Any, target: Any) -> PipelineBatch:
+        goal = {} if target is None else {"target": target}
+        form, tensors = tensor_tree.flatten_tree((args, kwargs, goal), "the argument ")
+        size = next((t.shape[0] for t in tensors if t.dim()), 0)
+        metas = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
+        description = repr((form, metas, self.model.training, torch.is_grad_enabled(), self._autocast()))
+        check_same_call(description, tensors, self.group, self.device)
+        if size == 0:
+            raise PrepareError(
+                "a pipeline was called without a batch",
+                why="no tensor among its arguments has a first dimension with something in it",
+                fix="call the model with the tensors of at least one sample",
+            )
+        placed = [tensor.to(self.device) for tensor in tensors]
+        batched = tuple(t.dim() > 0 and t.shape[0] == size for t in tensors)
+        for tensor, there in zip(tensors, placed, strict=True):
+            self._register_chunk(tensor, there)
+        return PipelineBatch(
+            form, placed, size, -(-size // self.options.num_microbatches), batched, self._register_chunk
+        )
+
+    def _register_chunk(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
+        for other in self.other_dimensions:
+            other.register_chunk(whole, rows)
+
+    def _autocast(self) -> tuple[bool, str]:
+        kind = self.device.type
+        return torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))
+
+    def _plan_for(self, batch: PipelineBatch, *, whole: bool) -> CallPlan:
+        metas = [(tuple(t.shape), str(t.dtype)) for t in batch.tensors]
+        modes = self.model.training, torch.is_grad_enabled(), self._autocast(), whole, batch.rows
+        key = repr((batch.form, metas, modes))
+        if key not in self.plans:
+            if len(self.plans) >= _PLANS:
+                self.plans.pop(next(iter(self.plans)))
+            self.plans[key] = self._make_plan(batch, whole)
+        return self.plans[key]
+
+    def _make_plan(self, batch: PipelineBatch, whole: bool) -> CallPlan:
+        part = self._trace_forward(batch.chunk(0))
+        missing = set(range(self.cut.count)) - {call.stage for call in part.calls}
+        if missing:
+            raise _idle_stage_error(self.cut, min(missing))
+        if not whole:
+            check_loss(self.options, part.result, batch)
+            return CallPlan(part)
+        full = self._trace_forward(batch.all_samples())
+        if [c.block for c in part.calls] != [
+            c.block for c in full.calls
+        ] or part.result_inputs != full.result_inputs:
+            raise PrepareError(
+                "the forward takes another way for a part of a batch than for all of it",
+                fix="PipelineParallelConfig(num_microbatches=1)",
+            )
+        return CallPlan(
+            part, full, [self._rows_per_sample(part, full, value, batch) for value in part.result_inputs]
+        )
+
+    def _trace_forward(self, given: Any) -> ForwardTrace:
+        args, kwargs = self.cast(given)
+        dtype = grads.mixed_precision_dtypes(self.model)[0]
+        with ExitStack() as stack:
+            for other in self.other_dimensions:
+                stack.enter_context(other.trace_context(self.model, lambda: self.shadow.is_inside_block))
+            return self.shadow.trace(self.cut.stage_of, self.cut.count, args, kwargs, dtype)
+
+    def _rows_per_sample(
+        self, part: ForwardTrace, full: ForwardTrace, value: BlockOutput, batch: PipelineBatch
+    ) -> int:
+        one, every = part.meta(value).shape, full.meta(value).shape
+        if batch.rows == batch.size:
+            return 0
+        each = one[0] // batch.rows if one else 0
+        if each and one[1:] == every[1:] and (one[0], every[0]) == (each * batch.rows, each * batch.size):
+            return each
+        raise PrepareError(
+            f"{part.calls[value.call].block} gives a tensor of shape {one} for {batch.rows} samples and of "
+            f"{every} for {batch.size}, which the result depends on",
+            why="the micro-batches of a pipeline are put in a row again along dimension 0",
+            fix="PipelineParallelConfig(num_microbatches=1), or compute sums and means over the batch after "
+            "the last layer",
+        )
+
+    def cast(self, given: Any) -> tuple[Any, Any]:
+        """Cast (args, kwargs) to the dtype in which sharded weights compute, as the model itself does."""
+        dtype, casts, _ = grads.mixed_precision_dtypes(self.model)
+        return given[:2] if dtype is None or not casts else cast_floats(given[:2], dtype)
+
+    # --- chunks
+
+    def run_chunk(
+        self,
+        trace: ForwardTrace,
+        stage: int,
+        args: Any,
+        received: Sequence[torch.Tensor],
+        wanted: Sequence[BlockOutput],
+        *,
+        result: bool = False,
+        outer_weights: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """Run one micro-batch in one stage; return (the forward's result, the stage's outputs)."""
+        assert self._model_call is not None
+        inputs = dict(zip(trace.stage_inputs(stage), received, strict=True))
+        run = StageForward(trace, stage, inputs, wanted, self.make_fake, result=result)
+        run.outer_weights = outer_weights
+        self.active_forward = run
+        try:
+            output, _ = self._model_call(*args[0], **args[1])
+        finally:
+            self.active_forward = None
+        return output, run.stage_outputs(wanted)
+
+    def make_fake(self, meta: TensorMeta) -> torch.Tensor:
+        """Make a fake tensor in place of one that another stage computes."""
+        return make_fake_tensor(self.mode, meta, self.device)
+
+    @contextmanager
+    def record_timing(self, kind: str, stage: int, chunk: int) -> Iterator[None]:
+        """Record the time of a micro-batch."""
+        if self.timings is None:
+            yield
+            return
+        begin = time.perf_counter()
+        yield
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+        self.timings.append(ChunkInterval(kind, stage, chunk, begin, time.perf_counter()))
+
+
+def _idle_stage_error(cut: StageAssignment, stage: int) -> PrepareError:
+    return PrepareError(
+        f"stage {stage} of the pipeline computes nothing in this forward",
+        why=f"none of its modules is called: {', '.join(cut.blocks(stage)[:4])}",
+        fix="give PipelineParallelConfig(split_points=[...])",
+    )

@@ -1,0 +1,278 @@
+"""Pipeline stages and schedules: torch's schedules around the user's own forward.
+
+Each process calls the user's forward for every chunk of a batch. Blocks of its stage compute; those of
+earlier stages give what was received of them, and those of later stages tensors without values. torch's
+``PipelineStage`` carries values and gradients between neighbours.
+
+``gpipe``: all chunks go forward. What the result depends on comes to all stages, and the code after the last
+block runs once more over the whole batch, so that the result and its graph are those of one process, whatever
+the loss is. The backward of that graph runs the stages' backwards.
+
+``1f1b``: the loss is known in the last stage, so forwards and backwards alternate within one call of the
+model, and fewer activations are kept. Gradients are kept apart until the backward of the loss, which adds
+them, multiplied by what arrives there.
+
+Source: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2019, "PipeDream" (arXiv:1806.03377);
+``torch.distributed.pipelining``.
+"""
+
+# torch's schedules are partly untyped: what is unknown is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, _utils
+
+from accelerate.core.errors import PrepareError
+from accelerate.stages import tensor_tree
+from accelerate.strategy.parallelism.pipeline.forward_trace import (
+    BlockOutput,
+    ForwardTrace,
+    TensorMeta,
+    is_fake,
+)
+
+
+class StageForward:
+    """The forward of one micro-batch in one stage: runs or replaces each block.
+
+    Args:
+        trace: the forward trace.
+        stage: whose blocks compute; None: no block does.
+        inputs: the received block outputs.
+        wanted: the block outputs to keep.
+        make_fake: makes a fake tensor.
+        result: the forward's result is wanted too, so what it depends on stays in it.
+
+    Attributes:
+        kept: the block outputs that were wanted.
+        outer_weights: the weights between the blocks as the forward saw them; None if nobody wants them.
+    """
+
+    def __init__(
+        self,
+        trace: ForwardTrace,
+        stage: int | None,
+        inputs: Mapping[BlockOutput, torch.Tensor],
+        wanted: Sequence[BlockOutput],
+        make_fake: Callable[[TensorMeta], torch.Tensor],
+        *,
+        result: bool = False,
+    ) -> None:
+        self.trace, self.stage, self.inputs, self.make_fake = trace, stage, inputs, make_fake
+        self.wanted, self.result = frozenset(wanted), result
+        self.kept: dict[BlockOutput, torch.Tensor] = {}
+        self.outer_weights: list[torch.Tensor] | None = None
+        self.count = 0
+
+    def call_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the output of a call of a block: computed, received or fake."""
+        calls, number = self.trace.calls, self.count
+        if number == len(calls) or calls[number].block != name:
+            raise _control_flow_error(name)
+        self.count += 1
+        call = calls[number]
+        values = [BlockOutput(number, place) for place in range(len(call.metas))]
+        if call.stage != self.stage:
+            return tensor_tree.unflatten_tree(call.form, [self._input_tensor(value) for value in values])
+        output = run(*args, **kwargs)
+        _, tensors = tensor_tree.flatten_tree(output, f"the output of {name} ")
+        if len(tensors) != len(values) or any(map(is_fake, tensors)):
+            raise _control_flow_error(name)
+        self.kept.update({v: t for v, t in zip(values, tensors, strict=True) if v in self.wanted})
+        if all(map(self._is_visible, values)):
+            return output
+        pairs = zip(values, tensors, strict=True)
+        seen = [t if self._is_visible(v) else self.make_fake(self.trace.meta(v)) for v, t in pairs]
+        return tensor_tree.unflatten_tree(tensor_tree.flatten_tree(output, "")[0], seen)
+
+    def _input_tensor(self, value: BlockOutput) -> torch.Tensor:
+        received = self.inputs.get(value)
+        return self.make_fake(self.trace.meta(value)) if received is None else received
+
+    def _is_visible(self, value: BlockOutput) -> bool:
+        """Return whether the rest of the forward in this stage needs the real value."""
+        return self.trace.is_used_in_own_stage(value) or (self.result and value in self.trace.result_inputs)
+
+    def stage_outputs(self, values: Sequence[BlockOutput]) -> tuple[torch.Tensor, ...]:
+        """Return the outputs of the stage, received ones that are passed on included."""
+        if self.count != len(self.trace.calls):
+            raise _control_flow_error(self.trace.calls[self.count].block, missing=True)
+        outputs: list[torch.Tensor] = []
+        for value in values:
+            tensor = self.kept[value] if value in self.kept else self.inputs[value]
+            # Not the very tensor that came in; and only contiguous ones travel over every back end.
+            tensor = tensor.view_as(tensor).to(self.trace.meta(value).dtype).contiguous()
+            outputs.append(tensor)
+        return tuple(outputs)
+
+
+def _control_flow_error(name: str, *, missing: bool = False) -> PrepareError:
+    what = f"the forward did not call {name}" if missing else f"the forward called {name} out of its turn"
+    return PrepareError(
+        f"{what}: it takes another way than with other values of the same shapes",
+        why="stages of a pipeline must agree on which layers run, and in which order",
+        fix="do not skip layers by values or at random in a model that is cut into stages",
+    )
+
+
+class ChunkModule(nn.Module):
+    """The module that torch's stage calls for each micro-batch.
+
+    Attributes:
+        run: takes the number of a chunk and what was received; gives what is sent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run_chunk: Callable[[int, tuple[torch.Tensor, ...]], Any] = reject_call
+
+    def forward(self, *tensors: torch.Tensor, chunk: Any) -> Any:
+        """Run one micro-batch: from the inputs of this stage to those of the next."""
+        return self.run_chunk(int(chunk), tensors)
+
+
+def reject_call(*args: Any) -> Any:
+    """Raise: stands where a schedule must not call anything."""
+    raise AssertionError("a schedule of a pipeline ran without a batch")
+
+
+class TrainingStage(PipelineStage):
+    """torch's stage, with a context around each backward.
+
+    Attributes:
+        backward_context: makes it from the micro-batch, the stage, and whether it is the last one.
+    """
+
+    backward_context: Callable[[int, int, bool], AbstractContextManager[Any]]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward; errors of the user's code are raised as they are, not wrapped by torch."""
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        except RuntimeError as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run a backward; where nothing trains, only zeros are sent back."""
+        outputs, _ = self.fwd_cache[bwd_chunk_id]
+        roots = (loss,) if self.is_last else outputs
+        if not any(isinstance(root, torch.Tensor) and root.requires_grad for root in roots):
+            self.fwd_cache.pop(bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
+            return
+        with self.backward_context(bwd_chunk_id, self.stage_index, last_backward):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+
+def make_stage(
+    worker: ChunkModule,
+    trace: ForwardTrace,
+    stage: int,
+    outputs: Sequence[TensorMeta],
+    device: torch.device,
+    group: Any,
+) -> TrainingStage:
+    """Make torch's stage from the tensors that it receives and sends."""
+    input_args = tuple(_meta_tensor(trace.meta(value)) for value in trace.stage_inputs(stage))
+    output_args = tuple(map(_meta_tensor, outputs))
+    return TrainingStage(
+        worker, stage, trace.stages, device, input_args=input_args, output_args=output_args, group=group
+    )
+
+
+def _meta_tensor(meta: TensorMeta) -> torch.Tensor:
+    tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+    return tensor.requires_grad_(meta.requires_grad and tensor.is_floating_point())
+
+
+class SplitGPipe(ScheduleGPipe):
+    """torch's GPipe schedule, split into two calls: all forwards, and later all backwards."""
+
+    _stage: Any
+
+    def run_forwards(self) -> None:
+        """Run the forward of every micro-batch."""
+        stage = self._stage
+        stage.has_backward = self._has_backward
+        stage.clear_runtime_states()
+        self._prepare()
+        pending_sends: list[dist.Work] = []
+        for chunk in range(self._n_microbatches):
+            _wait_all(_start_ops(stage.get_fwd_recv_ops(chunk)))
+            stage.forward_one_chunk(chunk, (), {"chunk": chunk}, save_forward_output=False)
+            pending_sends += _start_ops(stage.get_fwd_send_ops(chunk))
+        _wait_all(pending_sends)
+
+    def _prepare(self) -> None:
+        """Allocate the receive buffers, once.
+
+        Torch's newer versions let the stages vote first whether shapes are known. They are; and of several
+        stages on one process, the second would not be there to vote.
+        """
+        if self._stage_forward_initialized:
+            return
+        stage = self._stage
+        if not hasattr(stage, "_inference_mode"):
+            self._initialize_stage((), {})
+            return
+        stage._inference_mode = _utils.InferenceMode.STATIC
+        stage._prepare_forward_infra(self._n_microbatches, (), {}, has_backward=self._has_backward)
+        if self._has_backward:
+            stage._prepare_backward_infra(self._n_microbatches)
+        self._stage_forward_initialized = True
+
+    def run_backwards(
+        self, gradients: Sequence[Sequence[torch.Tensor | None]], outer_weights: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Run the backward of every micro-batch.
+
+        Args:
+            gradients: on the last stage, for each chunk those of its outputs; for the first chunk also those
+                of ``outer_weights``.
+            outer_weights: weights between the blocks, as the first chunk saw them.
+        """
+        stage = self._stage
+        pending_sends: list[dist.Work] = []
+        for chunk in range(self._n_microbatches):
+            _wait_all(_start_ops(stage.get_bwd_recv_ops(chunk)))
+            outputs = [*stage.fwd_cache[chunk][0], *(outer_weights if chunk == 0 else ())]
+            loss = _weighted_sum(outputs, gradients[chunk]) if stage.is_last else None
+            stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == self._n_microbatches - 1)
+            pending_sends += _start_ops(stage.get_bwd_send_ops(chunk))
+        _wait_all(pending_sends)
+
+
+def _weighted_sum(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> torch.Tensor | None:
+    """Return a scalar whose gradient for ``outputs`` is ``gradients``."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+    with torch.enable_grad():
+        return (
+            sum(((o * g).sum() for o, g in pairs[1:]), start=(pairs[0][0] * pairs[0][1]).sum())
+            if pairs
+            else None
+        )
+
+
+def _start_ops(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Start operations one by one: those between two processes keep their order."""
+    works = [op.op(op.tensor, op.peer, op.group, op.tag) for op in operations]
+    return [work for work in works if work is not None]
+
+
+def _wait_all(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,185 @@
+"""Gather full state dicts from pipeline stages, and select a stage's part of a full one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.parallelism.pipeline.model_split import UnsplitStateNames
+
+
+@dataclass(frozen=True)
+class OptimizerLayout:
+    """The parameter names and groups of an optimizer, before other stages' parameters were removed.
+
+    Attributes:
+        groups: the names of the parameters of each group.
+        holders: the processes of the pipeline that have a parameter, by its name.
+    """
+
+    groups: list[list[str]]
+    holders: dict[str, tuple[int, ...]]
+
+    def local_groups(self, place: int) -> list[list[str]]:
+        """Return the names that a process holds, by group."""
+        return [[name for name in group if place in self.holders[name]] for group in self.groups]
+
+    def checkpoint_names(self) -> list[list[str]]:
+        """Return the names in sharded checkpoints; with several models, prefixed by the model's number."""
+        models = sorted({name.partition(":")[0] for name in self.names})
+        if len(models) == 1:
+            return [[name.partition(":")[2] for name in group] for group in self.groups]
+        split = [[name.partition(":") for name in group] for group in self.groups]
+        return [[f"{models.index(model)}.{name}" for model, _, name in group] for group in split]
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in the order of state dict indices."""
+        return [name for group in self.groups for name in group]
+
+
+def gather_to_first(own: Mapping[Any, Any], group: Any, device: torch.device) -> dict[Any, Any]:
+    """Gather tensors of all pipeline stages on the host of the first one; the others get nothing.
+
+    Args:
+        own: tensors on the host and plain values, by names that no other process gives.
+        group: the processes.
+        device: over which tensors travel.
+    """
+    here, size = dist.get_rank(group), dist.get_world_size(group)
+    metas = {key: _TensorMeta.describe(value) for key, value in own.items()}
+    listed: list[Any] = [None] * size
+    dist.all_gather_object(listed, metas, group=group)
+    gathered = dict(own) if here == 0 else {}
+    for place in range(1, size):
+        for key, meta in listed[place].items():
+            if not isinstance(meta, _TensorMeta):
+                gathered.update({key: meta} if here == 0 else {})
+            elif here == place:
+                dist.send(own[key].to(device).contiguous(), dist.get_global_rank(group, 0), group)
+            elif here == 0:
+                tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                dist.recv(tensor, dist.get_global_rank(group, place), group)
+                gathered[key] = tensor.cpu()
+    return gathered
+
+
+@dataclass(frozen=True)
+class _TensorMeta:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def describe(cls, value: Any) -> Any:
+        return cls(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def gather_model_state(
+    own: Mapping[str, Any], names: UnsplitStateNames, group: Any, device: torch.device
+) -> dict[str, Any]:
+    """Gather a model's state, by the user's names in their order, on the first pipeline rank."""
+    here = dist.get_rank(group)
+    mine = {name: value for name, value in own.items() if _is_sender(names, name, here)}
+    gathered = gather_to_first(mine, group, device)
+    if here != 0:
+        return {}
+    for alias, first in names.first.items():
+        if first in gathered:
+            gathered[alias] = gathered[first]
+    # Also what is in no list: extra states of modules.
+    return {name: gathered[name] for name in (*names.order, *gathered) if name in gathered}
+
+
+def _is_sender(names: UnsplitStateNames, name: str, here: int) -> bool:
+    """Return whether this process sends a tensor: the first holder does, under its first name."""
+    first = names.first.get(name, name)
+    return first == name and names.holders.get(name, (here,))[0] == here
+
+
+def select_model_state(
+    state: Mapping[str, Any], names: UnsplitStateNames, own: Mapping[str, Any], *, strict: bool
+) -> dict[str, Any]:
+    """Select a stage's part of a full model state.
+
+    Args:
+        state: whole, by the user's names.
+        names: of the whole model.
+        own: the stage's names.
+        strict: refuse names that are missing or too many, on every stage alike.
+
+    Raises:
+        RuntimeError: as torch's ``load_state_dict`` does.
+    """
+    full = dict(state)
+    for alias, first in names.first.items():
+        group = [other for other, its in names.first.items() if its == first and other in full]
+        if alias not in full and group:
+            full[alias] = full[group[0]]
+    missing = [name for name in names.order if name not in full]
+    surplus = [name for name in full if name not in names.order]
+    if strict and (missing or surplus):
+        raise RuntimeError(
+            f"the state does not fit the model: missing {missing[:6]}, unexpected {surplus[:6]}"
+        )
+    others = set(names.order) - set(own)
+    return {name: value for name, value in full.items() if name not in others}
+
+
+def gather_optimizer_state(
+    own: Mapping[str, Any], layout: OptimizerLayout, group: Any, device: torch.device
+) -> dict[str, Any]:
+    """Gather an optimizer's state on the first pipeline rank, as a single process would have it."""
+    here = dist.get_rank(group)
+    called = [name for part in layout.local_groups(here) for name in part]
+    mine: dict[Any, Any] = {}
+    for number, values in own["state"].items():
+        if layout.holders[called[number]][0] == here:
+            mine.update({(called[number], key): value for key, value in values.items()})
+    gathered = gather_to_first(mine, group, device)
+    if here != 0:
+        return {}
+    numbers = {name: number for number, name in enumerate(layout.names)}
+    states: dict[int, dict[str, Any]] = {}
+    for (name, key), value in gathered.items():
+        states.setdefault(numbers[name], {})[key] = value
+    groups = [
+        {**group, "params": [numbers[name] for name in names]}
+        for group, names in zip(own["param_groups"], layout.groups, strict=True)
+    ]
+    return {**own, "state": dict(sorted(states.items())), "param_groups": groups}
+
+
+def select_optimizer_state(state: Mapping[str, Any], layout: OptimizerLayout, here: int) -> dict[str, Any]:
+    """Select a stage's part of a full optimizer state, with its optimizer's own indices.
+
+    Raises:
+        PrepareError: it is of another number of parameters.
+    """
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    if len(saved) != len(layout.names):
+        raise PrepareError(
+            f"the state is of an optimizer of {len(saved)} parameters, and this one was made for "
+            f"{len(layout.names)}"
+        )
+    numbers = dict(zip(layout.names, saved, strict=True))
+    states: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    count = 0
+    for group, names in zip(state["param_groups"], layout.local_groups(here), strict=True):
+        groups.append({**group, "params": list(range(count, count + len(names)))})
+        for name in names:
+            if numbers[name] in state["state"]:
+                states[count] = state["state"][numbers[name]]
+            count += 1
+    return {**state, "state": states, "param_groups": groups}
+
+
+def wrapped_model_of(optimizer: Optimizer) -> OptimizerLayout | None:
+    """Return the recorded layout of an optimizer; None for one that no pipeline has pruned."""
+    return getattr(optimizer, "_pipeline_record", None)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers sharded by columns and rows over the processes of one mesh dimension."""

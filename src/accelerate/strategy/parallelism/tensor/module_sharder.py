@@ -1,0 +1,172 @@
+"""Shard the parameters of tensor parallel modules: each process gets its shard of the first one's values.
+
+The first tensor parallel rank has the full parameter and scatters the shards, one parameter at a time. So it
+is enough that rank 0 has loaded the model, the others being on the meta device, and no other process ever has
+a full sharded parameter on its device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.parallelism.tensor.tp_plan import ShardedModule
+from accelerate.strategy.sharding.full_state import local_shard
+from accelerate.strategy.sharding.initial_weights import WeightSource
+from accelerate.strategy.sharding.shard import broadcast_over_mesh, local_tensor
+
+
+class ModuleSharder:
+    """Shards parameters over the tensor parallel mesh.
+
+    Args:
+        mesh: the tensor parallel mesh, one dimension.
+        replicas: the mesh of processes with the same shard and other samples.
+        device: where this process computes.
+        values: the source of each parameter's values.
+
+    Attributes:
+        replaced: (old, new) of the parameters that were replaced, by ``id`` of the old one.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, replicas: DeviceMesh, device: torch.device, values: WeightSource
+    ) -> None:
+        self.mesh, self.replicas, self.device, self.values = mesh, replicas, device, values
+        self.replaced: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Return whether this is a dry run: no device, and no process to send to."""
+        return self.device.type == "meta"
+
+    @property
+    def _is_first_replica(self) -> bool:
+        """Return whether this process is in the first replica, whose values count."""
+        return not any(self.replicas.get_local_rank(axis) for axis in range(self.replicas.ndim))
+
+    def shard_module(self, part: ShardedModule) -> None:
+        """Shard one module: add hooks around its forward, and keep this process's shard of its parameters.
+
+        Raises:
+            PrepareError: a tied parameter is sharded in two ways.
+        """
+        module = part.module
+        full_params = {
+            n: p for n, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)
+        }
+        for name, old in full_params.items():
+            empty = torch.empty_like(old, device="meta")
+            module._parameters[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
+        # On the meta device nothing is sent: only the layout is made.
+        parallelize_module(module, self.mesh, part.style, src_data_rank=None)
+        for name, old in full_params.items():
+            made: Any = module._parameters[name]
+            # A style may leave a parameter as it is.
+            module._parameters[name] = (
+                self._shard_param(part, name, old, made) if isinstance(made, DTensor) else old
+            )
+
+    def _shard_param(self, part: ShardedModule, name: str, old: nn.Parameter, like: DTensor) -> Any:
+        placement = like.placements[0]
+        if id(old) not in self.replaced:
+            shard = self._local_shard(old, like)
+            whole = DTensor.from_local(
+                shard, self.mesh, [placement], run_check=False, shape=like.shape, stride=like.stride()
+            )
+            self.replaced[id(old)] = old, nn.Parameter(whole, requires_grad=old.requires_grad)
+        new = self.replaced[id(old)][1]
+        if new.placements[0] != placement:
+            raise _tie_error(f"{part.name}.{name}", placement, new.placements[0])
+        return new
+
+    @torch.no_grad()
+    def _local_shard(self, old: nn.Parameter, like: DTensor) -> torch.Tensor:
+        value, placement, origin = old.detach(), like.placements[0], self.values.origin(old)
+        if origin == "later":
+            return like.to_local()
+        shard = torch.empty(like.to_local().shape, dtype=value.dtype, device=self.device)
+        if origin == "here":
+            shard.copy_(local_shard(value, like))
+        if origin == "here" or self.is_dry_run or not self._is_first_replica:
+            return shard
+        size, group = self.mesh.size(), self.mesh.get_group()
+        source, here = dist.get_global_rank(group, 0), self.mesh.get_local_rank() == 0
+        if not isinstance(getattr(placement, "dim", None), int):
+            if here:
+                shard.copy_(value)
+            dist.broadcast(shard, source, group)
+        else:
+            pieces = value.chunk(size, placement.dim) if here else ()  # type: ignore[attr-defined]
+            dist.scatter(shard, [p.to(self.device).contiguous() for p in pieces] or None, source, group)
+        return shard
+
+    def check_ties(self, model: nn.Module) -> None:
+        """Refuse a sharded parameter that is tied to one that stays replicated.
+
+        Raises:
+            PrepareError: there is one.
+        """
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in self.replaced:
+                    raise _tie_error(f"{path}.{name}", "whole", self.replaced[id(parameter)][1].placements[0])
+
+    @torch.no_grad()
+    def materialize_rest(self, model: nn.Module, *, equal: bool) -> None:
+        """Materialize replicated parameters and buffers that are on the meta device.
+
+        Args:
+            model: after its modules were sharded.
+            equal: also give everything rank 0's values, since the model will not be sharded by FSDP2.
+
+        Raises:
+            PrepareError: ``equal``, and rank 0 has no values either.
+        """
+        materialized: dict[int, tuple[Any, Any]] = {}
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, old in table.items():
+                    if old is None or not (equal or old.is_meta):
+                        continue
+                    if id(old) not in materialized:
+                        materialized[id(old)] = old, self._materialize(old, equal)
+                    table[name] = materialized[id(old)][1]
+        self.replaced |= {key: pair for key, pair in materialized.items() if pair[0] is not pair[1]}
+
+    def _materialize(self, old: Any, equal: bool) -> Any:
+        later = old.is_meta and (isinstance(old, DTensor) or self.values.origin(old) == "later")
+        if self.is_dry_run or (later and not equal):
+            return old
+        if later:
+            raise PrepareError(
+                "a model that is only evaluated is on the meta device, on rank 0 too",
+                why="its layers are shared, and nothing would fill them afterwards",
+                fix="load its weights on rank 0 before prepare",
+            )
+        if isinstance(old, DTensor):
+            broadcast_over_mesh(local_tensor(old), self.replicas)
+            return old
+        moved = torch.empty_like(old, device=self.device) if old.is_meta else old.data.to(self.device)
+        if equal:
+            broadcast_over_mesh(moved, self.mesh)
+            broadcast_over_mesh(moved, self.replicas)
+        if moved.device == old.device:
+            old.data = moved
+            return old
+        return nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
+
+
+def _tie_error(name: str, here: object, there: object) -> PrepareError:
+    return PrepareError(
+        f"tensor parallel: {name} is a parameter of another layer too, and the plan cuts it in two ways",
+        why=f"{here} here and {there} there",
+        fix="cut both alike, or give both 'replicate'",
+    )

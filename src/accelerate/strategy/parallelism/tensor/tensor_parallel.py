@@ -1,0 +1,146 @@
+"""Tensor parallelism: the processes of this dimension shard every layer, and see the same data.
+
+A layer cut by columns computes a part of its features, the layer after it, cut by rows, adds up what all have
+computed. torch's ``parallelize_module`` does that by hooks around the layers; what is not in the plan stays
+whole, on every process alike. Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate import device as devices
+from accelerate.core.errors import PrepareError
+from accelerate.core.option_report import OptionStatus, RequestedOption
+from accelerate.strategy.base import Bundle, PrepareStep
+from accelerate.strategy.parallelism.dimension import Dimension
+from accelerate.world import watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelerate.strategy.parallelism.tensor.tp_plan import ResolvedPlan
+
+
+class TensorParallel(Dimension):
+    """The tensor parallel dimension: layers sharded by columns and rows."""
+
+    name: ClassVar[str] = "tp"
+    shards_params: ClassVar[bool] = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._prepared_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._watches_groups = False
+
+    def option_statuses(self) -> Iterator[OptionStatus]:
+        """Report that ``enable_async_tp`` has no effect: communication does not overlap with computation."""
+        if getattr(self.config.tp_handler, "enable_async_tp", False):
+            yield RequestedOption("enable_async_tp", True, "TorchTensorParallelConfig").report_not_applied(
+                "layers exchange what they have computed, and then the next one computes: nothing overlaps"
+            )
+
+    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+        """Shard the layers of every model that is not tensor parallel yet."""
+        size = self.config._sizes["tp"]
+        plans: dict[nn.Module, ResolvedPlan | None] = {}
+        for model in dict.fromkeys(bundle.objects_of("model")):
+            if model not in self._prepared_models:
+                plans[model] = self._resolve_plan(model, size)
+        descriptions = "; ".join(dict.fromkeys(_describe(model, plan) for model, plan in plans.items()))
+        if plans:
+            reason = f"{size} processes share layers and see the same data: {descriptions}"
+            yield PrepareStep("tensor", reason, lambda b: self._shard_models(b, plans))
+
+    def _resolve_plan(self, model: nn.Module, size: int) -> ResolvedPlan | None:
+        """Resolve the plan of a model; None for a model that is tensor parallel already."""
+        from accelerate.strategy.parallelism.tensor.tp_plan import resolve_plan
+
+        shared = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+        if shared is None:
+            handler = self.config.tp_handler
+            return resolve_plan(model, getattr(handler, "plan", None) or {}, size)
+        known = getattr(model, "_tp_size", None) or shared.device_mesh.size(-1)
+        if known != size:
+            raise PrepareError(
+                f"the layers of the {type(model).__name__} are shared by {known} processes already, and "
+                f"tp_size is {size}",
+                fix=f"ParallelismConfig(tp_size={known}), or load the model whole",
+            )
+        return None
+
+    def _shard_models(self, bundle: Bundle, plans: dict[nn.Module, ResolvedPlan | None]) -> None:
+        self._watch_groups()
+        for model, plan in plans.items():
+            if plan is not None:
+                self._shard_model(model, plan, bundle)
+            else:  # optimizers may hold its parameters, though it is prepared as one that is only evaluated
+                self.strategy.models.add(model)
+            self._prepared_models.add(model)
+            _RNGSync(self.mesh[self.name]).attach(model)
+
+    def _watch_groups(self) -> None:
+        """Let the watchdog count the collectives of the tensor parallel groups, to detect deadlocks."""
+        watch = watchdog.current()
+        if watch is None or self._watches_groups or self.strategy._pipeline_groups:
+            return
+        self._watches_groups = True
+        groups = [mesh[self.name].get_group() for mesh in (self.mesh, self.strategy._plane)]
+        for group in {group.group_name: group for group in groups}.values():
+            watch.track_group(group)
+
+    def _shard_model(self, model: nn.Module, plan: ResolvedPlan, bundle: Bundle) -> None:
+        from accelerate.strategy.parallelism.tensor.module_sharder import ModuleSharder
+        from accelerate.strategy.sharding.shard import exchange_model_info
+
+        sharing, plane = self.strategy._shard_mesh, self.strategy._plane
+        together = plane[tuple(name for name in plane.mesh_dim_names or () if name != "pp")]
+        _, values = exchange_model_info(model, None, together)
+        sharder = ModuleSharder(plane[self.name], sharing, self.world.device, values)
+        for part in plan.modules:
+            if not vars(part.module).get("_on_another_stage"):
+                sharder.shard_module(part)
+        sharder.check_ties(model)
+        # Parameters that will be sharded get their values then.
+        sharder.materialize_rest(model, equal=not bundle.training)
+        self.remap_optimizer_params(sharder.replaced, bundle.objects_of("optimizer"))
+
+
+def _describe(model: nn.Module, plan: ResolvedPlan | None) -> str:
+    if plan is None:
+        return f"the {type(model).__name__} was loaded so"
+    left = f", {', '.join(plan.replicated)} stay whole" if plan.replicated else ""
+    return f"{len(plan.modules)} layers of the {type(model).__name__}{left}"
+
+
+class _RNGSync:
+    """Copies the RNG state of the first tensor parallel rank to all before the first training forward.
+
+    Dropout of replicated activations must be equal on all of them. All draw equally often: once is enough.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.handle: Any = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hook for the next forward."""
+        self.handle = model.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not module.training or not torch.is_grad_enabled() or next(module.parameters()).is_meta:
+            return
+        self.handle.remove()
+        rng_devices = [devices.get(kind) for kind in dict.fromkeys(("cpu", self.mesh.device_type))]
+        states = [device.get_rng_state() for device in rng_devices]
+        group = self.mesh.get_group()
+        dist.broadcast_object_list(states, dist.get_global_rank(group, 0), group)
+        for device, state in zip(rng_devices, states, strict=True):
+            device.set_rng_state(state)

@@ -1,0 +1,80 @@
+"""Offload of activations: the inputs of checkpointed blocks wait on the host for the backward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._composable.checkpoint_activation import checkpoint
+
+from accelerate import device as devices
+from accelerate.core import tree
+
+# The attribute in which a block keeps the context that it has entered in its forward.
+_CONTEXT = "_accelerate_inputs_on_host"
+
+
+def disable_cache(model: nn.Module) -> None:
+    """Turn ``use_cache`` off: a recomputed block would put its keys and values into the cache twice."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    if model.training and torch.is_grad_enabled():
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def offload_inputs(block: nn.Module) -> None:
+    """Move the inputs that ``checkpoint`` keeps of ``block`` to the host; called before ``checkpoint``.
+
+    Inputs that need no gradient stay: masks and positions are the same for all blocks, and kept once.
+    """
+    block.register_forward_pre_hook(_enter, with_kwargs=True)
+    block.register_forward_hook(_leave, always_call=True)
+
+
+def offloads_inputs(block: nn.Module) -> bool:
+    """Return whether the inputs of ``block`` go to the host."""
+    return _enter in block._forward_pre_hooks.values()
+
+
+def _enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+    # In the backward, ``checkpoint`` computes the block again, and takes all that it saves.
+    if checkpoint.state(block).enable_hook and torch.is_grad_enabled():
+        moved: set[int] = set()
+        tree.map_tree(lambda leaf: _record_address(leaf, moved), (args, kwargs))
+        context = saved_tensors_hooks(lambda tensor: _pack(tensor, moved), _unpack)
+        context.__enter__()
+        setattr(block, _CONTEXT, context)
+
+
+def _leave(block: nn.Module, args: Any, output: Any) -> None:
+    context = block.__dict__.pop(_CONTEXT, None)
+    if context is not None:
+        context.__exit__()
+
+
+def _record_address(leaf: Any, addresses: set[int]) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.device.type != "cpu":
+        addresses.add(leaf.data_ptr())
+    return leaf
+
+
+def _pack(tensor: torch.Tensor, moved: set[int]) -> Any:
+    if tensor.data_ptr() not in moved or tensor.device.type == "cpu":
+        return tensor
+    host = devices.get(tensor.device.type).host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return tensor.device, host.copy_(tensor)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, host = packed
+    # Its work comes after the copy, on the same stream.
+    return host.to(device, non_blocking=host.is_pinned())

@@ -1,0 +1,164 @@
+"""The functions of ``accelerate.utils.fsdp_utils`` for a sharded model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accelerate.core import environ
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.sharding.fsdp_units import find_units
+from accelerate.strategy.sharding.full_state import local_shard
+from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+from accelerate.strategy.sharding.shard import checkpoint_activations, remap_optimizer_params
+
+# The parts that torch's wrappers add to names.
+_WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let libraries read pretrained weights on rank 0 only; sharding broadcasts the others their shards."""
+    environ.set_variables({"ACCELERATE_USE_FSDP": "True", "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let libraries read pretrained weights on every rank."""
+    environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
+    """Return a function that says which modules of ``model`` are FSDP units; None when only the root is."""
+    policy = fsdp2_plugin.policy_for(model)
+    if policy is None:
+        return None
+    chosen = set(find_units(model, policy, set()))
+    return lambda module: module in chosen
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard ``model`` in place, as the plugin of ``accelerator`` says.
+
+    Raises:
+        PrepareError: the accelerator does not train by FSDP2.
+    """
+    if not hasattr(accelerator.strategy, "shard"):
+        raise PrepareError(
+            f"the Accelerator trains by {accelerator.strategy.name}, which shards nothing in place",
+            fix="Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...)), with two "
+            "processes or more",
+        )
+    accelerator.strategy.shard(model)
+    return model
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Checkpoint the activations of each FSDP unit of ``model``; before sharding."""
+    plugin: FullyShardedDataParallelPlugin = accelerator.strategy.plugin
+    checkpoint_activations(model, find_units(model, plugin.policy_for(model), set()))
+    return model
+
+
+def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters by the user's names, without the parts that torch's wrappers add."""
+    return {_WRAPPER_NAMES.sub("", name): value for name, value in named_params.items()}
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:
+    """Make ``optimizer`` hold new parameters, with its state.
+
+    Args:
+        optimizer: any.
+        mapping: the new parameters, by the old ones or by the addresses (``data_ptr``) of their data.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    named = {id(old): (old, new) for old, new in mapping.items() if isinstance(old, torch.Tensor)}
+    placed = {
+        id(p): (p, mapping[p.data_ptr()])
+        for p in held
+        if not isinstance(p, DTensor) and p.data_ptr() in mapping
+    }
+    remap_optimizer_params({**placed, **named}, [optimizer])
+
+
+@torch.no_grad()
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+) -> None:
+    """Load a full state dict that rank 0 has into the shards of all ranks; broadcasts one tensor at a time.
+
+    Args:
+        accelerator: an ``Accelerator``.
+        model: sharded, and not on the meta device.
+        full_sd: the full state dict; only that of rank 0 counts.
+        cpu_offload: kept for compatibility; shards stay where the parameters are.
+    """
+    device, first = accelerator.device, accelerator.process_index == 0
+    for name, own in model.state_dict().items():
+        if not isinstance(own, torch.Tensor):
+            continue
+        whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+        if first:
+            whole.copy_(full_sd[name])
+        dist.broadcast(whole, src=0)
+        mine: torch.Tensor = own.to_local() if isinstance(own, DTensor) else own
+        mine.copy_(local_shard(whole, own) if isinstance(own, DTensor) else whole)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """Return torch's own scaler: it supports DTensors, and all ranks skip a step together."""
+    return torch.amp.GradScaler(**kwargs)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules of ``model``, after moving these to ``device``.
+
+    Args:
+        modules: the modules, or a regular expression that matches their full names.
+        model: the model.
+        device: where they go.
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules for parameter in module.to(device).parameters()}
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: Any
+) -> Callable[[nn.Module], nn.Module]:
+    """Wrap ``param_init_fn`` for a model with tied parameters: the new parameters are tied again.
+
+    Args:
+        param_init_fn: gives one module (not those inside it) parameters with data.
+        model: the model.
+        device: where the parameters go.
+    """
+    owners: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter] = owners.get(parameter, 0) + 1
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def initialize(module: nn.Module) -> nn.Module:
+        before = dict(module._parameters)
+        param_init_fn(module)
+        for name, old in before.items():
+            new = module._parameters[name]
+            if old is not None and new is not None and owners.get(old, 0) > 1:
+                module._parameters[name] = made.setdefault(old, new)
+        return module
+
+    return initialize

@@ -1,0 +1,221 @@
+"""Full state dicts of sharded models and optimizers: gathering them, and loading them into shards."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from accelerate.core.errors import PrepareError
+
+
+def is_sharded_placement(placement: Any) -> bool:
+    """Return whether a placement shards a tensor; torch's ``is_shard`` leaves out strided shards."""
+    return getattr(placement, "dim", None) is not None
+
+
+def local_shard(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return this rank's shard of an unsharded tensor, a view where possible.
+
+    Args:
+        value: the unsharded tensor.
+        like: a DTensor of the same shape, with the placements.
+    """
+    mesh = like.device_mesh
+    for axis in shard_mesh_dims(like.placements):
+        dim = like.placements[axis].dim
+        chunks = value.chunk(mesh.size(axis), dim)
+        place = mesh.get_local_rank(axis)
+        # Fewer rows than ranks: the last ones have none.
+        empty = value.narrow(dim, value.shape[dim], 0)
+        value = chunks[place] if place < len(chunks) else empty
+    return value
+
+
+def shard_mesh_dims(placements: Sequence[Any]) -> list[int]:
+    """Return the mesh dimensions that shard a tensor, in the order in which it was sharded.
+
+    FSDP shards what tensor parallelism has sharded before, though its mesh dimension comes first: its
+    placement is a strided shard then.
+    """
+    axes = [axis for axis, placement in enumerate(placements) if is_sharded_placement(placement)]
+    late = [axis for axis in axes if hasattr(placements[axis], "split_factor")]
+    return [axis for axis in axes if axis not in late] + late[::-1]
+
+
+def distribute(value: Any, like: Any) -> Any:
+    """Return a tensor of a parameter's optimizer state as a DTensor with the parameter's placements.
+
+    A tensor of another shape (a factored moment, for example) is replicated; a scalar (a step count) stays.
+    A DTensor over fewer mesh dimensions (tensor parallel alone) is gathered first.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if isinstance(value, DTensor):
+        if value.device_mesh == like.device_mesh:
+            return value
+        value = value.full_tensor()
+    if value.shape == like.shape:
+        # A copy: a tensor mapped from a file must not stay tied to the file. It is stored where the parameter
+        # is, which may be the host.
+        mine: Any = torch.empty_like(like.detach(), dtype=value.dtype)
+        mine.to_local().copy_(local_shard(value, like))
+        return mine
+    mesh = like.device_mesh
+    return DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def gather_to_host(value: Any, keep: bool) -> Any:
+    """Return the unsharded tensor on the host where ``keep``, else None; collective."""
+    if isinstance(value, DTensor):
+        # Shards on the host are all-gathered on the device.
+        moved = (
+            value if value.to_local().device.type == value.device_mesh.device_type else _to_mesh_device(value)
+        )
+        # One mesh dimension after another, the last sharded first: torch warns when it has to find that out.
+        for axis in reversed(shard_mesh_dims(moved.placements)):
+            rest = [Replicate() if a == axis else p for a, p in enumerate(moved.placements)]
+            moved = moved.redistribute(placements=rest)
+        whole = moved.full_tensor().detach()
+        # Training goes on in the tensor itself, which is unsharded already where one rank has all of it.
+        same = whole.untyped_storage().data_ptr() == value.to_local().untyped_storage().data_ptr()
+        return whole.to("cpu", copy=same) if keep else None
+    if isinstance(value, torch.Tensor):
+        # A copy: training goes on in the tensor itself.
+        return value.detach().to("cpu", copy=True) if keep else None
+    return value
+
+
+def _to_mesh_device(value: DTensor) -> DTensor:
+    local = value.to_local().to(value.device_mesh.device_type)
+    return DTensor.from_local(
+        local,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+class LocalStateDict(OrderedDict[str, Any]):
+    """The ``state_dict`` of a sharded model: of each parameter the shard of this rank.
+
+    It can be copied, loaded again, and saved by ``torch.distributed.checkpoint``. A pickle of it would be an
+    incomplete model, so pickling is refused.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _local_state_error()
+
+    def items(self) -> Any:
+        """Return the items; refused to safetensors, whose own error would not say what is wrong."""
+        # There is no other sign that a file is being written: safetensors only asks a mapping for its items.
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
+        if caller == "safetensors.torch":
+            raise _local_state_error()
+        return super().items()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalStateDict:
+        made = LocalStateDict((name, deepcopy(value, memo)) for name, value in self.items())
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
+
+
+def _local_state_error() -> PrepareError:
+    return PrepareError(
+        "model.state_dict() of a sharded model is no full state dict: it has the shards of one rank",
+        why="the shards of the other ranks would be missing in the file",
+        fix="call accelerator.save_model(model, folder) on all processes, or save on the main one what "
+        "accelerator.get_state_dict(model) gives; for checkpoints accelerator.save_state(folder)",
+    )
+
+
+def guard_state_dict(model: nn.Module) -> None:
+    """Make ``model.state_dict()`` refuse to be written to a file as if it were a full state dict."""
+    model._register_state_dict_hook(_mark_local)
+
+
+def _mark_local(module: nn.Module, state: Any, prefix: str, metadata: Any) -> Any:
+    if prefix or type(state) is not OrderedDict:
+        return None  # inside another model, or into a mapping of the caller's
+    made = LocalStateDict(state)
+    made.__dict__.update(vars(state))
+    return made
+
+
+@torch.no_grad()
+def model_state(model: nn.Module, keep: bool) -> dict[str, Any]:
+    """Return the model's full state dict with the user's names, on the host; empty where not ``keep``.
+
+    A tied parameter is one tensor under all of its names. Collective.
+    """
+    full_state: dict[str, Any] = {}
+    seen: dict[int, Any] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if id(value) not in seen:
+            seen[id(value)] = gather_to_host(value, keep)
+        if keep:
+            full_state[name] = seen[id(value)]
+    return full_state
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+    """Load a full state dict that every rank passes; each keeps its shard.
+
+    Returns:
+        What torch's ``load_state_dict`` returns: missing and unexpected names.
+    """
+    own = model.state_dict()
+    parts: dict[str, Any] = {}
+    for name, value in state.items():
+        mine = own.get(name)
+        if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if value.shape != mine.shape:
+                raise RuntimeError(
+                    f"size mismatch for {name}: the state has shape {tuple(value.shape)}, the model "
+                    f"{tuple(mine.shape)}"
+                )
+            value = distribute(value, mine) if value.dim() else value
+        parts[name] = value
+    return model.load_state_dict(parts, strict=strict)
+
+
+@torch.no_grad()
+def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """Return the optimizer's full state dict, as in one process, on the host; empty where not ``keep``."""
+    own = optimizer.state_dict()
+    states: dict[Any, dict[str, Any]] = {}
+    for index in own["state"]:
+        values = own["state"][index]
+        states[index] = {name: gather_to_host(values[name], keep) for name in values}
+    return {**own, "state": states} if keep else {}
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a full state dict that every rank passes; each keeps its shard.
+
+    Raises:
+        PrepareError: it is of another number of parameters.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [index for group in state["param_groups"] for index in group["params"]]
+    if len(saved) != len(parameters):
+        raise PrepareError(
+            f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(parameters)}"
+        )
+    states: dict[Any, Any] = dict(state["state"])
+    for index, parameter in zip(saved, parameters, strict=True):
+        if index in states and isinstance(parameter, DTensor):
+            states[index] = {name: distribute(v, parameter) for name, v in states[index].items()}
+    optimizer.load_state_dict({**state, "state": states})

@@ -1,0 +1,271 @@
+"""The source of a model's values while it is sharded: rank 0, files mapped by all ranks, or a later load.
+
+A parameter that every rank has mapped from the same place of the same file is not broadcast: each rank copies
+its own shard out of the file. A parameter without values on any rank gets memory for its shard, and its
+values by ``load_checkpoint_in_model`` or ``load_state``; a forward before that is refused. Both are sharded
+on the meta device, so that they are never unsharded in memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.sharding.full_state import local_shard
+from accelerate.strategy.sharding.grads import fsdp_param_groups
+from accelerate.strategy.sharding.mapped_files import FileMappings
+
+_NO_VALUES = b"no values"
+WeightMarks = tuple[bytes, ...]
+ParamSources = dict[tuple[nn.Module, str], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class RankModelInfo:
+    """The info about its model that a rank sends to the others.
+
+    Attributes:
+        digest: of names, shapes and dtypes.
+        leader: the first rank of its mesh, whose values count.
+        marks: of each parameter and buffer: no values, a part of a file, or others (empty).
+    """
+
+    digest: str
+    leader: int
+    marks: WeightMarks
+
+
+def weight_marks(model: nn.Module) -> WeightMarks:
+    """Return the marks of the parameters and buffers; see ``RankModelInfo``."""
+    files = FileMappings()
+    plain = {id(p) for p in model.parameters() if type(p) is nn.Parameter}
+    return tuple(
+        _NO_VALUES if t.is_meta else files.mark(t) if id(t) in plain else b"" for t in _model_tensors(model)
+    )
+
+
+def _model_tensors(model: nn.Module) -> tuple[torch.Tensor, ...]:
+    return (*model.parameters(), *model.buffers())
+
+
+def find_unlike_leader(every: Sequence[RankModelInfo]) -> int | None:
+    """Return a leader that lacks values which another leader of the same parameters has, or None."""
+    first: dict[str, int] = {}
+    for info in every:
+        other = first.setdefault(info.digest, info.leader)
+        sides = [tuple(m == _NO_VALUES for m in every[leader].marks) for leader in (info.leader, other)]
+        if sides[0] != sides[1]:
+            return info.leader if any(sides[0]) else other
+    return None
+
+
+class WeightSource:
+    """The source of the values of one model while it is sharded.
+
+    Args:
+        model: the model.
+        every: the info of each rank; none: all values are here.
+        rank: this rank.
+        initialized: whether a function makes values where the leader has none.
+
+    Raises:
+        PrepareError: a buffer that files never hold has no values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: Sequence[RankModelInfo] = (),
+        rank: int = 0,
+        *,
+        initialized: bool = False,
+    ) -> None:
+        # Tensors that the leader does not broadcast: mapped from a file, or None where values come later.
+        self._sources: Any = WeakIdKeyDictionary()
+        self._empty: list[torch.Tensor] = []
+        if not every:
+            return
+        # Ranks of other meshes too, for tensors that are no DTensors are the same there.
+        mine = [info.marks for info in every if info.digest == every[rank].digest]
+        for tensor, first, *others in zip(
+            _model_tensors(model), every[every[rank].leader].marks, *mine, strict=True
+        ):
+            if first == _NO_VALUES and not initialized:
+                self._sources[tensor] = None
+            elif first not in (b"", _NO_VALUES) and len(set(others)) == 1:
+                self._sources[tensor] = tensor
+        _refuse_meta_buffers(model, self._sources)
+
+    def origin(self, tensor: torch.Tensor) -> str:
+        """Return ``"sent"`` (broadcast), ``"here"`` (mapped from a file on every rank) or ``"later"``."""
+        if tensor not in self._sources:
+            return "sent"
+        return "later" if self._sources[tensor] is None else "here"
+
+    def is_broadcast(self, tensor: torch.Tensor) -> bool:
+        """Return whether the leader broadcasts ``tensor``."""
+        return not tensor.is_meta and tensor not in self._sources
+
+    def make_placeholder(
+        self, old: torch.Tensor, dtype: torch.dtype, device: torch.device, *, whole: bool
+    ) -> torch.Tensor | None:
+        """Return a placeholder for a tensor whose values do not come from the leader; None for any other.
+
+        Args:
+            old: the tensor.
+            dtype: the dtype of the placeholder.
+            device: where this rank computes.
+            whole: whether it will not be sharded.
+        """
+        if old not in self._sources or (whole and self._sources[old] is not None):
+            return None
+        like: Any = old.detach()
+        make = torch.zeros_like if whole else torch.empty_like
+        made: Any = make(like, dtype=dtype, device=device if whole else "meta")
+        if isinstance(old, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=old.requires_grad)
+        if whole:
+            self._empty.append(made)
+        self._sources[made] = self._sources[old]
+        return made
+
+    def pending_params(self, modules: Iterable[nn.Module]) -> ParamSources:
+        """Return the parameters of ``modules`` that are on the meta device now, with their sources."""
+        tables = ((module, name, p) for module in modules for name, p in module._parameters.items())
+        hollow = ((m, name, p) for m, name, p in tables if p is not None and p.is_meta and p in self._sources)
+        return {(module, name): self._sources[p] for module, name, p in hollow}
+
+    @torch.no_grad()
+    def fill_params(self, part: nn.Module, waiting: ParamSources) -> None:
+        """Allocate the shards of ``part`` after it has been sharded, and fill them from the mapped files."""
+        for fsdp_param in (
+            (fsdp_param for group in fsdp_param_groups(part) for fsdp_param in group.fsdp_params)
+            if waiting
+            else ()
+        ):
+            key = fsdp_param._module_info.module, fsdp_param._module_info.param_name
+            if key in waiting and fsdp_param.sharded_param.is_meta:
+                source = waiting[key]
+                _allocate_shard(
+                    fsdp_param, None if source is None else local_shard(source, fsdp_param.sharded_param)
+                )
+                if source is None:
+                    self._empty.append(fsdp_param.sharded_param)
+
+    def guard_forward(self, model: nn.Module) -> None:
+        """Refuse a forward of ``model``, and to save it, before all tensors have their values."""
+        if self._empty:
+            _GUARDS[model] = _UninitializedGuard(model, self._empty)
+
+
+def _allocate_shard(fsdp_param: Any, values: torch.Tensor | None) -> None:
+    """Allocate this rank's shard of an ``FSDPParam``, and copy ``values`` into it; zeros without them."""
+    old, dim = fsdp_param.sharded_param, fsdp_param.fsdp_placement.dim
+    size = fsdp_param.padded_sharded_param_size
+    length = old.to_local().shape[dim] if old.to_local().numel() else 0
+    padded = torch.empty(
+        size,
+        dtype=old.dtype,
+        device="cpu" if fsdp_param.offload_to_cpu else fsdp_param.device,
+        pin_memory=fsdp_param.pin_memory,
+    )
+    mine, rest = padded.narrow(dim, 0, length), padded.narrow(dim, length, size[dim] - length)
+    # Each page is written to once: that is most of the time this takes.
+    rest.zero_()
+    _ = mine.zero_() if values is None else mine.copy_(values)
+    # Not DTensor.from_local, which brings what rests on the host to the device.
+    new = fsdp_param.to_sharded_dtensor(mine)
+    # The same object gets the memory: whoever holds the parameter has it.
+    torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
+    fsdp_param._sharded_param_data = padded.view(-1)
+    fsdp_param.reset_sharded_param()
+
+
+class _UninitializedGuard:
+    """Refuses to compute with a model before its tensors have been written to.
+
+    Writing in place gives a tensor another version: the DTensor, or its local shard. Values that are written
+    past both counts are not zero.
+    """
+
+    def __init__(self, model: nn.Module, empty: Iterable[torch.Tensor]) -> None:
+        self._empty = [(tensor, _versions(tensor)) for tensor in empty if _local_data(tensor).numel()]
+        hook: Any = torch.compiler.disable(self._check)
+        self._handle = model.register_forward_pre_hook(hook, prepend=True)
+
+    @torch.no_grad()
+    def names(self, model: nn.Module) -> list[str]:
+        """Return the names of the tensors that have not been written to."""
+        left = [
+            _local_data(t)
+            for t, versions in self._empty
+            if _versions(t) == versions and not _local_data(t).any()
+        ]
+        places = {tensor.data_ptr() for tensor in left}
+        return [name for name, tensor in _named_tensors(model) if _local_data(tensor).data_ptr() in places]
+
+    def _check(self, model: nn.Module, _: Any) -> None:
+        refuse_uninitialized(self.names(model))
+        self._handle.remove()
+        _GUARDS.pop(model, None)
+
+
+_GUARDS: weakref.WeakKeyDictionary[nn.Module, _UninitializedGuard] = weakref.WeakKeyDictionary()
+
+
+def uninitialized_names(model: nn.Module) -> list[str]:
+    """Return the names of a sharded model's tensors whose local shards have no values yet."""
+    gate = _GUARDS.get(model)
+    return gate.names(model) if gate is not None else []
+
+
+def refuse_uninitialized(names: Iterable[str]) -> None:
+    """Refuse to use tensors without values.
+
+    Raises:
+        PrepareError: there are some.
+    """
+    empty = list(dict.fromkeys(names))
+    if empty:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        raise PrepareError(
+            f"there are no values in {', '.join(empty[:3])}{more}",
+            why="the model was on the meta device when it was prepared, on rank 0 too, and nothing has been "
+            "loaded into it since",
+            fix="load_checkpoint_in_model(model, folder), before prepare or after it, or give the plugin a "
+            "param_init_fn",
+        )
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _local_data(tensor: torch.Tensor) -> torch.Tensor:
+    # Of a DTensor the local tensor itself, which has a version of its own.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _versions(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, _local_data(tensor)._version
+
+
+def _refuse_meta_buffers(model: nn.Module, sources: Mapping[torch.Tensor, Any]) -> None:
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer in sources:
+                raise PrepareError(
+                    f"the buffer {prefix}{'.' if prefix else ''}{name} is on the meta device, on rank 0 too",
+                    why="it is not persistent, so no file holds it: the model would compute with zeros",
+                    fix="make the model in 'with init_empty_weights():', which leaves buffers real",
+                )

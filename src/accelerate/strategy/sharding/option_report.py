@@ -1,0 +1,243 @@
+"""The option report of FSDP2, read from torch's FSDP state of the prepared models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from accelerate.core import environ
+from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
+from accelerate.strategy.sharding.activation_offload import offloads_inputs
+from accelerate.strategy.sharding.dtypes import used_dtypes
+from accelerate.strategy.sharding.grads import fsdp_param_groups
+from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+
+_IGNORED = (
+    "it is an option of FSDP1; FSDP2 always keeps the user's own parameters, and begins with the weights of "
+    "rank 0"
+)
+
+
+def option_statuses(
+    switch: Iterable[RequestedOption],
+    plugin: FullyShardedDataParallelPlugin,
+    models: Sequence[nn.Module],
+    implied: MixedPrecisionPolicy | None = None,
+) -> Iterator[OptionStatus]:
+    """Return the status of the switch and of each option of the plugin.
+
+    Args:
+        switch: the options that ask for FSDP.
+        plugin: the other options.
+        models: the sharded models.
+        implied: the mixed precision policy that follows from the precision, where the plugin has none.
+    """
+    for option in switch:
+        if option.value is not True:  # the plugin itself
+            continue
+        yield (
+            option.report_applied(_sharded_clause(models))
+            if models
+            else option.report_pending(NO_TRAINED_MODEL)
+        )
+    for option in _fsdp2_options(plugin):
+        look = _STATUS.get(option.name)
+        if option.name.removeprefix("fsdp_") in plugin._ignored_options:
+            yield option.report_not_applied(_IGNORED)
+        elif look is None:
+            yield option.report_applied()
+        elif not models:
+            yield option.report_pending(NO_TRAINED_MODEL)
+        else:
+            yield look(option, models)
+    dtypes = used_dtypes(models) if implied is not None and plugin.mixed_precision_policy is None else None
+    wrong = dtypes.differences(implied) if dtypes is not None and implied is not None else ""
+    if wrong:
+        yield RequestedOption("mixed_precision", str(implied), "the precision").report_not_applied(wrong)
+
+
+NO_TRAINED_MODEL = "no model that trains is prepared"
+
+
+def plugin_options(plugin: FullyShardedDataParallelPlugin, yes: Collection[str]) -> Iterator[RequestedOption]:
+    """Return the options that were given, also objects in fields of the plugin.
+
+    Args:
+        plugin: the plugin.
+        yes: options whose default is yes, so that "no" counts as given.
+    """
+    named = {option.name: option for option in requested_options(plugin._settings)}
+    yield from (option for name, option in named.items() if option.value is not False or name in yes)
+    where = type(plugin).__name__
+    if plugin.offloads_params and "fsdp_offload_params" not in named:
+        yield RequestedOption("fsdp_offload_params", True, where)
+    if not plugin.limit_all_gathers:
+        yield RequestedOption("limit_all_gathers", False, where)
+    if plugin.auto_wrap_policy is not None and "fsdp_auto_wrap_policy" not in named:
+        yield RequestedOption("fsdp_auto_wrap_policy", "a policy", where)
+
+
+def _fsdp2_options(plugin: FullyShardedDataParallelPlugin) -> Iterator[RequestedOption]:
+    yield from plugin_options(
+        plugin, {"fsdp_reshard_after_forward", *(f"fsdp_{name}" for name in plugin._ignored_options)}
+    )
+    where = type(plugin).__name__
+    if plugin.mixed_precision_policy is not None:
+        yield RequestedOption("mixed_precision_policy", plugin.mixed_precision_policy, where)
+    if plugin._buffer_dtype is not None:
+        yield RequestedOption("buffer_dtype", plugin._buffer_dtype, where)
+
+
+def _unit_count(models: Sequence[nn.Module]) -> int:
+    """Return the number of FSDP units, without the root modules."""
+    return sum(isinstance(part, FSDPModule) for model in models for part in model.modules()) - len(models)
+
+
+def _sharded_clause(models: Sequence[nn.Module]) -> str:
+    sharded = sum(len(group.fsdp_params) for model in models for group in fsdp_param_groups(model))
+    return f"{sharded} parameters are sharded"
+
+
+def wrap_status(option: RequestedOption, parts: int) -> OptionStatus:
+    """Return the status of the wrap policy, by the number of units without the root."""
+    if str(option.value) == "NO_WRAP":
+        return option.report_unless(f"{parts} FSDP units" if parts else "")
+    if not parts:
+        return option.report_not_applied("it matches no module: the whole model is one FSDP unit")
+    return option.report_applied(f"{parts} FSDP units")
+
+
+def _wrap_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    return wrap_status(option, _unit_count(models))
+
+
+def _offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    records: list[Any] = [
+        p for model in models for group in fsdp_param_groups(model) for p in group.fsdp_params
+    ]
+    there = [p for p in records if p.offload_to_cpu and p.sharded_param.to_local().device.type == "cpu"]
+    return option.report_count(
+        len(there), len(records), "parameters are on the host", "others are on the device"
+    )
+
+
+def recompute_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    """Return the status of activation checkpointing, by the number of checkpointed modules."""
+    parts = [part for model in models for part in model.modules() if checkpoint.state(part) is not None]
+    why = "no module of the model has activation checkpointing"
+    return option.report_applied(f"{len(parts)} units") if parts else option.report_not_applied(why)
+
+
+def _activation_offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    parts = [part for model in models for part in model.modules() if offloads_inputs(part)]
+    if not parts:
+        return option.report_not_applied("no module of the model has activation checkpointing")
+    here = next((p.device.type for model in models for p in model.parameters()), "cpu")
+    device = next((group.device.type for model in models for group in fsdp_param_groups(model)), here)
+    if device == "cpu":
+        return option.report_applied(f"the inputs of {len(parts)} units are on the host anyway")
+    return option.report_applied(f"the inputs of {len(parts)} units wait there for the backward")
+
+
+def _forward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # In the forward each unit but the last prefetches the next.
+    asking = [s for s in _fsdp_states(models) if s._states_to_forward_prefetch]
+    return option.report_count(
+        len(asking), _unit_count(models) + len(models), "units prefetch the next", "there is none after them"
+    )
+
+
+def _backward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # In the backward torch prefetches the next unit by itself, unless a unit names others.
+    own = [state for state in _fsdp_states(models) if state._states_to_backward_prefetch]
+    if str(option.value).upper() in ("1", "BACKWARD_PRE"):
+        return option.report_unless("units wait for their own backward" if own else "")
+    if len(own) < _unit_count(models) + len(models):
+        return option.report_not_applied("torch prefetches the next unit")
+    return option.report_applied("each unit is all-gathered when its own backward begins")
+
+
+def _fsdp_states(models: Sequence[nn.Module]) -> list[Any]:
+    parts = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
+    return [part._get_fsdp_state() for part in parts]
+
+
+def _buffers(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    kept = {b.dtype for model in models for b in model.buffers() if b.is_floating_point()} - {option.value}
+    shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kept))
+    return option.report_unless(f"FSDP2 leaves buffers as they are: {shown}" if kept else "")
+
+
+def _dtype_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # The dtypes after a forward, against the policy.
+    dtypes = used_dtypes(models)
+    if dtypes is None:
+        return option.report_pending("no forward has run")
+    wrong = dtypes.differences(option.value)
+    return option.report_not_applied(wrong) if wrong else option.report_applied(str(dtypes))
+
+
+def _reshard_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # Torch never reshards the root unit after the forward: its backward begins at once.
+    inner = [
+        group for model in models for group in fsdp_param_groups(model) if group not in _root_groups(model)
+    ]
+    wanted = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard", "4")
+    other = [group for group in inner if group._reshard_after_forward != wanted]
+    what = "keep" if wanted else "free"
+    return option.report_unless(
+        f"{len(other)} of {len(inner)} units {what} unsharded parameters after the forward" if other else ""
+    )
+
+
+def _mesh_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # The mesh: one dimension of shards, or replicas of shards (HSDP).
+    status = _reshard_status(option, models)
+    meshes = {group.mesh_info.mesh for model in models for group in fsdp_param_groups(model)}
+    if status.not_applied or not meshes:
+        return status
+    sizes = {tuple(mesh.shape) for mesh in meshes}
+    said = ", ".join(
+        f"{shape[0]} replicas over {shape[1]} processes each"
+        if len(shape) == 2
+        else f"over {shape[0]} processes"
+        for shape in sizes
+    )
+    return option.report_applied(said)
+
+
+def _replicate_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    sizes = {(1, *group.mesh_info.mesh.shape)[-2] for model in models for group in fsdp_param_groups(model)}
+    return option.report_unless("" if sizes == {option.value} else f"there are {sizes} replicas")
+
+
+def _root_groups(model: Any) -> list[Any]:
+    state = model._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else list(groups)
+
+
+def rank0_loading_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    """Return whether libraries see that only rank 0 loads the weights."""
+    is_set = environ.get_flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return option.report_unless("" if is_set else "the variable that libraries read is not set")
+
+
+_STATUS: dict[str, Callable[[RequestedOption, Sequence[nn.Module]], OptionStatus]] = {
+    "fsdp_auto_wrap_policy": _wrap_status,
+    "fsdp_offload_params": _offload_status,
+    "fsdp_activation_checkpointing": recompute_status,
+    "fsdp_activation_checkpointing_offload": _activation_offload_status,
+    "fsdp_forward_prefetch": _forward_prefetch_status,
+    "fsdp_backward_prefetch": _backward_prefetch_status,
+    "mixed_precision_policy": _dtype_status,
+    "buffer_dtype": _buffers,
+    "fsdp_replicate_size": _replicate_status,
+    "fsdp_reshard_after_forward": _reshard_status,
+    "fsdp_sharding_strategy": _mesh_status,
+    "fsdp_cpu_ram_efficient_loading": rank0_loading_status,
+}

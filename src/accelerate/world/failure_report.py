@@ -1,0 +1,152 @@
+"""Statuses of the ranks and the failure reports derived from them: pure functions, no communication."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from accelerate.core.errors import CollectiveError, PeerError
+
+SAME_CALLS = (
+    "every rank must make the same collective calls in the same order: look for one under a condition on the "
+    "rank (`if accelerator.is_main_process`), or for an error that one rank caught"
+)
+_MAX_ROWS = 16  # ranks in a table
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The published status of a rank; field names are keys of its JSON text in the store.
+
+    Attributes:
+        letters: how many exchanges of the control channel it began.
+        doing: the collective of this package it is in, ``"gather at train.py:12"``; empty outside.
+        calls: how many collectives it began on torch's groups.
+        inside: the call of torch it waits in, ``"backward at train.py:20"``; empty outside.
+        at: the line of user code it executes.
+        ended: it makes no more collectives.
+    """
+
+    letters: int
+    doing: str = ""
+    calls: int = 0
+    inside: str = ""
+    at: str = ""
+    ended: bool = False
+
+    def to_json(self) -> str:
+        """Return the JSON text for the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RankStatus:
+        """Parse the text of ``to_json``."""
+        return RankStatus(**json.loads(text))
+
+    def describe(self) -> str:
+        """Return the status in words."""
+        if self.ended:
+            return "has ended"
+        if self.doing or self.inside:
+            return f"is in {self.doing or self.inside}"
+        return f"is at {self.at}"
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why the ranks cannot go on; ``rank`` noticed it, or (with a traceback) failed itself."""
+
+    rank: int
+    what: str
+    why: str = ""
+    fix: str = ""
+    traceback: str = ""
+
+    def to_json(self) -> str:
+        """Return the JSON text for the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> FailureReport:
+        """Parse the text of ``to_json``."""
+        return FailureReport(**json.loads(text))
+
+    def error(self, here: int) -> CollectiveError:
+        """Return the error to raise on rank ``here``: the same on all ranks but the one that failed."""
+        if not self.traceback or self.rank == here:
+            return CollectiveError(self.what, why=self.why, fix=self.fix)
+        error = PeerError(self.what, why=self.why, fix=self.fix)
+        error.traceback = self.traceback
+        return error
+
+
+def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport | None:
+    """Return a report if rank ``me`` certainly waits for ever, else None.
+
+    That is: a rank has ended without having begun the collective in which ``me`` waits; or two ranks are
+    deadlocked: one waits inside torch in a collective that the other, in the control channel, has not begun.
+    """
+    mine = positions[me]
+    for rank, other in positions.items():
+        if rank == me:
+            continue
+        if mine.doing and other.letters < mine.letters:
+            if other.ended:
+                return _missing_rank_report(me, size, positions, mine.doing)
+            if other.inside and other.calls > mine.calls:
+                return _deadlock_report(me, size, positions)
+        if mine.inside and mine.calls > other.calls:
+            if other.ended and other.letters <= mine.letters:
+                return _missing_rank_report(me, size, positions, mine.inside)
+            if other.doing and other.letters > mine.letters:
+                return _deadlock_report(me, size, positions)
+    return None
+
+
+def timeout_report(me: int, size: int, positions: Mapping[int, RankStatus], seconds: float) -> FailureReport:
+    """Return the report for a wait of rank ``me`` that reached the timeout."""
+    mine = positions[me]
+    there = _count_arrived(me, positions, mine.doing)
+    return FailureReport(
+        me,
+        f"{mine.doing} was reached by {there} of {size} ranks within {seconds:g} s",
+        why=table(size, positions),
+        fix="make the call on every rank; for a rank that needs longer, "
+        "InitProcessGroupKwargs(timeout=timedelta(...))",
+    )
+
+
+def _missing_rank_report(
+    me: int, size: int, positions: Mapping[int, RankStatus], doing: str
+) -> FailureReport:
+    there = _count_arrived(me, positions, doing)
+    what = f"{doing} was reached by {there} of {size} ranks"
+    return FailureReport(me, what, why=table(size, positions), fix=SAME_CALLS)
+
+
+def _deadlock_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport:
+    doing = positions[me].doing or next(p.doing for p in positions.values() if p.doing)
+    there = _count_arrived(me, positions, doing)
+    return FailureReport(
+        me,
+        f"the ranks wait for each other in different places: {doing} was reached by {there} of {size} ranks",
+        why=table(size, positions),
+        fix=SAME_CALLS,
+    )
+
+
+def _count_arrived(me: int, positions: Mapping[int, RankStatus], doing: str) -> int:
+    first = next((p for p in positions.values() if doing and p.doing == doing), positions[me])
+    if first.doing:
+        return sum(p.letters >= first.letters for p in positions.values())
+    return sum(bool(p.inside) for p in positions.values())
+
+
+def table(size: int, positions: Mapping[int, RankStatus]) -> str:
+    """Return a table with one line per rank."""
+    rows = [
+        f"rank {rank} {positions[rank].describe() if rank in positions else 'is silent'}"
+        for rank in range(min(size, _MAX_ROWS))
+    ]
+    return "\n       ".join([*rows, *(["..."] if size > _MAX_ROWS else [])])

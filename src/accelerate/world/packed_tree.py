@@ -1,0 +1,301 @@
+"""A tree of tensors packed for a collective: its description, its inline bytes, and the received values."""
+
+# torch's signatures are partly untyped: what is unknown here is torch's.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from accelerate.core import tree
+from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.world import control_channel
+
+_DTYPES: tuple[torch.dtype, ...] = tuple(
+    sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+)
+_DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_SINGLE_TENSOR = control_channel.digest("t")
+
+
+class TensorDescription(NamedTuple):
+    """The dtype, location and shape of one tensor of a rank."""
+
+    dtype: torch.dtype
+    on_host: bool
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}{'' if self.on_host else ' on a device'}"
+
+
+@dataclass
+class PackedTree:
+    """The tensors of a tree, flattened for a collective.
+
+    Attributes:
+        channel: the control channel of the world.
+        operation: name of the collective.
+        data: the tree.
+        leaves: its tensors, detached.
+        structure: digest of keys, lengths and positions of tensors.
+        problem: why the tree cannot be sent; raised after the other ranks have the message.
+        already_sent: the messages of this exchange are in the receive buffer already.
+    """
+
+    channel: control_channel.ControlChannel
+    operation: str
+    data: Any
+    leaves: list[torch.Tensor]
+    structure: int
+    problem: PrepareError | None = None
+    already_sent: bool = False
+
+    @classmethod
+    def pack(cls, operation: str, data: Any) -> PackedTree:
+        """Flatten the tensors of ``data``."""
+        leaves: list[torch.Tensor] = []
+        others: list[Any] = []
+        structure = _SINGLE_TENSOR
+        if isinstance(data, torch.Tensor):
+            leaves.append(data)
+        else:
+            structure = control_channel.digest(_structure(data, leaves, others))
+        leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+        problem = _unsupported_leaf_error(operation, others[0]) if others else None
+        return cls(control_channel.channel(), operation, data, leaves, structure, problem)
+
+    def exchange_cached(self) -> control_channel.CachedMessageLayout | None:
+        """Exchange the values with a cached layout; return it if all ranks used it, else None.
+
+        After None, ``exchange`` continues.
+        """
+        key: Any = [self.operation, self.structure]
+        for leaf in self.leaves:
+            if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
+                return None
+            key += (leaf.dtype, leaf.shape)
+        layout = self.channel.layout(tuple(key), self._build_layout)
+        if layout is None or self.problem is not None:
+            return None
+        if self.channel.exchange_cached(layout, self.leaves):
+            return layout
+        self.already_sent = True
+        return None
+
+    def _build_layout(self) -> control_channel.CachedMessageLayout | None:
+        description = _encode_descriptions(self.leaves)
+        needed = control_channel.body_start(len(description)) + sum(
+            control_channel.align(leaf.nbytes) for leaf in self.leaves
+        )
+        if not self.channel.fits_inline(needed):
+            return None
+        return control_channel.CachedMessageLayout(
+            self.channel, self.operation, self.structure, description, self.leaves
+        )
+
+    def exchange(self, *, values: bool = True) -> control_channel.GatheredMessages:
+        """Exchange the descriptions of all ranks, with the values inline if they fit.
+
+        Raises:
+            CollectiveError: the structures differ; or see ``ControlChannel.exchange``.
+            PrepareError: a leaf is not a tensor.
+        """
+        leaves = self.leaves
+        value_size = 0
+        for leaf in leaves if values else ():
+            if leaf.device.type != "cpu":
+                value_size = control_channel.NOT_ON_HOST
+                break
+            value_size += control_channel.align(leaf.nbytes)
+        messages = self.channel.exchange(
+            self.operation,
+            self.structure,
+            _encode_descriptions(leaves),
+            value_size,
+            self._fill,
+            already_sent=self.already_sent,
+        )
+        if not messages.same and set(messages.structures) != {self.structure}:
+            raise self._structure_mismatch()
+        if self.problem is not None:
+            raise self.problem
+        return messages
+
+    def _fill(self, message: bytearray, start: int) -> None:
+        for leaf in self.leaves:
+            count = leaf.numel()
+            if count:
+                place = torch.frombuffer(message, dtype=leaf.dtype, count=count, offset=start)
+                place.copy_(leaf.reshape(-1))
+            start += control_channel.align(leaf.nbytes)
+
+    # --- received values
+
+    def descriptions(self, messages: control_channel.GatheredMessages, rank: int) -> list[TensorDescription]:
+        """Return the descriptions of a rank's tensors."""
+        return list(_decode_descriptions(messages.description(rank)))
+
+    def shape(self, messages: control_channel.GatheredMessages, rank: int, index: int) -> tuple[int, ...]:
+        """Return the shape of a rank's tensor."""
+        return self.descriptions(messages, rank)[index].shape
+
+    def all_rank_values(
+        self, messages: control_channel.GatheredMessages, index: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the values of a tensor on all ranks, in rank order, as views of the receive buffer."""
+        return tuple(self.rank_value(messages, rank, index) for rank in range(self.channel.size))
+
+    def rank_value(self, messages: control_channel.GatheredMessages, rank: int, index: int) -> torch.Tensor:
+        """Return a rank's values of a tensor as a view of the receive buffer."""
+        descriptions = self.descriptions(messages, rank)
+        description = descriptions[index]
+        start = rank * messages.message_size + control_channel.body_start(messages.description_sizes[rank])
+        start += sum(control_channel.align(other.nbytes) for other in descriptions[:index])
+        count = math.prod(description.shape)
+        if count == 0:
+            return torch.empty(description.shape, dtype=description.dtype, device="cpu")
+        return torch.frombuffer(
+            messages.recv_buffer, dtype=description.dtype, count=count, offset=start
+        ).view(description.shape)
+
+    def rebuild(self, leaves: list[torch.Tensor]) -> Any:
+        """Return the tree with ``leaves`` as its tensors."""
+        if isinstance(self.data, torch.Tensor):
+            return leaves[0]
+        rest = iter(leaves)
+        return tree.map_tree(lambda leaf: next(rest) if isinstance(leaf, torch.Tensor) else leaf, self.data)
+
+    # --- mismatches
+
+    def check_agreement(self, messages: control_channel.GatheredMessages, *, ragged: bool = False) -> None:
+        """Check that the descriptions of all ranks match; with ``ragged``, dimension 0 may differ.
+
+        Raises:
+            CollectiveError: they do not match.
+        """
+        if messages.same:
+            return
+        every = [self.descriptions(messages, rank) for rank in range(self.channel.size)]
+        for index, descriptions in enumerate(zip(*every, strict=True)):
+            if len({_comparison_key(description, ragged) for description in descriptions}) > 1:
+                raise self._tensor_mismatch(index, descriptions, ragged)
+
+    def _tensor_mismatch(
+        self, index: int, descriptions: tuple[TensorDescription, ...], ragged: bool
+    ) -> CollectiveError:
+        paths = [path for path, leaf in tree.iterate_leaves(self.data) if isinstance(leaf, torch.Tensor)]
+        place = f", {paths[index]}" if paths[index] else ""
+        fix = "make the shapes and dtypes equal on all ranks"
+        if ragged:
+            fix = (
+                "make all dimensions but the first equal: accelerator.pad_across_processes(tensor, dim=1) "
+                "before gather"
+            )
+        return CollectiveError(
+            f"the ranks do not agree about a tensor to {self.operation}{place}",
+            why=_rank_table([str(description) for description in descriptions]),
+            fix=fix,
+        )
+
+    def _structure_mismatch(self) -> CollectiveError:
+        """Return the error for different structures; one more exchange finds where they differ."""
+        mine = [(path, "a tensor" if isinstance(leaf, torch.Tensor) else f"{type(leaf).__name__}")
+                for path, leaf in tree.iterate_leaves(self.data)]  # fmt: skip
+        text = repr(mine).encode()
+
+        def fill(message: bytearray, start: int) -> None:
+            message[start : start + len(text)] = text
+
+        messages = self.channel.exchange(
+            f"{self.operation}, structure", 0, b"", len(text), fill, any_size=True, label=self.operation
+        )
+        every = [dict(_parse_structure(bytes(messages.body(rank)))) for rank in range(self.channel.size)]
+        paths = dict.fromkeys(path for description in every for path in description)
+        order = [tuple(description) for description in every]
+        path = next((p for p in paths if len({description.get(p) for description in every}) > 1), None)
+        if path is None:
+            rows = [", ".join(keys) for keys in order]
+            what = f"the ranks have the tensors to {self.operation} in different orders"
+        else:
+            rows = [description.get(path, "nothing there") for description in every]
+            what = f"the ranks do not agree about the structure to {self.operation}, at {path or 'its top'}"
+        return CollectiveError(
+            what, why=_rank_table(rows), fix="pass the same keys and lengths on every rank"
+        )
+
+
+def _parse_structure(text: bytes) -> list[tuple[str, str]]:
+    import ast
+
+    return ast.literal_eval(text.decode())
+
+
+def _comparison_key(description: TensorDescription, ragged: bool) -> tuple[Any, ...]:
+    return (
+        description.dtype,
+        description.on_host,
+        len(description.shape),
+        description.shape[1:] if ragged else description.shape,
+    )
+
+
+def _rank_table(rows: list[str]) -> str:
+    return "\n       ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+
+
+def _unsupported_leaf_error(operation: str, leaf: Any) -> PrepareError:
+    return PrepareError(
+        f"a {type(leaf).__name__} cannot go through {operation}",
+        why="it works on tensors, and on lists, tuples, dicts and dataclasses of tensors",
+        fix="for any other object use gather_object or broadcast_object_list",
+    )
+
+
+def _structure(value: Any, leaves: list[torch.Tensor], others: list[Any]) -> str:
+    """Return keys, lengths and positions of tensors as text; collect the tensors and all other leaves."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return "t"
+    if value is None:
+        return "n"
+    if tree.is_sequence(value):
+        return f"[{','.join([_structure(item, leaves, others) for item in value])}]"
+    if tree.is_mapping(value):
+        return (
+            f"{{{','.join([f'{key!r}:{_structure(item, leaves, others)}' for key, item in value.items()])}}}"
+        )
+    if tree.is_container(value):
+        named = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return f"<{','.join([f'{name}:{_structure(item, leaves, others)}' for name, item in named])}>"
+    others.append(value)
+    return type(value).__name__
+
+
+def _encode_descriptions(leaves: list[torch.Tensor]) -> bytes:
+    numbers: list[int] = []
+    for leaf in leaves:
+        shape = () if leaf.is_nested else leaf.shape
+        numbers += (_DTYPE_CODE[leaf.dtype] * 2 + (leaf.device.type == "cpu"), len(shape), *shape)
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _decode_descriptions(description: bytes) -> Iterator[TensorDescription]:
+    numbers = struct.unpack(f"<{len(description) // 8}q", description)
+    place = 0
+    while place < len(numbers):
+        code, dims = numbers[place : place + 2]
+        place += 2 + dims
+        yield TensorDescription(_DTYPES[code // 2], bool(code % 2), numbers[place - dims : place])

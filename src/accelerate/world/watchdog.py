@@ -1,0 +1,418 @@
+"""The watchdog of the ranks: ends waits that cannot end, with the same error on every rank.
+
+A rank that waits long publishes its status in the key-value store of the group and reads the statuses of the
+other ranks. A background thread with its own store connection does that; the waiting thread only checks the
+result. Three things end a wait: another rank failed (its ``sys.excepthook`` stored the traceback), another
+rank has ended, or two ranks are deadlocked in different collectives. The first rank that notices writes the
+report, and all ranks raise the same error.
+
+A rank inside a wait of torch itself cannot be interrupted; it is freed when its peers end, and then shows the
+stored report. While no rank waits, each watchdog makes one store request per poll interval.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from accelerate.core.errors import CollectiveError
+from accelerate.world.call_site import CallSite, find_call_site
+from accelerate.world.failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
+from accelerate.world.store import StoreClient
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL = 0.5  # seconds between polls of the store; more in large worlds
+LARGE_WORLD = 32  # ranks; in larger worlds polls are rarer, so that the load of the store stays the same
+WAIT_REPORT_DELAY = 1.5  # seconds in one collective until a rank publishes that it waits
+HINT_DELAY = 10.0  # seconds until it also logs a warning
+EXIT_GRACE = 2.0  # seconds that rank 0, which may host the store, waits for the others to read it
+DIAGNOSIS_TIMEOUT = 3.0  # seconds to find out which rank closed a connection
+MAX_TRACEBACK = 20_000  # characters of a stored traceback
+
+# Texts in torch's errors when a peer is gone; its error classes do not distinguish this from other errors.
+_CONNECTION_ERRORS = (
+    "closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Connection refused",
+    "NCCL",
+    "Timed out",
+    "ncclRemote",
+)
+
+_current: Watchdog | None = None
+_hooks_installed = False
+
+
+def current() -> Watchdog | None:
+    """Return the watchdog of this process; None in a world of one or in a forked process."""
+    return _current
+
+
+def start(rank: int, size: int, timeout: timedelta | None) -> None:
+    """Start the watchdog; called when a world of several processes opens.
+
+    Args:
+        rank, size: rank of this process and world size.
+        timeout: longest wait of a collective of this package; None takes the group's.
+    """
+    global _current, _hooks_installed
+    import torch.distributed as dist
+
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    if store is None or dist.get_backend() == "fake":
+        return  # no store to communicate through
+    backends = _group_backends()
+    if timeout is None:
+        # Back ends keep their timeout in options of their own class; not all have one.
+        limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
+        known: list[timedelta] = [limit for limit in limits if limit is not None]
+        timeout = min(known, default=timedelta(minutes=30))
+    counters = [each._get_sequence_number_for_group for each in backends]
+    if _current is not None and _current.store.group_store is store:
+        # The world was closed by ``forget``, and its group is still open.
+        _current.timeout = timeout.total_seconds()
+        return
+    shut_down()
+    _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store), counters)
+    _current.group = dist.group.WORLD
+    if not _hooks_installed:
+        _hooks_installed = True
+        os.register_at_fork(after_in_child=_forget_in_child)
+        atexit.register(shut_down)
+    if not isinstance(sys.excepthook, _ExceptHook):
+        sys.excepthook = _ExceptHook(sys.excepthook)
+
+
+def shut_down() -> None:
+    """Announce that this process makes no more collectives; called before the group is destroyed."""
+    global _current
+    watch, _current = _current, None
+    if watch is not None:
+        watch.shut_down()
+    if isinstance(sys.excepthook, _ExceptHook):
+        # The previous hook is that of torch's process group, which removes its own with the group.
+        sys.excepthook = sys.excepthook.previous
+
+
+def _forget_in_child() -> None:
+    """Drop the watchdog in a forked process (a loader's worker): its thread stayed with the parent."""
+    global _current
+    _current = None
+
+
+class _ExceptHook:
+    """A ``sys.excepthook`` that announces the error which ends this process to the other ranks."""
+
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self.previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        watch = _current
+        if watch is None:
+            self.previous(kind, error, trace)
+            return
+        shown = watch.explain(error)
+        self.previous(type(shown), shown, shown.__traceback__)
+        watch.announce_failure(shown)
+
+
+class Watchdog:
+    """Watches over the waits of this rank, and publishes its status to the others.
+
+    Attributes:
+        exchange_count: exchanges of the control channel that this process began.
+        active_call: the collective that it is in: operation and line of user code; None outside.
+        report: why no collective can end any more, once that is known.
+        group: the default process group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: float,
+        store: StoreClient,
+        counters: Sequence[Callable[[], int]] = (),
+    ) -> None:
+        self.rank, self.size, self.timeout, self.store = rank, size, timeout, store
+        self.exchange_count = 0
+        self.active_call: tuple[str, CallSite] | None = None
+        self.report: FailureReport | None = None
+        self.caller_thread = threading.get_ident()
+        self.poll_interval = POLL_INTERVAL * max(1.0, size / LARGE_WORLD)
+        self._wake_event, self._stop_event = threading.Event(), threading.Event()
+        self._report_event = threading.Event()
+        self._poll_lock = threading.Lock()
+        self._counters = list(counters)
+        self.group: object = None
+        self._shutdown_actions: list[Callable[[], None]] = []
+        self._published_status: RankStatus | None = None
+        self._last_instruction: object = None
+        self._alarm_raised = self._failure_announced = False
+        # Started early: a rank that never calls a collective of this package may wait for others in torch.
+        self._thread = threading.Thread(target=self._run, name="accelerate-watchdog", daemon=True)
+        self._thread.start()
+
+    def track_group(self, group: Any) -> None:
+        """Count the collectives of one more group; all ranks must start the same number of them."""
+        if group.group_name != getattr(self.group, "group_name", None):
+            backends = {id(b): b for b in map(group._get_backend, group._device_types)}
+            self._counters += [each._get_sequence_number_for_group for each in backends.values()]
+
+    # --- called by the working thread
+
+    def explain_disconnect(self, error: BaseException) -> CollectiveError:
+        """Return the error for a connection that broke in a collective: the rank that failed, if known."""
+        report = self._diagnose()
+        if report is None:
+            report = self._publish_report(
+                FailureReport(
+                    self.rank,
+                    f"{self._describe_call()} was left by a process that is gone",
+                    why="it was killed, or ended without an error message "
+                    f"({str(error).partition(chr(10))[0]})",
+                    fix="what it printed, and what the system says about its memory, may tell more",
+                )
+            )
+        return report.error(self.rank)
+
+    def timeout_error(self) -> CollectiveError:
+        """Return the error for a collective that lasted longer than the timeout."""
+        self._poll_peers(waiting=True)
+        if self.report is None:
+            statuses = self._peer_statuses()
+            statuses[self.rank] = self._own_status()
+            self._publish_report(timeout_report(self.rank, self.size, statuses, self.timeout))
+        assert self.report is not None
+        return self.report.error(self.rank)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error to show in place of torch's connection error when another rank failed."""
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return error
+        if not any(word in str(error) for word in _CONNECTION_ERRORS):
+            return error
+        report = self._diagnose()
+        if report is None or (report.traceback and report.rank == self.rank):
+            return error
+        new = report.error(self.rank)
+        new.__cause__ = error
+        return new.with_traceback(error.__traceback__)
+
+    def announce_failure(self, error: BaseException) -> None:
+        """Store the error that ends this process. Rank 0 waits a moment, since it may host the store."""
+        if self._failure_announced:
+            return
+        self._failure_announced = True
+        if self.report is None or not isinstance(error, CollectiveError):
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            summary = traceback.format_exception_only(type(error), error)[-1].strip()
+            self._publish_report(
+                FailureReport(
+                    self.rank, f"rank {self.rank} failed: {summary}", traceback=text[-MAX_TRACEBACK:]
+                )
+            )
+        if self.rank == 0 and not isinstance(error, KeyboardInterrupt):
+            self._wait_for_peers("heard")
+
+    def shut_down(self) -> None:
+        """Announce the end of this process or of its world, and stop the watchdog."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.announce_failure(error)
+        elif not self.store.is_lost:
+            self.store.put(f"at/{self.rank}", self._own_status(ended=True).to_json())
+            self.store.put(f"ended/{self.rank}", "")
+            self.store.put(f"heard/{self.rank}", "")
+            if self.rank == 0:
+                self._wait_for_peers("ended")
+        self.stop()
+
+    def add_shutdown_action(self, action: Callable[[], None]) -> None:
+        """Register ``action`` to be called when the watchdog stops."""
+        self._shutdown_actions.append(action)
+
+    def stop(self) -> None:
+        """Stop the thread and drop the reference to the group, so that destroying it frees it."""
+        self._stop_event.set()
+        self._wake_event.set()
+        # The thread must not be inside torch while the interpreter shuts down.
+        self._thread.join(10.0)
+        for action in self._shutdown_actions:
+            action()
+        self._shutdown_actions, self._counters, self.group = [], [], None
+
+    def _wait_for_peers(self, key: str) -> None:
+        others = [f"{key}/{rank}" for rank in range(self.size) if rank != self.rank]
+        self.store.wait(others, EXIT_GRACE)
+
+    def _describe_call(self) -> str:
+        doing = self.active_call
+        return f"{doing[0]} at {doing[1]}" if doing else "a collective"
+
+    def _diagnose(self) -> FailureReport | None:
+        """Find out why a connection broke; wait a little for the reports of the other ranks."""
+        self._raise_alarm()
+        until = time.monotonic() + DIAGNOSIS_TIMEOUT
+        while self.report is None and not self.store.is_lost and time.monotonic() < until:
+            self._poll_peers(waiting=True)
+            self._report_event.wait(0.1)
+        if self.report is None and self.store.is_lost:
+            return self._publish_report(
+                FailureReport(
+                    self.rank,
+                    f"rank 0, or the launcher, is gone while rank {self.rank} was in {self._describe_call()}",
+                    why="the connection to the store of the group is closed",
+                    fix="the first error in the output of the other ranks says why",
+                )
+            )
+        return self.report
+
+    # --- the watchdog thread
+
+    def _run(self) -> None:
+        doing, since, hinted = self.active_call, time.monotonic(), False
+        pause = self.poll_interval
+        while not self._stop_event.is_set():
+            self._wake_event.wait(pause)
+            if self._stop_event.is_set() or self.store.is_lost:
+                return
+            now = time.monotonic()
+            if self.active_call is not doing:
+                doing, since, hinted = self.active_call, now, False
+            waited = now - since if doing is not None else 0.0
+            waiting = waited >= WAIT_REPORT_DELAY
+            if waiting:
+                self._raise_alarm()
+            self._alarm_raised = self._alarm_raised or self.store.has("alarm")
+            if self._alarm_raised and self.report is None:
+                self._poll_peers(waiting)
+            if waited >= HINT_DELAY and not hinted:
+                hinted = True
+                self._log_hint(waited)
+            # A waiting rank reads the statuses of all ranks: less and less often in a large world.
+            pause = self.poll_interval if self.size <= LARGE_WORLD or not waiting else min(30.0, pause * 1.5)
+
+    def _raise_alarm(self) -> None:
+        if not self._alarm_raised:
+            self._alarm_raised = True
+            self.store.put("alarm", "")
+
+    def _poll_peers(self, waiting: bool) -> None:
+        """Publish the status of this rank, and read whether a rank failed, ended or is deadlocked."""
+        with self._poll_lock:
+            mine = self._own_status()
+            if mine != self._published_status:
+                self._published_status = mine
+                self.store.put(f"at/{self.rank}", mine.to_json())
+            text = self.store.get("report")
+            if text is not None:
+                self._accept_report(FailureReport.from_json(text))
+            elif waiting or mine.inside:
+                statuses = self._peer_statuses()
+                statuses[self.rank] = mine
+                report = find_deadlock(self.rank, self.size, statuses)
+                if report is not None:
+                    self._publish_report(report)
+
+    def _publish_report(self, report: FailureReport) -> FailureReport:
+        """Publish a report; return the first one that any rank has written."""
+        winner = self.store.put_if_absent("report", report.to_json())
+        return self._accept_report(report if winner is None else FailureReport.from_json(winner))
+
+    def _accept_report(self, report: FailureReport) -> FailureReport:
+        if self.report is None:
+            self.report = report
+            self.store.put("alarm", "")
+            self.store.put(f"heard/{self.rank}", "")
+            self._report_event.set()
+        return self.report
+
+    def _peer_statuses(self) -> dict[int, RankStatus]:
+        names = {f"at/{rank}": rank for rank in range(self.size) if rank != self.rank}
+        return {names[key]: RankStatus.from_json(text) for key, text in self.store.read(list(names)).items()}
+
+    def _own_status(self, ended: bool = False) -> RankStatus:
+        doing = self.active_call
+        frame = sys._current_frames().get(self.caller_thread)  # pyright: ignore[reportPrivateUsage]
+        site = str(find_call_site(frame, _torch_prefixes()))
+        status = RankStatus(self.exchange_count, "", self._count_torch_calls(), "", site, ended)
+        if ended or doing is not None:
+            return replace(status, doing="" if ended or doing is None else f"{doing[0]} at {doing[1]}")
+        # The same instruction of the same call as at the last poll: inside a call that waits.
+        instruction = (id(frame), frame.f_lasti) if frame is not None else None
+        inside = _blocking_call(frame) if instruction == self._last_instruction else ""
+        self._last_instruction = instruction
+        return replace(status, inside=f"{inside} at {status.at}" if inside else "")
+
+    def _count_torch_calls(self) -> int:
+        """Count the collectives that this process has started on torch's groups."""
+        return sum(counter() for counter in self._counters)
+
+    def _log_hint(self, waited: float) -> None:
+        statuses = self._peer_statuses()
+        doing = self.active_call
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        missing = [rank for rank in others if not _has_reached(statuses.get(rank), self.exchange_count)]
+        if doing is None or not missing:
+            return
+        shown = "; ".join(
+            f"rank {r} {statuses[r].describe() if r in statuses else 'is silent'}" for r in missing[:8]
+        )
+        logger.warning(
+            "rank %d has waited %.0f s in %s at %s: %s. Every rank must make this call.",
+            self.rank, waited, *doing, shown,
+        )  # fmt: skip
+
+
+def _has_reached(status: RankStatus | None, exchange_count: int) -> bool:
+    return status is not None and status.letters >= exchange_count
+
+
+def _torch_prefixes() -> tuple[str, ...]:
+    torch = sys.modules["torch"]
+    return (os.path.dirname(str(torch.__file__)) + os.sep, threading.__file__)
+
+
+# Files of torch that may wait for other ranks -> the name that users know; empty: the function's own name.
+_BLOCKING_FILES = {
+    "distributed/distributed_c10d.py": "",
+    "distributed/_functional_collectives.py": "an exchange of distributed tensors",
+    "nn/parallel/distributed.py": "a forward of the model",
+    "autograd/graph.py": "backward",
+}
+
+
+def _blocking_call(frame: Any) -> str:
+    """Return the call of torch that may wait for other ranks (``"backward"``), else empty."""
+    [folder, _] = _torch_prefixes()
+    call_name = ""
+    while frame is not None and frame.f_code.co_filename.startswith(folder):
+        name = _BLOCKING_FILES.get(frame.f_code.co_filename[len(folder) :].replace(os.sep, "/"))
+        if name:
+            return name
+        if name is not None:
+            call_name = frame.f_code.co_name
+        frame = frame.f_back
+    return call_name
+
+
+def _group_backends() -> list[Any]:
+    """Return the back ends of the default process group."""
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    backends = [group._get_backend(kind) for kind in group._device_types]
+    return list({id(each): each for each in backends}.values())

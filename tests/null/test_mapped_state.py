@@ -1,0 +1,192 @@
+"""Optimizer states that are mapped at first: soon memory of their own, nothing lost, nothing hidden."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.checkpoint import mapped_state
+from accelerate.core.errors import CheckpointError
+
+pytestmark = pytest.mark.skipif(
+    not mapped_state._can_populate(), reason="this system cannot copy pages ahead"
+)
+SIZE = 2**19
+
+
+@pytest.fixture(autouse=True)
+def small_files_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(mapped_state, "LARGE", 1)
+    monkeypatch.setattr(mapped_state, "_file_system", lambda path: "ext4")  # wherever the tests' folder lies
+    yield
+    while mapped_state.MappedState._open:  # a failure that a test has not asked for must not reach the next
+        mapped_state.MappedState._open.pop()
+
+
+def training(dtype: torch.dtype = torch.float32) -> tuple[Accelerator, torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(SIZE, 1, dtype=dtype)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def step(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, scale: float = 1.0) -> None:
+    weight = next(iter(model.parameters()))
+    accelerator.backward(model(torch.linspace(0, scale, SIZE, dtype=weight.dtype)[None]).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def moments(optimizer: Any) -> list[torch.Tensor]:
+    return [value.clone() for state in optimizer.state.values() for value in state.values()]
+
+
+@pytest.fixture
+def saved_training(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
+    accelerator, model, optimizer = training()
+    step(accelerator, model, optimizer)
+    return Path(accelerator.save_state(tmp_path / "a")), moments(optimizer)
+
+
+def overwrite(folder: Path) -> None:
+    """Zeros in the place of everything in the file, in place."""
+    with (folder / "optimizer.bin").open("r+b") as file:
+        file.write(bytes((folder / "optimizer.bin").stat().st_size))
+
+
+def hold_copying(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Events: the copying has come to its turn; it may go on."""
+    ready, go, whole = threading.Event(), threading.Event(), mapped_state.populate_pages
+
+    def slow(address: int, size: int) -> None:
+        ready.set()
+        assert go.wait(60)
+        whole(address, size)
+
+    monkeypatch.setattr(mapped_state, "populate_pages", slow)
+    return ready, go
+
+
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_what_is_loaded_does_not_depend_on_its_file(saved_training: tuple[Path, list[torch.Tensor]]) -> None:
+    accelerator, _, optimizer = training()
+    accelerator.load_state(saved_training[0])
+    assert mapped_state.MappedState._open, "nothing was mapped"
+    mapped_state.MappedState.wait_copied()
+    overwrite(saved_training[0])
+    assert same(moments(optimizer), saved_training[1])
+
+
+def test_it_is_mapped_until_then(
+    saved_training: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the copying the file would shine through: so the test above can fail."""
+    _, go = hold_copying(monkeypatch)
+    accelerator, _, optimizer = training()
+    accelerator.load_state(saved_training[0])
+    overwrite(saved_training[0])
+    assert not same(moments(optimizer), saved_training[1])
+    go.set()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda accelerator, folder: accelerator.save_state(folder / "b"),
+        lambda accelerator, folder: accelerator.load_state(folder / "a"),
+        lambda accelerator, folder: accelerator.wait_for_checkpoint(),
+        lambda accelerator, folder: accelerator.end_training(),
+    ],
+    ids=["save_state", "load_state", "wait_for_checkpoint", "end_training"],
+)
+def test_a_file_that_is_changed_meanwhile_is_told(
+    saved_training: tuple[Path, list[torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Accelerator, Path], Any],
+) -> None:
+    """D2"""
+    ready, go = hold_copying(monkeypatch)
+    accelerator, _, _ = training()
+    accelerator.load_state(saved_training[0])
+    assert ready.wait(60)
+    overwrite(saved_training[0])
+    go.set()
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer.bin cannot be trusted.*was changed"):
+        call(accelerator, tmp_path)
+    assert not (tmp_path / "b").exists()
+
+
+def test_training_goes_on_while_pages_are_copied(
+    saved_training: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the state is written by training before the pages are copied: nothing of it is lost."""
+    ready, go = hold_copying(monkeypatch)
+    accelerator, model, optimizer = training()
+    accelerator.load_state(saved_training[0])
+    assert ready.wait(60)
+    step(accelerator, model, optimizer, 2.0)
+    after = moments(optimizer)
+    go.set()
+    mapped_state.MappedState.wait_copied()
+    overwrite(saved_training[0])
+    assert same(moments(optimizer), after)
+
+    again, model, optimizer = training()
+    step(again, model, optimizer)
+    step(again, model, optimizer, 2.0)
+    assert same(moments(optimizer), after)
+
+
+def test_a_removed_checkpoint_does_not_matter(
+    saved_training: tuple[Path, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    accelerator, _, optimizer = training()
+    accelerator.load_state(saved_training[0])
+    (saved_training[0] / "optimizer.bin").unlink()
+    accelerator.wait_for_checkpoint()
+    assert same(moments(optimizer), saved_training[1])
+
+
+def test_what_the_optimizer_does_not_keep_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer of another format makes tensors of its own."""
+    accelerator, model, optimizer = training(torch.bfloat16)
+    step(accelerator, model, optimizer)
+    folder = Path(accelerator.save_state(tmp_path / "a"))
+    state = torch.load(folder / "optimizer.bin")
+    wide = {k: {n: v.float() for n, v in s.items()} for k, s in state["state"].items()}
+    torch.save({**state, "state": wide}, folder / "wide.bin")
+    copied: list[int] = []
+    monkeypatch.setattr(mapped_state, "populate_pages", lambda address, size: copied.append(size))
+    mapped_state.MappedState(folder / "wide.bin", map_location="cpu").load_into(optimizer.load_state_dict)
+    mapped_state.MappedState.wait_copied()
+    assert sum(copied) < 64 * 1024, "the counters of steps at most; the moments have 4 MB"
+
+
+@pytest.mark.parametrize("what", ["system", "disk", "device"])
+def test_elsewhere_files_are_read_at_once(
+    saved_training: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    if what == "system":
+        monkeypatch.setattr(mapped_state, "_can_populate", lambda: False)
+    if what == "disk":
+        monkeypatch.setattr(mapped_state, "_file_system", lambda path: "nfs4")
+    accelerator, _, optimizer = training()
+    if what == "device":
+        assert not mapped_state.can_map(saved_training[0] / "optimizer.bin", torch.device("meta"))
+        return
+    accelerator.load_state(saved_training[0])
+    assert not mapped_state.MappedState._open
+    overwrite(saved_training[0])
+    assert same(moments(optimizer), saved_training[1])
