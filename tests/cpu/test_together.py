@@ -443,3 +443,23 @@ def test_a_peer_that_is_gone_before_the_first_collective_is_named(ranks: RankSer
     assert issubclass(getattr(errors, second.kind, object), CollectiveError), second
     told = ("rank 0 failed: ValueError: a bad batch", "rank 0, or the launcher, is gone")
     assert any(text in second.message for text in told), second
+
+
+def lose_peer_while_the_group_opens() -> None:
+    import torch.distributed as dist
+
+    from accelerate import Accelerator
+
+    def raise_reset(**arguments: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", raise_reset)
+        Accelerator()
+
+
+def test_a_peer_that_is_gone_while_the_group_opens_is_named(ranks: RankServer) -> None:
+    """C3: a rank that has opened the group may fail before the others have."""
+    for outcome in ranks.outcomes(2, lose_peer_while_the_group_opens):
+        assert issubclass(getattr(errors, outcome.kind, object), CollectiveError), outcome
+        assert "is gone while rank" in outcome.message

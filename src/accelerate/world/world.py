@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import device as devices
 from accelerate.core import environ
-from accelerate.core.errors import WorldError
+from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.world import clusters, watchdog
@@ -115,6 +115,8 @@ class World:
         )
 
 
+# What torch 2.13 says when the connection to another rank, or to the store, breaks.
+_PEER_IS_GONE = ("reset by peer", "connectFullMesh failed", "Connection closed by peer", "Broken pipe")
 _current: World | None = None
 # True if the open process group was created here, also while no world uses it.
 _owns_group = False
@@ -312,7 +314,17 @@ def _open_group(
         # Host tensors and objects go over gloo whatever the device, so that gathering them needs no copy.
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
-    _init_process_group(cluster, {name: value for name, value in arguments.items() if value is not None})
+    try:
+        _init_process_group(cluster, {name: value for name, value in arguments.items() if value is not None})
+    except RuntimeError as error:
+        # A rank that has opened the group may fail and end before the others have.
+        if not any(text in str(error) for text in _PEER_IS_GONE):
+            raise
+        raise PeerError(
+            f"rank 0, or another rank, is gone while rank {cluster.rank} was opening the process group",
+            why=str(error).splitlines()[0],
+            fix="the first error in the output of the other ranks says why",
+        ) from error
 
 
 def _init_process_group(cluster: clusters.Cluster, arguments: dict[str, Any]) -> None:
