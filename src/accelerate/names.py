@@ -44,7 +44,8 @@ def package_checks(names: str) -> dict[str, NameSource]:
 def device_checks(types: str) -> dict[str, NameSource]:
     """Return ``is_<type>_available`` for device types."""
     return {
-        f"is_{type}_available": Factory("facade.device_checks:device_checker", type) for type in types.split()
+        f"is_{type}_available": Factory("facade.device_availability:device_checker", type)
+        for type in types.split()
     }
 
 
@@ -264,9 +265,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "purge_accelerate_environment str_to_bool"
     )
     | exports(
-        "facade.hardware: check_cuda_p2p_ib_support=has_p2p_and_infiniband get_driver_version get_gpu_info"
+        "facade.driver_checks: check_cuda_p2p_ib_support=has_p2p_infiniband get_driver_version get_gpu_info"
     )
-    | {"check_cuda_fp8_capability": Factory("facade.device_checks:format_checker", "cuda", "fp8")}
+    | {"check_cuda_fp8_capability": Factory("facade.device_availability:format_checker", "cuda", "fp8")}
     | exports("world.affinity: override_numa_affinity set_numa_affinity"),
     "accelerate.utils.fsdp_utils": exports(
         "strategy.sharding.fsdp_utils: disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
@@ -286,7 +287,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "4bit_bnb=bitsandbytes>=0.39.0 8bit_bnb=bitsandbytes>=0.37.2"
     )
     | device_checks("mlu musa neuron npu sdaa xpu")
-    | exports("facade.device_checks: is_fp16_available is_torch_distributed_available")
+    | exports("facade.device_availability: is_fp16_available is_torch_distributed_available")
     | {
         "USE_TORCH_XLA": Factory("core.environ:get_flag", "USE_TORCH_XLA", True),
         "deepspeed_required": Factory("core.packages:requires", "deepspeed"),
@@ -301,19 +302,20 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "is_megatron_lm_available": Factory(
             "core.packages:make_checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
         ),
-        "is_bf16_available": Factory("facade.device_checks:bf16_checker", tpu="xla"),
-        "is_cuda_available": Factory("facade.device_checks:device_checker", "cuda", argument=""),
-        "is_habana_gaudi1": Factory("facade.device_checks:model_checker", "hpu", "GAUDI"),
-        "is_hpu_available": Factory("facade.device_checks:device_checker", "hpu", argument="init_hccl"),
-        "is_mps_available": Factory("facade.device_checks:version_checker", "mps", "1.12"),
-        "is_rocm_available": Factory("facade.device_checks:build_checker", "cuda", "hip"),
-        "is_torch_xla_available": Factory("facade.device_checks:tpu_gpu_checker", "xla"),
-        "is_xccl_available": Factory("facade.device_checks:backend_checker", "xccl"),
+        "is_bf16_available": Factory("facade.device_availability:bf16_checker", tpu="xla"),
+        "is_cuda_available": Factory("facade.device_availability:device_checker", "cuda", argument=""),
+        "is_habana_gaudi1": Factory("facade.device_availability:model_checker", "hpu", "GAUDI"),
+        "is_hpu_available": Factory("facade.device_availability:device_checker", "hpu", argument="init_hccl"),
+        "is_mps_available": Factory("facade.device_availability:version_checker", "mps", "1.12"),
+        "is_rocm_available": Factory("facade.device_availability:build_checker", "cuda", "hip"),
+        "is_torch_xla_available": Factory("facade.device_availability:tpu_gpu_checker", "xla"),
+        "is_xccl_available": Factory("facade.device_availability:backend_checker", "xccl"),
         "is_bitsandbytes_multi_backend_available": Factory(
-            "facade.device_checks:feature_checker", "bitsandbytes:features", "multi_backend"
+            "facade.device_availability:feature_checker", "bitsandbytes:features", "multi_backend"
         ),
         "is_transformer_engine_mxfp8_available": Factory(
-            "facade.device_checks:function_checker", "transformer_engine.pytorch.fp8:check_mxfp8_support"
+            "facade.device_availability:function_checker",
+            "transformer_engine.pytorch.fp8:check_mxfp8_support",
         ),
     },
     "accelerate.utils.launch": exports("launch.notebook.prepare: PrepareForLaunch")
@@ -324,7 +326,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("launch.kinds.sagemaker: prepare_sagemager_args_inputs"),
     "accelerate.utils.megatron_lm": exports(
-        "strategy.megatron.functions: MegatronLMDummyDataLoader avg_losses_across_data_parallel_group "
+        "strategy.megatron.public_functions: MegatronLMDummyDataLoader avg_losses_across_data_parallel_group "
         "finish_mpu_init initialize gather_across_data_parallel_groups model_provider_func "
         "prepare_data_loader prepare_optimizer prepare_model_optimizer_scheduler prepare_scheduler"
     )
@@ -346,7 +348,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "offload.device_maps: check_device_map check_tied_parameters_on_same_device clean_device_map "
         "fallback_allocate get_balanced_memory get_max_memory infer_auto_device_map"
     )
-    | exports("facade.precision: get_grad_scaler get_mixed_precision_context_manager")
+    | exports("facade.precision_functions: get_grad_scaler get_mixed_precision_context_manager")
     | exports("checkpoint.names: WEIGHTS_INDEX_NAME")
     | exports("checkpoint.weight_files: load_state_dict id_tensor_storage")
     | exports("facade.big_model_loading: load_checkpoint_in_model")
@@ -372,7 +374,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("core.tree: is_namedtuple")
     | exports("facade.modules: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
     | exports("world.tensor_copy: copy_tensor_to_devices")
-    | {"is_torch_xpu_tensor": Factory("facade.device_checks:tensor_checker", "xpu")}
+    | {"is_torch_xpu_tensor": Factory("facade.device_availability:tensor_checker", "xpu")}
     | exports("strategy.deepspeed.strategy: GatheredParameters"),
     "accelerate.utils.other": exports(
         "facade.modules: extract_model_from_parallel get_model_tp_size get_module_children_bottom_up "
@@ -382,7 +384,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "facade.compilation: compile_regions compile_regions_fsdp2=compile_regions "
         "compile_regions_deepspeed=compile_regions"
     )
-    | exports("facade.hardware: check_os_kernel")
+    | exports("facade.driver_checks: check_os_kernel")
     | exports("facade.object_utils: get_pretty_name merge_dicts recursive_getattr")
     | exports("core.units: convert_bytes=show_bytes")
     | exports("world.ports: get_free_port is_port_in_use")
@@ -390,7 +392,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": not_built("training on TPU", "install_xla"),
-    "accelerate.utils.tqdm": exports("watch.progress: tqdm"),
+    "accelerate.utils.tqdm": exports("watch.progress_bar: tqdm"),
     "accelerate.utils.transformer_engine": not_built(
         FP8, "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),

@@ -17,25 +17,25 @@ import torch
 
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.checkpoint import async_save, state, store_channel
-from accelerate.checkpoint.store import FileRecord, LocalStore
+from accelerate.checkpoint.store import FileRecord, LocalCheckpointStore
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.support.command import launch, start
 from tests.support.long_run import long_run_param
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
-WRITE = LocalStore.write
+WRITE = LocalCheckpointStore.write
 go = threading.Event()
 Fill = Callable[[BinaryIO], object]
 
 
-def write_when_released(store: LocalStore, name: str, fill: Fill) -> FileRecord:
+def write_when_released(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRecord:
     """Writes no file before it is let go."""
     assert go.wait(30)
     return WRITE(store, name, fill)
 
 
-def fail_to_write(store: LocalStore, name: str, fill: Fill) -> FileRecord:
+def fail_to_write(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRecord:
     """A disk that is full."""
 
     def full(file: BinaryIO) -> None:
@@ -44,7 +44,7 @@ def fail_to_write(store: LocalStore, name: str, fill: Fill) -> FileRecord:
     return WRITE(store, name, full)
 
 
-def deadly(store: LocalStore, name: str, fill: Fill) -> FileRecord:
+def deadly(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRecord:
     """Kills its process when it has written something."""
     WRITE(store, name, fill)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -53,7 +53,7 @@ def deadly(store: LocalStore, name: str, fill: Fill) -> FileRecord:
 
 def on(write: Callable[..., FileRecord], patch: pytest.MonkeyPatch) -> None:
     """Lets ``save_state`` write so."""
-    patch.setattr(LocalStore, "write", write)
+    patch.setattr(LocalCheckpointStore, "write", write)
 
 
 class Average:
@@ -339,9 +339,9 @@ SCRIPT = """
     import os, sys, threading
     import torch
     from accelerate import Accelerator
-    from accelerate.checkpoint.store import LocalStore
+    from accelerate.checkpoint.store import LocalCheckpointStore
 
-    write, ends = LocalStore.write, threading.Event()
+    write, ends = LocalCheckpointStore.write, threading.Event()
 
     def slow(self, name, fill):
         assert ends.wait(30)
@@ -349,7 +349,7 @@ SCRIPT = """
             raise OSError(28, "No space left on device")
         return write(self, name, fill)
 
-    LocalStore.write = slow
+    LocalCheckpointStore.write = slow
     accelerator = Accelerator(cpu=True)
     model, optimizer = torch.nn.Linear(2, 2), None
     model = accelerator.prepare(model)
@@ -397,13 +397,13 @@ def test_a_failure_that_nobody_heard_of_is_said_at_the_exit(tmp_path: Path) -> N
 INTERRUPTED = """
     import threading
     from accelerate import Accelerator
-    from accelerate.checkpoint.store import LocalStore
+    from accelerate.checkpoint.store import LocalCheckpointStore
 
     def held(self, name, fill):
         print("writing", flush=True)
         threading.Event().wait()
 
-    LocalStore.write = held
+    LocalCheckpointStore.write = held
     accelerator = Accelerator(cpu=True)
     accelerator.save_state({folder!r}, async_save=True)
     threading._register_atexit(lambda: print("exits", flush=True))

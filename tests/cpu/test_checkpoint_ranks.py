@@ -18,7 +18,7 @@ from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.state import StatefulAdapter, TrainState
-from accelerate.checkpoint.store import FileRecord, LocalStore
+from accelerate.checkpoint.store import FileRecord, LocalCheckpointStore
 from accelerate.core.errors import CheckpointError
 from accelerate.world import collective, rng
 from accelerate.world import world as worlds
@@ -164,7 +164,7 @@ def test_states_that_differ_between_ranks_come_back_to_their_rank(ranks: RankSer
 # ---------------------------------------------------------------- failing together
 
 
-class BrokenDisk(LocalStore):
+class BrokenDisk(LocalCheckpointStore):
     """Fails when it is asked to write a file."""
 
     def write(self, name: str, fill: Callable[[Path], None]) -> FileRecord:
@@ -181,7 +181,7 @@ def refuse() -> Any:
 def fail_on(fail_to_write: int, how: str, folder: str) -> tuple[str, list[str]]:
     rank = open_world().rank
     mine = parts(4, rank)
-    store: Callable[[Path], LocalStore] = LocalStore
+    store: Callable[[Path], LocalCheckpointStore] = LocalCheckpointStore
     if rank == fail_to_write and how == "disk":
         store = BrokenDisk
     if rank == fail_to_write and how == "object":
@@ -306,7 +306,7 @@ def test_a_save_on_rank_0_alone_ends_with_the_reason(ranks: RankServer, tmp_path
 # ---------------------------------------------------------------- killed
 
 
-class Deadly(LocalStore):
+class Deadly(LocalCheckpointStore):
     """Kills its own process at the n-th operation, for real."""
 
     left = 0

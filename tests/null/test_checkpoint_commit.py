@@ -20,7 +20,7 @@ from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.state import StatefulAdapter, TrainState
-from accelerate.checkpoint.store import FileRecord, LocalStore
+from accelerate.checkpoint.store import FileRecord, LocalCheckpointStore
 from accelerate.core.errors import CheckpointError, SettingError
 
 
@@ -28,7 +28,7 @@ class ProcessKilled(BaseException):
     """The process dies here: no clean-up runs."""
 
 
-class Faulty(LocalStore):
+class Faulty(LocalCheckpointStore):
     """A store in which the n-th write operation goes wrong.
 
     A file counts three times: before it is made, half written, and written but not sealed.
@@ -142,7 +142,7 @@ class Scenario:
         else:
             state.save(box(1), project=project(root, self.limit))
 
-    def save(self, store: Callable[[Path], Any] = LocalStore) -> None:
+    def save(self, store: Callable[[Path], Any] = LocalCheckpointStore) -> None:
         if self.name in ("fresh", "replaced"):
             state.save(box(2), self.root / "run", store=store)
         else:
@@ -253,7 +253,7 @@ def test_the_last_committed_checkpoint_outlives_a_failing_save(tmp_path: Path) -
 def test_what_cannot_be_removed_does_not_stop_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stubborn(LocalStore):
+    class Stubborn(LocalCheckpointStore):
         def remove(self, name: str) -> None:
             raise CheckpointError(f"cannot remove {name}")
 
@@ -357,7 +357,7 @@ def test_folders_with_other_names_are_ordered_by_the_time_of_saving(tmp_path: Pa
     save_at(tmp_path, "best", 3, day=4)
     save_at(tmp_path, "step_500", 4, day=3)
     assert state.latest_checkpoint(tmp_path).candidate.name == "best"
-    assert [c.name for c in discovery.candidates(LocalStore(tmp_path))] == [
+    assert [c.name for c in discovery.candidates(LocalCheckpointStore(tmp_path))] == [
         "epoch_10",
         "epoch_9",
         "step_500",
@@ -433,7 +433,8 @@ def nodes(size: int) -> list[RankGroup]:
 
 def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> None:
     stages = [
-        commit.CommitTransaction(LocalStore(tmp_path), "c", "aa", ranks, each_node=True) for ranks in nodes(2)
+        commit.CommitTransaction(LocalCheckpointStore(tmp_path), "c", "aa", ranks, each_node=True)
+        for ranks in nodes(2)
     ]
     for stage in stages:
         stage.open()
@@ -446,7 +447,7 @@ def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> 
 
 def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) -> None:
     here, there = (
-        commit.CommitTransaction(LocalStore(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2)
+        commit.CommitTransaction(LocalCheckpointStore(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2)
     )
     for stage in (here, there):
         stage.open()

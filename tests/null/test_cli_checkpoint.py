@@ -465,7 +465,7 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 from accelerate.checkpoint import checkpoint_folder
-from accelerate.checkpoint.weight_export import export_weights
+from accelerate.checkpoint.checkpoint_export import export_weights
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import NotBuiltError, PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.megatron import functions, weight_rules
+from accelerate.strategy.megatron import public_functions, weight_rules
 from accelerate.strategy.megatron.layout import MegatronLayout, megatron_layout
 from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
 from accelerate.strategy.megatron.model_families import FAMILIES, model_family
@@ -248,10 +248,10 @@ def test_precisions_that_nobody_has_run_are_refused(precision: str) -> None:
 
 def test_scripts_functions_refuse_and_say_what_to_do() -> None:
     for call in (
-        functions.model_provider_func,
-        lambda: functions.prepare_model_optimizer_scheduler(None),
-        functions.MegatronLMDummyDataLoader(split="1").set_megatron_data_args,
-        lambda: functions.prepare_data_loader(None, functions.MegatronLMDummyDataLoader()),
+        public_functions.model_provider_func,
+        lambda: public_functions.prepare_model_optimizer_scheduler(None),
+        public_functions.MegatronLMDummyDataLoader(split="1").set_megatron_data_args,
+        lambda: public_functions.prepare_data_loader(None, public_functions.MegatronLMDummyDataLoader()),
         lambda: T5TrainStep(None, None),
     ):
         with pytest.raises(NotBuiltError) as caught:

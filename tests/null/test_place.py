@@ -17,9 +17,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.offload.module_tree import ModuleNode, WeightSize, split_into_units
 from accelerate.offload.placement import CPU, DISK, Placement
 from accelerate.offload.placement_planner import PlacementRules, plan_placement
+from accelerate.offload.size_tree import ModuleNode, WeightSize, split_into_units
 from tests.support.long_run import hypothesis_settings
 
 KINDS = ("Linear", "Block", "List")

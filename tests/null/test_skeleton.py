@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate.core.errors import CheckpointError, MissingExtraError, UnknownNameError
 from accelerate.offload.estimate.safetensors_headers import read_headers
-from accelerate.offload.estimate.skeleton import SkeletonError, build_skeleton, from_headers
+from accelerate.offload.estimate.skeleton import ModelSkeletonError, build_skeleton, from_headers
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,7 +169,7 @@ def test_code_of_its_own_runs_only_when_it_is_trusted(
     config["auto_map"] = {"AutoConfig": "own_code.OwnConfig", "AutoModel": "own_code.OwnModel"}
     folder = write(tmp_path / "own", config)
     (tmp_path / "own" / "own_code.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(SkeletonError, match=r"own_code\.py(.|\n)*--trust_remote_code"):
+    with pytest.raises(ModelSkeletonError, match=r"own_code\.py(.|\n)*--trust_remote_code"):
         build_skeleton(folder)
     (tmp_path / "own" / "own_code.py").write_text(CODE)
     model = build_skeleton(folder, trust_remote_code=True)
@@ -179,7 +179,7 @@ def test_code_of_its_own_runs_only_when_it_is_trusted(
 
 def test_known_configurations_may_name_an_architecture_of_their_own(tmp_path: Path) -> None:
     config = {**BERT, "architectures": ["OwnBert"], "auto_map": {"AutoModel": "own_code.OwnBert"}}
-    with pytest.raises(SkeletonError, match=r"OwnBert(.|\n)*--trust_remote_code"):
+    with pytest.raises(ModelSkeletonError, match=r"OwnBert(.|\n)*--trust_remote_code"):
         build_skeleton(write(tmp_path, config))
 
 
@@ -233,7 +233,7 @@ def test_a_factory_that_is_none_is_refused(factories: str, attribute: str, words
 
 
 def test_a_module_that_is_not_there_is_told_and_one_that_fails_keeps_its_error(factories: str) -> None:
-    with pytest.raises(SkeletonError, match="no module 'no_such_module' here"):
+    with pytest.raises(ModelSkeletonError, match="no module 'no_such_module' here"):
         build_skeleton("no_such_module:build")
     Path(f"{factories}_broken.py").write_text("import no_such_package_either")
     with pytest.raises(ModuleNotFoundError, match="no_such_package_either"):
@@ -270,9 +270,9 @@ def test_a_configuration_that_describes_nothing_is_refused(
 def test_an_unknown_library_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'transformers'"):
         build_skeleton(str(tmp_path), library="transformer")
-    with pytest.raises(SkeletonError, match=r"has no config\.json(.|\n)*module:factory"):
+    with pytest.raises(ModelSkeletonError, match=r"has no config\.json(.|\n)*module:factory"):
         build_skeleton(str(tmp_path))
-    with pytest.raises(SkeletonError, match=r"there is no folder \./nowhere"):
+    with pytest.raises(ModelSkeletonError, match=r"there is no folder \./nowhere"):
         build_skeleton("./nowhere")
 
 
@@ -289,7 +289,7 @@ def test_a_name_on_the_hub_that_cannot_be_asked_says_what_to_type(monkeypatch: p
         (errors.HFValidationError("a--b"), "neither a folder here nor on the hub"),
     ):
         raised[:] = [error]
-        with pytest.raises(SkeletonError, match=rf"{words}(.|\n)*fix: .*a folder with config\.json"):
+        with pytest.raises(ModelSkeletonError, match=rf"{words}(.|\n)*fix: .*a folder with config\.json"):
             build_skeleton("someone/some-model")
 
 
@@ -383,11 +383,11 @@ def test_a_folder_of_weights_alone_is_a_tree_of_their_names(tmp_path: Path) -> N
 def test_a_weight_may_be_called_as_the_module_of_others() -> None:
     """Files may hold ``a`` and ``a.b``; a tree of modules may not."""
     found = {"a": torch.zeros(2), "a.b": torch.zeros(3)}
-    with pytest.raises(SkeletonError, match="'a'"):
+    with pytest.raises(ModelSkeletonError, match="'a'"):
         from_headers({name: _header(tensor) for name, tensor in found.items()})
 
 
 def _header(tensor: torch.Tensor) -> Any:
-    from accelerate.offload.estimate.safetensors_headers import TensorHeader
+    from accelerate.offload.estimate.safetensors_headers import SafetensorsHeader
 
-    return TensorHeader(tensor.dtype, tuple(tensor.shape), tensor.nbytes, Path("x"))
+    return SafetensorsHeader(tensor.dtype, tuple(tensor.shape), tensor.nbytes, Path("x"))

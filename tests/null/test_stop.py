@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.launch import failure_report
-from accelerate.launch.supervisor import GracefulStop, JobOutcome, ProcessExit
+from accelerate.launch.supervisor import GracefulStopNotice, JobOutcome, ProcessExit
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import preemption as stops
 from accelerate.world.preemption import StepCounter, StopConsensus
@@ -463,7 +463,7 @@ def test_a_script_that_does_not_look_is_told(
 
 def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15 10")
-    assert failure_report.read_graceful_stop(tmp_path, 7) == GracefulStop(75, (15, 10))
+    assert failure_report.read_graceful_stop(tmp_path, 7) == GracefulStopNotice(75, (15, 10))
     assert failure_report.read_graceful_stop(tmp_path, 8) is None
     good, again = ProcessExit(0, 0, 1, False), ProcessExit(1, 75, 2, False, resumable=True)
     error = failure_report.build_job_error(JobOutcome([good, again]), tmp_path)

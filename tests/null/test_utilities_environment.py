@@ -10,8 +10,8 @@ import pytest
 
 from accelerate.core.errors import DeviceError, SettingError, WorldError
 from accelerate.device.machine import Machine
+from accelerate.facade import driver_checks
 from accelerate.facade import environment as env
-from accelerate.facade import hardware
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -169,9 +169,9 @@ def smi(tmp_path, monkeypatch):
 
 def test_the_drivers_tool_is_asked(smi):
     smi(["NVIDIA A100", "NVIDIA A100"], "535.1")
-    assert hardware.get_gpu_info() == (["NVIDIA A100", "NVIDIA A100"], 2)
-    assert hardware.get_driver_version() == "535.1"
-    assert hardware.has_p2p_and_infiniband() is True
+    assert driver_checks.get_gpu_info() == (["NVIDIA A100", "NVIDIA A100"], 2)
+    assert driver_checks.get_driver_version() == "535.1"
+    assert driver_checks.has_p2p_infiniband() is True
 
 
 @pytest.mark.parametrize(
@@ -185,17 +185,17 @@ def test_the_drivers_tool_is_asked(smi):
 )
 def test_cards_that_hang_in_copies_are_known(smi, names, driver, expected):
     smi(names, driver)
-    assert hardware.has_p2p_and_infiniband() is expected
+    assert driver_checks.has_p2p_infiniband() is expected
 
 
 def test_without_the_tool_nothing_is_claimed(monkeypatch, smi):
     smi(["A"], "1", status=9)
     with pytest.raises(DeviceError, match="does not answer"):
-        hardware.get_gpu_info()
-    assert hardware.has_p2p_and_infiniband() is True
+        driver_checks.get_gpu_info()
+    assert driver_checks.has_p2p_infiniband() is True
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DeviceError, match="nvidia-smi is not installed"):
-        hardware.get_driver_version()
+        driver_checks.get_driver_version()
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_without_the_tool_nothing_is_claimed(monkeypatch, smi):
     [("5.4.0-150-generic", True), ("5.15.0-1-amd64", False), ("6.1", False), ("odd!", False)],
 )
 def test_an_old_kernel_is_announced(monkeypatch, caplog, release, warned):
-    monkeypatch.setattr(hardware.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(hardware.platform, "release", lambda: release)
-    hardware.check_os_kernel()
+    monkeypatch.setattr(driver_checks.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(driver_checks.platform, "release", lambda: release)
+    driver_checks.check_os_kernel()
     assert bool(caplog.records) is warned
 
 

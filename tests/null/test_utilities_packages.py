@@ -15,7 +15,7 @@ from accelerate import device as devices
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.versions import compare_versions, is_torch_version
-from accelerate.facade import device_checks
+from accelerate.facade import device_availability
 from accelerate.utils import imports
 
 
@@ -193,36 +193,36 @@ def toys(monkeypatch):
 
 
 def test_device_questions_ask_the_devices_own_file(toys):
-    assert device_checks.device_checker("toy")(check_device=True) is True
-    assert device_checks.device_checker("absent")() is False
-    assert device_checks.format_checker("toy", "bf16")() is True
-    assert device_checks.format_checker("toy", "fp8")() is False
-    assert device_checks.format_checker("absent", "bf16")() is False
-    assert device_checks.model_checker("toy", "Toy TPU v1")() is True
-    assert device_checks.model_checker("toy", "Toy TPU v2")() is False
-    assert device_checks.version_checker("toy", "1.12")() is True
-    assert device_checks.version_checker("toy", "1.12")("99.0") is False
-    assert device_checks.is_fp16_available() is False
-    assert device_checks.bf16_checker("other")(ignore_tpu=True) is True
-    assert device_checks.bf16_checker("toy")(ignore_tpu=True) is False
-    assert device_checks.bf16_checker("toy")() is True
+    assert device_availability.device_checker("toy")(check_device=True) is True
+    assert device_availability.device_checker("absent")() is False
+    assert device_availability.format_checker("toy", "bf16")() is True
+    assert device_availability.format_checker("toy", "fp8")() is False
+    assert device_availability.format_checker("absent", "bf16")() is False
+    assert device_availability.model_checker("toy", "Toy TPU v1")() is True
+    assert device_availability.model_checker("toy", "Toy TPU v2")() is False
+    assert device_availability.version_checker("toy", "1.12")() is True
+    assert device_availability.version_checker("toy", "1.12")("99.0") is False
+    assert device_availability.is_fp16_available() is False
+    assert device_availability.bf16_checker("other")(ignore_tpu=True) is True
+    assert device_availability.bf16_checker("toy")(ignore_tpu=True) is False
+    assert device_availability.bf16_checker("toy")() is True
 
 
 def test_a_kind_of_device_is_asked_for_one_at_a_time(toys):
-    check = device_checks.tpu_gpu_checker("toy")
+    check = device_availability.tpu_gpu_checker("toy")
     assert check() is True
     assert check(check_is_tpu=True) is True
     assert check(check_is_gpu=True) is False
-    assert device_checks.tpu_gpu_checker("absent")(check_is_gpu=True) is False
+    assert device_availability.tpu_gpu_checker("absent")(check_is_gpu=True) is False
     with pytest.raises(SettingError, match="both"):
         check(True, True)
 
 
 def test_a_question_takes_its_own_arguments_only(toys):
     with pytest.raises(TypeError, match="check_devise"):
-        device_checks.device_checker("toy")(check_devise=True)
+        device_availability.device_checker("toy")(check_devise=True)
     with pytest.raises(TypeError):
-        device_checks.device_checker("toy", argument="")(True)
+        device_availability.device_checker("toy", argument="")(True)
 
 
 def test_questions_about_this_machine():
@@ -235,19 +235,19 @@ def test_questions_about_this_machine():
 
 
 def test_other_packages_are_asked_only_where_they_are(monkeypatch):
-    assert device_checks.feature_checker("toy_absent:features", "fast")() is False
-    assert device_checks.function_checker("toy_absent.inner:check")() is False
+    assert device_availability.feature_checker("toy_absent:features", "fast")() is False
+    assert device_availability.function_checker("toy_absent.inner:check")() is False
     toy = types.ModuleType("toy_lib")
     toy.features, toy.check = {"fast"}, lambda: (False, "too old")
     monkeypatch.setitem(sys.modules, "toy_lib", toy)
-    assert device_checks.feature_checker("toy_lib:features", "fast")() is True
-    assert device_checks.feature_checker("toy_lib:features", "slow")() is False
-    assert device_checks.function_checker("toy_lib:check")() is False
+    assert device_availability.feature_checker("toy_lib:features", "fast")() is True
+    assert device_availability.feature_checker("toy_lib:features", "slow")() is False
+    assert device_availability.function_checker("toy_lib:check")() is False
     toy.check = lambda: (True, "")
-    assert device_checks.function_checker("toy_lib:check")() is True
+    assert device_availability.function_checker("toy_lib:check")() is True
 
 
 def test_a_tensor_says_where_it_lives():
-    assert device_checks.tensor_checker("cpu")(torch.ones(1)) is True
-    assert device_checks.tensor_checker("cpu")("text") is False
-    assert device_checks.tensor_checker("meta")(torch.ones(1, device="meta")) is True
+    assert device_availability.tensor_checker("cpu")(torch.ones(1)) is True
+    assert device_availability.tensor_checker("cpu")("text") is False
+    assert device_availability.tensor_checker("meta")(torch.ones(1, device="meta")) is True

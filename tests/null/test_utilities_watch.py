@@ -17,7 +17,7 @@ from accelerate.watch.batch_size_search import (
 )
 from accelerate.watch.logging import MultiProcessAdapter, get_logger
 from accelerate.watch.profile import ProfileKwargs
-from accelerate.watch.progress import tqdm
+from accelerate.watch.progress_bar import tqdm
 from accelerate.world import world as worlds
 from accelerate.world.world import World
 

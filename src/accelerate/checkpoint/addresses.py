@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from accelerate.checkpoint.errors import CheckpointNotFoundError
-from accelerate.checkpoint.remote import RemoteStore
-from accelerate.checkpoint.store import CheckpointStore, LocalStore
+from accelerate.checkpoint.remote import RemoteCheckpointStore
+from accelerate.checkpoint.store import CheckpointStore, LocalCheckpointStore
 from accelerate.core.errors import SettingError
 
 Address = Path | str  # a str is the URL of a remote place
@@ -66,4 +66,4 @@ def open_store(root: Address) -> CheckpointStore:
         MissingExtraError: a remote one needs a package that is not installed.
         CheckpointError: a remote one cannot be opened.
     """
-    return LocalStore(root) if isinstance(root, Path) else RemoteStore(root)
+    return LocalCheckpointStore(root) if isinstance(root, Path) else RemoteCheckpointStore(root)

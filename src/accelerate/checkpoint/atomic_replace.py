@@ -42,7 +42,7 @@ def working_name(name: str, role: str, id: str) -> str:
 
 
 class FolderStore(Protocol):
-    """The folders of a file system, as ``store.LocalStore`` has them."""
+    """The folders of a file system, as ``store.LocalCheckpointStore`` has them."""
 
     def path(self, name: str) -> Path:
         """Return the path of ``name``."""

@@ -31,7 +31,7 @@ QUIET = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class CheckpointFolder:
+class CheckpointCollection:
     """A folder of checkpoints.
 
     Attributes:
@@ -51,7 +51,7 @@ class CheckpointFolder:
         return complete[-1] if complete else None
 
 
-def open_checkpoints(text: str) -> CheckpointFolder:
+def open_checkpoints(text: str) -> CheckpointCollection:
     """Open a checkpoint, a folder of checkpoints, or a project's folder, by path or URL.
 
     Raises:
@@ -67,15 +67,15 @@ def open_checkpoints(text: str) -> CheckpointFolder:
         )
     candidate = discovery.inspect_folder(store, name)
     if candidate is not None and (candidate.manifest is not None or not candidate.problem):
-        return CheckpointFolder(store, [candidate], single=True)
+        return CheckpointCollection(store, [candidate], single=True)
     folder_address = addresses.join_address(above, name)
     for folder in (folder_address, addresses.join_address(folder_address, AUTOMATIC_FOLDER)):
         inner_store = addresses.open_store(folder)
         candidates = discovery.candidates(inner_store)
         if candidates:
-            return CheckpointFolder(inner_store, candidates)
+            return CheckpointCollection(inner_store, candidates)
     if candidate is not None:
-        return CheckpointFolder(store, [candidate], single=True)
+        return CheckpointCollection(store, [candidate], single=True)
     raise CheckpointNotFoundError(
         f"there is no checkpoint in {address}",
         why=f"nothing in it or in its folder {AUTOMATIC_FOLDER} looks like one",
@@ -186,7 +186,7 @@ class RemovalCandidate:
 
 
 def plan_removal(
-    folder_of_checkpoints: CheckpointFolder, keep: int, now: datetime | None = None
+    folder_of_checkpoints: CheckpointCollection, keep: int, now: datetime | None = None
 ) -> tuple[list[RemovalCandidate], list[str]]:
     """Return (folders that may be removed, folders that must stay, each with the reason).
 
@@ -230,7 +230,7 @@ def _last_write(store: CheckpointStore, folder: str) -> datetime:
     return datetime.fromtimestamp(max(times), timezone.utc)
 
 
-def remove_candidate(folder: CheckpointFolder, candidate: RemovalCandidate, id: str) -> None:
+def remove_candidate(folder: CheckpointCollection, candidate: RemovalCandidate, id: str) -> None:
     """Remove a folder that ``plan_removal`` named; ``id`` is a new one.
 
     Raises:
@@ -242,7 +242,7 @@ def remove_candidate(folder: CheckpointFolder, candidate: RemovalCandidate, id: 
         folder.store.retire(candidate.name, id)
 
 
-def select_checkpoint(folder: CheckpointFolder, name: str | None = None) -> CheckpointCandidate:
+def select_checkpoint(folder: CheckpointCollection, name: str | None = None) -> CheckpointCandidate:
     """Return the checkpoint of that name, or the newest complete one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Stores of checkpoints. ``CheckpointStore`` is all that saving and loading need; ``LocalStore`` is a folder.
+"""Stores of checkpoints: the protocol ``CheckpointStore``, and ``LocalCheckpointStore``, which is a folder.
 
 Names are relative to the store's root and use ``/``: ``"checkpoint_3/model.safetensors"``. A store makes a
 file durable before it says so: what ``write`` and ``seal`` return describes bytes that survive a crash. How a
@@ -18,7 +18,7 @@ from accelerate.checkpoint import atomic_replace
 from accelerate.checkpoint.digest import DigestingFile, FileRecord, file_digest
 from accelerate.checkpoint.errors import file_errors
 
-__all__ = ["CheckpointStore", "FileRecord", "LocalStore", "WorkingFolder", "sync_file"]
+__all__ = ["CheckpointStore", "FileRecord", "LocalCheckpointStore", "WorkingFolder", "sync_file"]
 
 
 class WorkingFolder(NamedTuple):
@@ -141,7 +141,7 @@ def sync_file(path: Path) -> None:
         os.close(handle)
 
 
-class LocalStore:
+class LocalCheckpointStore:
     """A folder of this machine's file systems, network file systems included.
 
     Args:

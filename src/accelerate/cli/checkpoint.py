@@ -271,7 +271,7 @@ def _export(folder: str, out: Path, max_shard_size: str, model: int, dtype: str 
     candidate = checkpoint_folder.select_checkpoint(checkpoint_folder.open_checkpoints(folder))
     if candidate.problem:
         raise CheckpointError(f"{candidate.path} is not complete", why=candidate.problem)
-    from accelerate.checkpoint.weight_export import export_weights
+    from accelerate.checkpoint.checkpoint_export import export_weights
     from accelerate.facade.engine_state import engine_weights
 
     more = {"on_progress": click.echo, "find_engine_weights": engine_weights}

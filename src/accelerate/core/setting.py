@@ -214,7 +214,7 @@ class Origin:
 
 
 @frozen_dataclass
-class SchedulerValue:
+class ClusterSchedulerValue:
     """A value that a scheduler (Slurm, LSF ...) sets in a variable of its own.
 
     Attributes:
@@ -248,7 +248,7 @@ def load_settings(
     code: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
-    scheduler: Mapping[str, SchedulerValue] | None = None,
+    scheduler: Mapping[str, ClusterSchedulerValue] | None = None,
     file: Mapping[str, Any] | None = None,
     file_name: str = "the configuration file",
     lines: Mapping[str, int] | None = None,
@@ -301,7 +301,7 @@ def load_settings(
     return LoadedSettings(cls(**values), origins)
 
 
-def _describe_source(row: Setting, source: str, scheduler: Mapping[str, SchedulerValue] | None) -> str:
+def _describe_source(row: Setting, source: str, scheduler: Mapping[str, ClusterSchedulerValue] | None) -> str:
     if source == "code":
         return f"the argument {row.name}"
     if scheduler and source == "scheduler":

@@ -110,7 +110,7 @@ class IndexSampler(Sampler[Any]):
 
 
 @dataclass(frozen=True)
-class _SeededIndices:
+class _WorkerSeedingIndices:
     """Indices for a worker; unpickling them there seeds the worker for this fetch."""
 
     indices: Any
@@ -201,10 +201,12 @@ def _seed_indices(
         assert epoch.order_state.worker_seed is not None
         # The seed depends on the position in the order, not on what was skipped or the number of workers.
         seed = derive(epoch.order_state.worker_seed, "data", epoch.number, part, pending_steps[-1].offset)
-        yield _SeededIndices(indices, seed)
+        yield _WorkerSeedingIndices(indices, seed)
 
 
-def _seed_fetches(seeded_indices: Iterator[_SeededIndices], snapshots: list[RNGSnapshot]) -> Iterator[Any]:
+def _seed_fetches(
+    seeded_indices: Iterator[_WorkerSeedingIndices], snapshots: list[RNGSnapshot]
+) -> Iterator[Any]:
     """Seed each fetch in this process and yield its indices; store the earlier states in ``snapshots``."""
     for item in seeded_indices:
         snapshots.append(RNGSnapshot.capture())
@@ -351,7 +353,11 @@ def _seed_first_fetches(base: DataLoader[Any], seed: int, epoch: int) -> Iterato
     """Yield the requests to the workers, the first one of each with a seed."""
     for number, item in enumerate(outer_sampler(base)):
         # Workers get requests in turn.
-        yield _SeededIndices(item, derive(seed, "data", epoch, number)) if number < base.num_workers else item
+        yield (
+            _WorkerSeedingIndices(item, derive(seed, "data", epoch, number))
+            if number < base.num_workers
+            else item
+        )
 
 
 def stream_batches(

@@ -22,7 +22,7 @@ from accelerate.core.errors import (
     PrepareError,
     UnknownNameError,
 )
-from accelerate.facade.placements import Device, DeviceMapPlacement, InPlacePlacement
+from accelerate.facade.placements import Device, DeviceMapPlacement, NoDeviceMapPlacement
 from accelerate.offload.device_maps import get_balanced_memory, infer_auto_device_map
 from accelerate.offload.dispatch import dispatch_model
 
@@ -82,7 +82,7 @@ def load_checkpoint_in_model(
         DeviceError: the map names a device that is not here.
     """
     _refuse_bnb(offload_8bit_bnb)
-    home: WeightPlacement = InPlacePlacement()
+    home: WeightPlacement = NoDeviceMapPlacement()
     if device_map is not None:
         home = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
     path, weights = _find_weights(checkpoint, broadcast_from_rank0)
@@ -141,7 +141,7 @@ def load_checkpoint_and_dispatch(
         device_map = _make_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype=dtype, buffers=offload_buffers
         )
-    home: WeightPlacement = InPlacePlacement()
+    home: WeightPlacement = NoDeviceMapPlacement()
     if device_map is not None:
         home = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
     load_weights(

@@ -65,7 +65,7 @@ class FileSource(TensorSource):
         return self.host_tensor().to(device)
 
 
-class InPlacePlacement(UnchangedDevicePlacement):
+class NoDeviceMapPlacement(UnchangedDevicePlacement):
     """A ``Home`` without a device map: tensors stay where they are, and views know their file."""
 
     def place_tensor(self, target: ModelTensor, saved: LazyTensor, dtype: torch.dtype) -> torch.Tensor:

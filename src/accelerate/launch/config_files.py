@@ -126,14 +126,14 @@ def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:
     return values, lines
 
 
-class MissingFileError(SettingError, FileNotFoundError):
+class MissingConfigFileError(SettingError, FileNotFoundError):
     """There is no such configuration file."""
 
 
-def _missing_file_error(path: Path) -> MissingFileError:
+def _missing_file_error(path: Path) -> MissingConfigFileError:
     folder = path.parent
     near = nearest(path.name, (file.name for file in folder.iterdir())) if folder.is_dir() else None
-    return MissingFileError(
+    return MissingConfigFileError(
         f"there is no configuration file {path}",
         why="" if folder.is_dir() else f"there is no folder {folder}",
         fix=f"did you mean {folder / near}?" if near else "",

@@ -20,7 +20,7 @@ from collections.abc import Container, Mapping
 from dataclasses import field
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import Origin, SchedulerValue
+from accelerate.core.setting import ClusterSchedulerValue, Origin
 from accelerate.world import clusters
 from accelerate.world.clusters import ClusterEnvironment
 
@@ -51,10 +51,10 @@ class SchedulerContext:
     nodes: int
     is_rank: bool
     rank_variable: str
-    settings: Mapping[str, SchedulerValue] = field(default_factory=dict)
+    settings: Mapping[str, ClusterSchedulerValue] = field(default_factory=dict)
     default_names: tuple[str, ...] = ()
 
-    def settings_unless_in(self, file: Container[str]) -> dict[str, SchedulerValue]:
+    def settings_unless_in(self, file: Container[str]) -> dict[str, ClusterSchedulerValue]:
         """Return the scheduler's settings, without defaults that the configuration file sets."""
         return {n: told for n, told in self.settings.items() if not (n in self.default_names and n in file)}
 
@@ -90,7 +90,9 @@ def _read_torchrun_nodes(env: Mapping[str, str]) -> SchedulerContext | None:
         "main_process_port": "PET_MASTER_PORT",
     }
     told = {
-        name: SchedulerValue(env[variable], variable) for name, variable in names.items() if env.get(variable)
+        name: ClusterSchedulerValue(env[variable], variable)
+        for name, variable in names.items()
+        if env.get(variable)
     }
     most = nodes.rpartition(":")[2]
     size, rank = (int(text) if text.isdecimal() else 0 for text in (most, node))
@@ -106,7 +108,7 @@ def _read_cluster(env: Mapping[str, str]) -> SchedulerContext | None:
     is_rank = cluster.starts_ranks or size > nodes
     told, derived = _cluster_settings(cluster, node, nodes)
     if is_rank:
-        told["num_processes"] = SchedulerValue(size, cluster.find_variable(cluster.size_names))
+        told["num_processes"] = ClusterSchedulerValue(size, cluster.find_variable(cluster.size_names))
     mark = cluster.find_variable(cluster.rank_names)
     return SchedulerContext(
         cluster.name, rank, size, local_rank, local_size, node, nodes, is_rank, mark, told, derived
@@ -115,26 +117,26 @@ def _read_cluster(env: Mapping[str, str]) -> SchedulerContext | None:
 
 def _cluster_settings(
     cluster: ClusterEnvironment, node: int, nodes: int
-) -> tuple[dict[str, SchedulerValue], tuple[str, ...]]:
+) -> tuple[dict[str, ClusterSchedulerValue], tuple[str, ...]]:
     """The settings that follow from a scheduler's words, and the names of those that are derived."""
     machines = cluster.find_variable(
         (*cluster.nodes_names, *clusters.NODES, *cluster.hosts_names, *cluster.size_names)
     )
     machine = cluster.find_variable((*cluster.node_names, *clusters.NODE, *cluster.rank_names))
     settings = {
-        "num_machines": SchedulerValue(nodes, machines),
-        "machine_rank": SchedulerValue(node, machine),
+        "num_machines": ClusterSchedulerValue(nodes, machines),
+        "machine_rank": ClusterSchedulerValue(node, machine),
     }
     address, port = cluster.address(), cluster.port()
     if address is not None:
-        settings["main_process_ip"] = SchedulerValue(
+        settings["main_process_ip"] = ClusterSchedulerValue(
             address, cluster.find_variable(("MASTER_ADDR", *cluster.hosts_names))
         )
     elif nodes == 1:
-        settings["main_process_ip"] = SchedulerValue(LOOPBACK, machines)
+        settings["main_process_ip"] = ClusterSchedulerValue(LOOPBACK, machines)
     if port is None:
         return settings, ()
-    settings["main_process_port"] = SchedulerValue(
+    settings["main_process_port"] = ClusterSchedulerValue(
         port, cluster.find_variable(("MASTER_PORT", *cluster.job_names))
     )
     return settings, () if cluster.env.get("MASTER_PORT") else ("main_process_port",)

@@ -4,8 +4,9 @@ The first that fails ends the job: the others get a moment to fail by themselves
 asked to stop, and killed after ``stop_timeout``. A signal to the launcher goes on to them. Nothing outlives
 ``run``, and when the launcher itself is killed, its guard (guard.py) ends them.
 
-A rank may say that it stops in good order when it is asked (``GracefulStop``). If all do, they get the time
-that they need; a second signal ends them at once. A failing job does not ask them, for it would end too late.
+A rank may announce that it stops gracefully on a signal (``GracefulStopNotice``). If all do, they get the
+time that they need; a second signal ends them at once. A failing job does not ask them, for it would end
+too late.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ProcessSpec:
 
 
 @frozen_dataclass
-class GracefulStop:
+class GracefulStopNotice:
     """The announcement of a rank that it stops gracefully on some signals.
 
     Attributes:
@@ -123,7 +124,7 @@ class WorkerSupervisor:
         *,
         stop_timeout: float,
         has_traceback: Callable[[int, int], bool] = lambda rank, pid: False,
-        graceful_stop: Callable[[int], GracefulStop | None] = lambda pid: None,
+        graceful_stop: Callable[[int], GracefulStopNotice | None] = lambda pid: None,
         grace_period: float | None = None,
         on_start: Callable[[int, subprocess.Popen[bytes]], None] = lambda rank, process: None,
         first_rank: int = 0,

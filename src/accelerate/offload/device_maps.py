@@ -28,7 +28,6 @@ from accelerate.offload.module_sizes import (
     list_children,
     tied_groups,
 )
-from accelerate.offload.module_tree import ModuleNode
 from accelerate.offload.placement import CPU, DISK, Device
 from accelerate.offload.placement_planner import (
     PlacementRules,
@@ -37,6 +36,7 @@ from accelerate.offload.placement_planner import (
     read_budgets,
     read_device,
 )
+from accelerate.offload.size_tree import ModuleNode
 
 # How often the spare room of balanced budgets is doubled before the full budgets are taken.
 _DOUBLINGS = 8

@@ -36,7 +36,7 @@ Home = torch.device | Literal["cpu", "disk"]
 
 
 @dataclass(eq=False)
-class DispatchedTensor:
+class DeviceMappedTensor:
     """The slot of one tensor in one module.
 
     Attributes:
@@ -87,9 +87,9 @@ class DispatchOptions:
 
 def list_tensor_slots(
     model: nn.Module, home: Callable[[str], Home | None], main: torch.device
-) -> list[DispatchedTensor]:
+) -> list[DeviceMappedTensor]:
     """Return the slot of every parameter and buffer of a model, with its home."""
-    slots: list[DispatchedTensor] = []
+    slots: list[DeviceMappedTensor] = []
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for table in (module._parameters, module._buffers):
@@ -97,14 +97,14 @@ def list_tensor_slots(
                 if tensor is not None:
                     home_device = home(prefix + key)
                     device = home_device if isinstance(home_device, torch.device) else main
-                    slots.append(DispatchedTensor(prefix + key, module, table, key, home_device, device))
+                    slots.append(DeviceMappedTensor(prefix + key, module, table, key, home_device, device))
     return slots
 
 
 # ------------------------------------------------------------------------------------------------ on the CPU
 
 
-def place_on_cpu(slots: Sequence[DispatchedTensor], values: WeightStore, options: DispatchOptions) -> None:
+def place_on_cpu(slots: Sequence[DeviceMappedTensor], values: WeightStore, options: DispatchOptions) -> None:
     """Put the values of tensors that compute on the CPU into memory, or map them from files.
 
     Buffers that are in memory stay there, like those that would stay on an accelerator.
@@ -149,7 +149,7 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def place_resident_tensors(
-    slots: Sequence[DispatchedTensor], values: WeightStore, options: DispatchOptions
+    slots: Sequence[DeviceMappedTensor], values: WeightStore, options: DispatchOptions
 ) -> None:
     """Move resident tensors to their devices: those of the map, and buffers of offloaded modules."""
     stays = _resident_keys(slots, options)
@@ -169,7 +169,7 @@ def place_resident_tensors(
         slot.table[slot.name_in_table] = placed[key]
 
 
-def _on_device(slot: DispatchedTensor, old: torch.Tensor, values: WeightStore, first: bool) -> torch.Tensor:
+def _on_device(slot: DeviceMappedTensor, old: torch.Tensor, values: WeightStore, first: bool) -> torch.Tensor:
     if _is_on(old, slot.device):
         return old
     if old.is_meta or isinstance(old, OffloadedTensor):
@@ -178,7 +178,7 @@ def _on_device(slot: DispatchedTensor, old: torch.Tensor, values: WeightStore, f
 
 
 def _resident_keys(
-    slots: Sequence[DispatchedTensor], options: DispatchOptions
+    slots: Sequence[DeviceMappedTensor], options: DispatchOptions
 ) -> set[tuple[int, torch.device]]:
     """Return (id, device) of the tensors that stay on the device all the time.
 
@@ -197,13 +197,15 @@ def _resident_keys(
     return resident
 
 
-def _is_kept_buffer(slot: DispatchedTensor, options: DispatchOptions) -> bool:
+def _is_kept_buffer(slot: DeviceMappedTensor, options: DispatchOptions) -> bool:
     """Return True for a buffer that is not offloaded with the weights of its module."""
     lasting = slot.name_in_table not in slot.module._non_persistent_buffers_set
     return slot.is_buffer and not (options.offload_buffers and lasting)
 
 
-def replace_with_stand_ins(slots: Sequence[DispatchedTensor], values: WeightStore) -> list[DispatchedTensor]:
+def replace_with_stand_ins(
+    slots: Sequence[DeviceMappedTensor], values: WeightStore
+) -> list[DeviceMappedTensor]:
     """Offload the other tensors: replace them with stand-ins.
 
     Returns:
@@ -227,7 +229,7 @@ def replace_with_stand_ins(slots: Sequence[DispatchedTensor], values: WeightStor
 
 
 def make_blocks(
-    model: nn.Module, pager: Pager, paged: Sequence[DispatchedTensor], options: DispatchOptions
+    model: nn.Module, pager: Pager, paged: Sequence[DeviceMappedTensor], options: DispatchOptions
 ) -> dict[str, WeightBlock]:
     """Divide a model into blocks: the largest callable modules that are not too large.
 
@@ -268,7 +270,7 @@ def _block_limit(pager: Pager) -> int:
 class _OffloadedSizes:
     """The offloaded bytes of the modules of a model."""
 
-    def __init__(self, model: nn.Module, paged: Sequence[DispatchedTensor]) -> None:
+    def __init__(self, model: nn.Module, paged: Sequence[DeviceMappedTensor]) -> None:
         self.model = model
         self.tensors: dict[int, OffloadedTensor] = {
             id(p.tensor): p.tensor for p in paged if isinstance(p.tensor, OffloadedTensor)
@@ -338,7 +340,7 @@ class _OffloadedSizes:
 
 def attach_hooks(
     model: nn.Module,
-    slots: Sequence[DispatchedTensor],
+    slots: Sequence[DeviceMappedTensor],
     blocks: dict[str, WeightBlock],
     pager: Pager | None,
     values: WeightStore,
@@ -409,7 +411,7 @@ def _make_hook(
 
 
 def _device_changes(
-    model: nn.Module, slots: Sequence[DispatchedTensor], options: DispatchOptions
+    model: nn.Module, slots: Sequence[DeviceMappedTensor], options: DispatchOptions
 ) -> Iterator[tuple[str, torch.device]]:
     """Return (name, device) of the modules at which execution changes device.
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.offload.module_tree import ModuleNode, WeightSize
+from accelerate.offload.size_tree import ModuleNode, WeightSize
 
 Dtype: TypeAlias = "torch.dtype | str | Any"
 Modules: TypeAlias = "Sequence[tuple[str, nn.Module | torch.Tensor]]"

@@ -1,6 +1,6 @@
 """The placement planner: a pure function from sizes and budgets to a placement. No torch, no side effects.
 
-Groups of units (``module_tree.py``) are taken in the order of the model, and devices in the order of the
+Groups of units (``size_tree.py``) are taken in the order of the model, and devices in the order of the
 budgets: accelerators, then the CPU, then the disk.
 
 Invariants of every plan that is returned:
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from accelerate.core.errors import SettingError, nearest
 from accelerate.core.units import parse_bytes
-from accelerate.offload.module_tree import ModuleNode, UnitGroup, group_tied_units, split_into_units
 from accelerate.offload.placement import CPU, DISK, Device, Placement, format_size
 from accelerate.offload.placement_search import CandidatePlacement, PlacementRules, PlacementSearch
+from accelerate.offload.size_tree import ModuleNode, UnitGroup, group_tied_units, split_into_units
 
 __all__ = ["PlacementRules", "merge_names", "plan_placement", "read_budgets"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from accelerate.core.errors import SettingError
-from accelerate.offload.module_tree import UnitGroup
 from accelerate.offload.placement import CPU, DISK, Device, DeviceBudget, format_size
+from accelerate.offload.size_tree import UnitGroup
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,14 @@ from accelerate.facade.deepspeed_wrappers import DeepSpeedEngineWrapper as DeepS
 from accelerate.facade.deepspeed_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate.facade.deepspeed_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accelerate.facade.deepspeed_wrappers import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from accelerate.facade.device_checks import is_fp16_available as is_fp16_available
-from accelerate.facade.device_checks import is_torch_distributed_available as is_torch_distributed_available
+from accelerate.facade.device_availability import is_fp16_available as is_fp16_available
+from accelerate.facade.device_availability import (
+    is_torch_distributed_available as is_torch_distributed_available,
+)
+from accelerate.facade.driver_checks import check_os_kernel as check_os_kernel
+from accelerate.facade.driver_checks import get_driver_version as get_driver_version
+from accelerate.facade.driver_checks import get_gpu_info as get_gpu_info
+from accelerate.facade.driver_checks import has_p2p_infiniband as check_cuda_p2p_ib_support
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.facade.enums import CustomDtype as CustomDtype
 from accelerate.facade.enums import DistributedType as DistributedType
@@ -85,10 +91,6 @@ from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_o
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
 from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.facade.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
-from accelerate.facade.hardware import check_os_kernel as check_os_kernel
-from accelerate.facade.hardware import get_driver_version as get_driver_version
-from accelerate.facade.hardware import get_gpu_info as get_gpu_info
-from accelerate.facade.hardware import has_p2p_and_infiniband as check_cuda_p2p_ib_support
 from accelerate.facade.megatron_lm_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
 from accelerate.facade.megatron_lm_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
@@ -107,8 +109,8 @@ from accelerate.facade.modules import model_has_dtensor as model_has_dtensor
 from accelerate.facade.object_utils import get_pretty_name as get_pretty_name
 from accelerate.facade.object_utils import merge_dicts as merge_dicts
 from accelerate.facade.object_utils import recursive_getattr as recursive_getattr
-from accelerate.facade.precision import get_grad_scaler as get_grad_scaler
-from accelerate.facade.precision import (
+from accelerate.facade.precision_functions import get_grad_scaler as get_grad_scaler
+from accelerate.facade.precision_functions import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
@@ -165,22 +167,6 @@ from accelerate.strategy.deepspeed.config_tree import (
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
 from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
-from accelerate.strategy.megatron.functions import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from accelerate.strategy.megatron.functions import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-)
-from accelerate.strategy.megatron.functions import finish_mpu_init as finish_mpu_init
-from accelerate.strategy.megatron.functions import (
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-)
-from accelerate.strategy.megatron.functions import initialize as initialize
-from accelerate.strategy.megatron.functions import model_provider_func as model_provider_func
-from accelerate.strategy.megatron.functions import prepare_data_loader as prepare_data_loader
-from accelerate.strategy.megatron.functions import (
-    prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
-)
-from accelerate.strategy.megatron.functions import prepare_optimizer as prepare_optimizer
-from accelerate.strategy.megatron.functions import prepare_scheduler as prepare_scheduler
 from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
@@ -194,6 +180,24 @@ from accelerate.strategy.megatron.parsers import parse_gpt2_config as parse_gpt2
 from accelerate.strategy.megatron.parsers import parse_llama_config as parse_llama_config
 from accelerate.strategy.megatron.parsers import parse_t5_config as parse_t5_config
 from accelerate.strategy.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.strategy.megatron.public_functions import (
+    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
+)
+from accelerate.strategy.megatron.public_functions import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from accelerate.strategy.megatron.public_functions import finish_mpu_init as finish_mpu_init
+from accelerate.strategy.megatron.public_functions import (
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+)
+from accelerate.strategy.megatron.public_functions import initialize as initialize
+from accelerate.strategy.megatron.public_functions import model_provider_func as model_provider_func
+from accelerate.strategy.megatron.public_functions import prepare_data_loader as prepare_data_loader
+from accelerate.strategy.megatron.public_functions import (
+    prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
+)
+from accelerate.strategy.megatron.public_functions import prepare_optimizer as prepare_optimizer
+from accelerate.strategy.megatron.public_functions import prepare_scheduler as prepare_scheduler
 from accelerate.strategy.megatron.train_step import AbstractTrainStep as AbstractTrainStep
 from accelerate.strategy.megatron.train_step import BertTrainStep as BertTrainStep
 from accelerate.strategy.megatron.train_step import GPTTrainStep as GPTTrainStep
@@ -375,7 +379,7 @@ from accelerate.watch.batch_size_search import release_memory as release_memory
 from accelerate.watch.batch_size_search import should_reduce_batch_size as should_reduce_batch_size
 from accelerate.watch.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
-from accelerate.watch.progress import tqdm as tqdm
+from accelerate.watch.progress_bar import tqdm as tqdm
 from accelerate.world.affinity import override_numa_affinity as override_numa_affinity
 from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException

@@ -1,6 +1,9 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.facade.driver_checks import get_driver_version as get_driver_version
+from accelerate.facade.driver_checks import get_gpu_info as get_gpu_info
+from accelerate.facade.driver_checks import has_p2p_infiniband as check_cuda_p2p_ib_support
 from accelerate.facade.environment import CPUInformation as CPUInformation
 from accelerate.facade.environment import are_libraries_initialized as are_libraries_initialized
 from accelerate.facade.environment import clear_environment as clear_environment
@@ -13,9 +16,6 @@ from accelerate.facade.environment import parse_flag_from_env as parse_flag_from
 from accelerate.facade.environment import patch_environment as patch_environment
 from accelerate.facade.environment import purge_accelerate_environment as purge_accelerate_environment
 from accelerate.facade.environment import str_to_bool as str_to_bool
-from accelerate.facade.hardware import get_driver_version as get_driver_version
-from accelerate.facade.hardware import get_gpu_info as get_gpu_info
-from accelerate.facade.hardware import has_p2p_and_infiniband as check_cuda_p2p_ib_support
 from accelerate.world.affinity import override_numa_affinity as override_numa_affinity
 from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
 from typing import Any

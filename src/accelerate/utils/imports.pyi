@@ -1,8 +1,10 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.facade.device_checks import is_fp16_available as is_fp16_available
-from accelerate.facade.device_checks import is_torch_distributed_available as is_torch_distributed_available
+from accelerate.facade.device_availability import is_fp16_available as is_fp16_available
+from accelerate.facade.device_availability import (
+    is_torch_distributed_available as is_torch_distributed_available,
+)
 from typing import Any
 
 USE_TORCH_XLA: bool

@@ -11,7 +11,7 @@ from accelerate.core.units import show_bytes as convert_bytes
 from accelerate.facade.compilation import compile_regions as compile_regions
 from accelerate.facade.compilation import compile_regions as compile_regions_deepspeed
 from accelerate.facade.compilation import compile_regions as compile_regions_fsdp2
-from accelerate.facade.hardware import check_os_kernel as check_os_kernel
+from accelerate.facade.driver_checks import check_os_kernel as check_os_kernel
 from accelerate.facade.modules import extract_model_from_parallel as extract_model_from_parallel
 from accelerate.facade.modules import get_model_tp_size as get_model_tp_size
 from accelerate.facade.modules import get_module_children_bottom_up as get_module_children_bottom_up

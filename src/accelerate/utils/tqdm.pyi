@@ -1,7 +1,7 @@
 # Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.watch.progress import tqdm as tqdm
+from accelerate.watch.progress_bar import tqdm as tqdm
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

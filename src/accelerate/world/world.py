@@ -116,7 +116,7 @@ class World:
 
 
 # What torch 2.13 says when the connection to another rank, or to the store, breaks.
-_PEER_IS_GONE = ("reset by peer", "connectFullMesh failed", "Connection closed by peer", "Broken pipe")
+_PEER_IS_GONE = ("reset by peer", "connectFullMesh failed", "likely closed", "closed by peer", "Broken pipe")
 _current: World | None = None
 # True if the open process group was created here, also while no world uses it.
 _owns_group = False

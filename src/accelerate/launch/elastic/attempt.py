@@ -14,7 +14,7 @@ from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogs
 from accelerate.launch.plan import Variables
-from accelerate.launch.rank_setup import rank_command
+from accelerate.launch.rank_commands import rank_command
 from accelerate.launch.supervisor import (
     GuardProcess,
     JobOutcome,

@@ -93,7 +93,7 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
     def run(self, request: LaunchRequest, plan: DeepSpeedLaunchPlan, *, replace: bool) -> None:
         """Starts the command and watches it; see ``LaunchKind.run``."""
         from accelerate.launch import failure_report
-        from accelerate.launch.rank_setup import report_folder
+        from accelerate.launch.rank_commands import report_folder
         from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
         logs = RankLogs(request.settings.tee, request.settings.log_dir)

@@ -74,7 +74,7 @@ class ElasticLaunch(LaunchKind[ElasticPlan]):
     def run(self, request: LaunchRequest, plan: ElasticPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``. This process stays: it watches."""
         from accelerate.launch.elastic.attempt import AttemptRunner
-        from accelerate.launch.rank_setup import report_folder
+        from accelerate.launch.rank_commands import report_folder
         from accelerate.launch.supervisor import GuardProcess, SignalListener
 
         logs = RankLogs(request.settings.tee, request.settings.log_dir)
@@ -90,7 +90,7 @@ class ElasticLaunch(LaunchKind[ElasticPlan]):
 
 def _run_single_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any) -> None:
     from accelerate.launch.elastic import restarts
-    from accelerate.launch.rank_setup import reserve_port
+    from accelerate.launch.rank_commands import reserve_port
 
     size, most = plan.allocation.processes, request.values_of(RendezvousSettings).max_restarts
     run_id = os.urandom(4).hex()
@@ -113,7 +113,7 @@ def _run_single_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any
 def _run_multi_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any) -> None:
     from accelerate.launch import preflight
     from accelerate.launch.elastic.agent_process import AgentProcess
-    from accelerate.launch.elastic.multi_machine_job import MultiMachineJob
+    from accelerate.launch.elastic.multi_machine_runner import MultiMachineRunner
 
     assert plan.endpoint is not None
     asked, (least, most) = request.values_of(RendezvousSettings), request.machines
@@ -136,7 +136,7 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any)
         "monitor_interval": asked.monitor_interval,
         "machine_timeout": asked.machine_timeout,
     }
-    MultiMachineJob(
+    MultiMachineRunner(
         attempts,
         AgentProcess(job, attempts.guard, request.settings.stop_timeout),
         lambda world: [

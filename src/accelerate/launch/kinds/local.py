@@ -173,7 +173,12 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
 def _run_supervised(request: LaunchRequest, size: int, variables: Variables, logs: RankLogs) -> None:
     # A launcher that becomes its script watches nobody, and need not load what that takes.
     from accelerate.launch import failure_report
-    from accelerate.launch.rank_setup import rank_command, report_folder, reserve_port, write_compiled_script
+    from accelerate.launch.rank_commands import (
+        rank_command,
+        report_folder,
+        reserve_port,
+        write_compiled_script,
+    )
     from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
     with report_folder() as folder, reserve_port(request, size) as port:

@@ -198,7 +198,7 @@ def _setting_effects(request: LaunchRequest, scheduler: SchedulerContext) -> Ite
 def _run_supervised(request: LaunchRequest, rank: int, variables: Variables, logs: RankLogs) -> None:
     """Runs the rank below this process, which reads its output or outlives it."""
     from accelerate.launch import failure_report
-    from accelerate.launch.rank_setup import rank_command, report_folder
+    from accelerate.launch.rank_commands import rank_command, report_folder
     from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
     with report_folder() as folder:

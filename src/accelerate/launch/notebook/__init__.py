@@ -6,6 +6,6 @@ multi_machine_call.py  one call on several machines
 payload.py             the pickled function: by value where it belongs to the notebook
 fork.py                forked ranks, for functions that cannot be pickled
 device_use.py          which line first used a device, for errors of forked ranks
-rank.py                the code of each rank; starter.py is the file that Python starts
+rank.py                the code of each rank; rank_starter.py is the file that Python starts
 prepare.py             the callable for torch's and PyTorch/XLA's own process starters
 """

@@ -25,7 +25,7 @@ from torch import nn
 
 from accelerate.core import packages
 from accelerate.core.errors import AccelerateError, MissingExtraError, UnknownNameError
-from accelerate.offload.estimate.safetensors_headers import TensorHeader, find_safetensors, read_headers
+from accelerate.offload.estimate.safetensors_headers import SafetensorsHeader, find_safetensors, read_headers
 
 LIBRARIES = ("transformers", "diffusers", "timm")
 CONFIG, PIPELINE = "config.json", "model_index.json"
@@ -34,7 +34,7 @@ _KEYS = "a config.json with 'model_type' (transformers), '_class_name' (diffuser
 _TRUST = "read that code; if you trust it: --trust_remote_code (trust_remote_code=True)"
 
 
-class SkeletonError(AccelerateError, ValueError):
+class ModelSkeletonError(AccelerateError, ValueError):
     """A model cannot be built from what was named."""
 
 
@@ -64,7 +64,7 @@ def build_skeleton(
         token: of the hub, for models that not everybody may see; None is the one that is logged in.
 
     Raises:
-        SkeletonError: there is no such model, or its configuration does not describe one.
+        ModelSkeletonError: there is no such model, or its configuration does not describe one.
         MissingExtraError: its library is not installed.
     """
     name, wanted = os.fspath(model), as_dtype(dtype)
@@ -112,14 +112,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        SkeletonError: it does not.
+        ModelSkeletonError: it does not.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SkeletonError(f"{path} is not JSON", why=str(error)) from error
+        raise ModelSkeletonError(f"{path} is not JSON", why=str(error)) from error
     if not isinstance(content, dict):
-        raise SkeletonError(f"{path} holds no JSON object", why=f"it holds a {type(content).__name__}")
+        raise ModelSkeletonError(f"{path} holds no JSON object", why=f"it holds a {type(content).__name__}")
     return content
 
 
@@ -132,7 +132,7 @@ class _ModelLocation:
             self.folder = self.folder.parent
         self.local = self.folder.exists()
         if not self.local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-            raise SkeletonError(
+            raise ModelSkeletonError(
                 f"there is no folder {name}", fix="a folder with config.json, or a name on the hub"
             )
 
@@ -160,16 +160,18 @@ def _download_file(repository: str, name: str, token: str | None) -> Path | None
         return Path(hf_hub_download(repository, name, token=token, local_files_only=not _is_hub_reachable()))
     except errors.GatedRepoError as error:
         what, why = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
-        raise SkeletonError(what, why=why, fix="ask for access on its page, then: hf auth login") from error
+        raise ModelSkeletonError(
+            what, why=why, fix="ask for access on its page, then: hf auth login"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         what, why = f"there is no model {repository!r}, neither a folder here nor on the hub", ""
-        raise SkeletonError(
+        raise ModelSkeletonError(
             what, why=why, fix=f"its name as owner/name; hf auth login if it is private; {here}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         what = f"there is no folder {repository!r}, and the hub cannot be reached"
         why = "a name that is no folder is looked up on huggingface.co, or in its cache on this machine"
-        raise SkeletonError(what, why=why, fix=here) from error
+        raise ModelSkeletonError(what, why=why, fix=here) from error
     except errors.EntryNotFoundError:
         return None
 
@@ -202,7 +204,9 @@ def _call_factory(name: str) -> nn.Module:
             if error.name is None or not f"{home}.".startswith(f"{error.name}."):
                 raise
             what = f"there is no module {home!r} here"
-            raise SkeletonError(what, why=f"looked in {os.getcwd()} and among installed packages") from error
+            raise ModelSkeletonError(
+                what, why=f"looked in {os.getcwd()} and among installed packages"
+            ) from error
         for part in attribute.split("."):
             if not hasattr(factory, part):
                 known = [n for n, value in vars(factory).items() if callable(value) and not n.startswith("_")]
@@ -214,7 +218,9 @@ def _call_factory(name: str) -> nn.Module:
         with torch.device("meta"):
             model = factory()
     if not isinstance(model, nn.Module):
-        raise SkeletonError(f"{name}() is a {type(model).__name__}", why="a factory returns an nn.Module")
+        raise ModelSkeletonError(
+            f"{name}() is a {type(model).__name__}", why="a factory returns an nn.Module"
+        )
     return model
 
 
@@ -222,7 +228,7 @@ def _refuse_arguments(name: str, factory: Any) -> None:
     needed = [p.name for p in inspect.signature(factory).parameters.values() if _is_needed(p)]
     if needed:
         why = f"{name} needs arguments: {', '.join(needed)}"
-        raise SkeletonError(
+        raise ModelSkeletonError(
             f"{name} cannot be called without arguments", why=why, fix="write a function that gives them"
         )
 
@@ -273,7 +279,7 @@ def _build_from_config(
         raise
     except Exception as error:
         what = f"{library} builds no model from the configuration of {location.name}"
-        raise SkeletonError(what, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
+        raise ModelSkeletonError(what, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
 
 
 def _library(config: Mapping[str, Any]) -> str:
@@ -325,12 +331,12 @@ def _transformers(
     if sort not in transformers.CONFIG_MAPPING:
         if remote and not trust:
             what = f"{location.name} brings its own code, {sort or 'a model'} is not part of transformers"
-            raise SkeletonError(
+            raise ModelSkeletonError(
                 what, why=f"its config.json names {', '.join(_code_files(remote))}", fix=_TRUST
             )
         if not remote and not sort:
             what = f"config.json of {location.name} describes no model: it has no 'model_type'"
-            raise SkeletonError(what, why=f"its keys: {', '.join(config) or 'none'}", fix=_KEYS)
+            raise ModelSkeletonError(what, why=f"its keys: {', '.join(config) or 'none'}", fix=_KEYS)
         if not remote:
             raise UnknownNameError("model_type", str(sort), list(transformers.CONFIG_MAPPING), where=where)
     options: dict[str, Any] = {"trust_remote_code": trust, "token": location.token}
@@ -365,7 +371,7 @@ def _architecture(described: Any, remote: Mapping[str, Any], trust: bool, where:
             return kind
     if own:
         why = f"it is in {', '.join(_code_files(remote))} beside the configuration"
-        raise SkeletonError(f"{names[0]} {where} is not part of transformers", why=why, fix=_TRUST)
+        raise ModelSkeletonError(f"{names[0]} {where} is not part of transformers", why=why, fix=_TRUST)
     if names:
         known = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
         raise UnknownNameError("architecture", names[0], known, where=where)
@@ -386,7 +392,7 @@ def _pipeline(location: _ModelLocation, index: Path, trust: bool) -> nn.Module:
         with torch.device("meta"):
             parts[name] = _build_from_config(location, name, config, None, trust, None, True)
     if not parts:
-        raise SkeletonError(f"{index} names no model with a {CONFIG}")
+        raise ModelSkeletonError(f"{index} names no model with a {CONFIG}")
     return parts
 
 
@@ -402,13 +408,13 @@ def _build_from_headers(location: _ModelLocation) -> nn.Module:
     if not location.local or not find_safetensors(location.folder):
         what = f"{location.name} has no {CONFIG}"
         fix = "a folder with config.json, a name on the hub, or module:factory"
-        raise SkeletonError(
+        raise ModelSkeletonError(
             what, why="it says which model to build, and there is no safetensors file", fix=fix
         )
     return from_headers(read_headers(location.folder))
 
 
-def from_headers(headers: Mapping[str, TensorHeader]) -> nn.Module:
+def from_headers(headers: Mapping[str, SafetensorsHeader]) -> nn.Module:
     """Build a tree of modules with the names, shapes and dtypes of ``headers``, and no forward."""
     root = NameOnlyModule()
     for name, header in headers.items():
@@ -431,7 +437,7 @@ def from_headers(headers: Mapping[str, TensorHeader]) -> nn.Module:
 def _refuse_twice(holder: nn.Module, part: str, name: str) -> None:
     if hasattr(holder, part):
         what = f"the weight {name!r} cannot be an attribute of a module: {part!r} is something else already"
-        raise SkeletonError(what, fix="a config.json beside the weights says which model to build")
+        raise ModelSkeletonError(what, fix="a config.json beside the weights says which model to build")
 
 
 def pipeline_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

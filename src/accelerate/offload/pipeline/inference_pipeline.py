@@ -144,7 +144,7 @@ class _ChunkRunner(nn.Module):
         return time.perf_counter()
 
 
-class ChunkSchedule:
+class InferenceSchedule:
     """This rank's stage for chunks of one shape, and the GPipe schedule that runs it.
 
     Args:
@@ -246,7 +246,9 @@ class InferencePipeline:
     ) -> None:
         self.build_stage, self.load_stage_weights, self.chunks = make, settle, chunks
         self.world, self.training = world, training
-        self.schedules: list[tuple[bytes, ChunkSchedule]] = []  # the last used comes last, on all ranks alike
+        self.schedules: list[
+            tuple[bytes, InferenceSchedule]
+        ] = []  # the last used comes last, on all ranks alike
         self.shared: dict[str, torch.Size] = {}
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +271,7 @@ class InferencePipeline:
         ]
         return [interval for stage in collective.all_gather_object(mine, "timeline") for interval in stage]
 
-    def _run(self, args: Any, kwargs: Any, *, clock: bool = False) -> tuple[Any, ChunkSchedule]:
+    def _run(self, args: Any, kwargs: Any, *, clock: bool = False) -> tuple[Any, InferenceSchedule]:
         tensors: list[torch.Tensor] = []
         call_info: tuple[CallShapes, int] | AccelerateError | None = None
         if self.world.rank == 0:
@@ -307,7 +309,9 @@ class InferencePipeline:
         )
         return CallShapes(form, metas, batched, self.training()), size
 
-    def find_schedule(self, shapes: CallShapes, size: int, tensors: Sequence[torch.Tensor]) -> ChunkSchedule:
+    def find_schedule(
+        self, shapes: CallShapes, size: int, tensors: Sequence[torch.Tensor]
+    ) -> InferenceSchedule:
         """Return the schedule for a batch: an existing one that is at most twice too large, or a new one."""
         rows, key = -(-size // self.chunks), pickle.dumps(shapes)
         fitting = [plan for known, plan in self.schedules if known == key and rows <= plan.rows <= 2 * rows]
@@ -316,7 +320,7 @@ class InferencePipeline:
         else:
             stage, result = run_collectively(lambda: self.build_stage(shapes, rows, tensors))
             self.load_stage_weights(stage)
-            plan = ChunkSchedule(stage, result, shapes, rows, self.chunks, self.world)
+            plan = InferenceSchedule(stage, result, shapes, rows, self.chunks, self.world)
         others = [(known, other) for known, other in self.schedules if other is not plan]
         self.schedules = [*others[1 - _MAX_SCHEDULES :], (key, plan)]
         return plan

@@ -495,7 +495,7 @@ class DeepSpeed(Strategy):
 
     def engine_files(self, models: Sequence[nn.Module], options: Mapping[str, Any]) -> list[Any]:
         """Return the DeepSpeed checkpoint of each model that is trained."""
-        from accelerate.strategy.deepspeed.checkpoint_files import EngineCheckpointFiles
+        from accelerate.strategy.deepspeed.engine_checkpoint import EngineCheckpointFiles
 
         handles = [(index, self.engines.find(model)) for index, model in enumerate(models)]
         trained = [(i, h) for i, h in handles if h is not None and h.optimizer is not None]
@@ -504,7 +504,7 @@ class DeepSpeed(Strategy):
     @classmethod
     def read_engine_checkpoints(cls, folder: Path) -> Sequence[EngineCheckpoint]:
         """Return the DeepSpeed checkpoints in ``folder`` as full states; DeepSpeed need not be installed."""
-        from accelerate.strategy.deepspeed.checkpoint_files import find_engine_checkpoints
+        from accelerate.strategy.deepspeed.engine_checkpoint import find_engine_checkpoints
 
         return find_engine_checkpoints(folder)
 

@@ -241,7 +241,7 @@ def _put_local_part(entry: OptimizerParam, values: Mapping[str, Any], made: dict
             unit.local_piece(slot, made[name]).copy_(piece)
 
 
-class WrappedOptimizerView:
+class FSDP1OptimizerState:
     """An optimizer as sharded checkpoints see it: with the stand-ins of the user's parameters."""
 
     def __init__(self, wrapped: WrappedOptimizer) -> None:
@@ -264,4 +264,4 @@ class WrappedOptimizerView:
 
 def wrapped_optimizer_view(wrapped: WrappedOptimizer) -> Any:
     """Return a view of a wrapped optimizer whose class has the name of the user's class."""
-    return type(type(wrapped.optimizer).__name__, (WrappedOptimizerView,), {})(wrapped)
+    return type(type(wrapped.optimizer).__name__, (FSDP1OptimizerState,), {})(wrapped)

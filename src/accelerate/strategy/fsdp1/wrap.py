@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1.flat_parameter import walk_modules
 from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
-from accelerate.strategy.sharding.layout import (
+from accelerate.strategy.sharding.fsdp_layout import (
     ShardingLayout,
     model_digest,
     plan_layout,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.layout import ShardingLayout
+    from accelerate.strategy.sharding.fsdp_layout import ShardingLayout
     from accelerate.strategy.sharding.shard import Sharder
 
 

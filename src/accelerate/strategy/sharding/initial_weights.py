@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.grads import fsdp_param_groups
-from accelerate.strategy.sharding.mapped_files import FileMappings
+from accelerate.strategy.sharding.mapped_files import MappedFileMarks
 
 _NO_VALUES = b"no values"
 WeightMarks = tuple[bytes, ...]
@@ -45,7 +45,7 @@ class RankModelInfo:
 
 def weight_marks(model: nn.Module) -> WeightMarks:
     """Return the marks of the parameters and buffers; see ``RankModelInfo``."""
-    files = FileMappings()
+    files = MappedFileMarks()
     plain = {id(p) for p in model.parameters() if type(p) is nn.Parameter}
     return tuple(
         _NO_VALUES if t.is_meta else files.mark(t) if id(t) in plain else b"" for t in _model_tensors(model)
@@ -67,7 +67,7 @@ def find_unlike_leader(every: Sequence[RankModelInfo]) -> int | None:
     return None
 
 
-class WeightSource:
+class InitialWeights:
     """The source of the values of one model while it is sharded.
 
     Args:

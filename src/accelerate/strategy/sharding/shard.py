@@ -27,18 +27,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
-from accelerate.strategy.sharding.full_state import distribute, guard_state_dict
-from accelerate.strategy.sharding.initial_weights import (
-    RankModelInfo,
-    WeightSource,
-    find_unlike_leader,
-    weight_marks,
-)
-from accelerate.strategy.sharding.layout import (
+from accelerate.strategy.sharding.fsdp_layout import (
     ShardingLayout,
     model_digest,
     plan_layout,
     unequal_models_error,
+)
+from accelerate.strategy.sharding.full_state import distribute, guard_state_dict
+from accelerate.strategy.sharding.initial_weights import (
+    InitialWeights,
+    RankModelInfo,
+    find_unlike_leader,
+    weight_marks,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.quantized_weights import check_packed
@@ -146,7 +146,7 @@ class Sharder:
         layout: ShardingLayout,
         materialized: tuple[Any, Any],
         initialize: InitFunction | None,
-        values: WeightSource,
+        values: InitialWeights,
     ) -> None:
         """Materialize a unit on the device, in its stored dtype; a tied tensor stays one.
 
@@ -167,7 +167,7 @@ class Sharder:
                 initialize(module)
 
     def _materialize_tensor(
-        self, old: torch.Tensor, layout: ShardingLayout, values: WeightSource
+        self, old: torch.Tensor, layout: ShardingLayout, values: InitialWeights
     ) -> torch.Tensor:
         whole = old in layout.ignored or not isinstance(old, nn.Parameter)
         stand_in = values.make_placeholder(old, layout.storage_dtype(old), self.device, whole=whole)
@@ -177,7 +177,7 @@ class Sharder:
             else layout.replace_ignored(old, stand_in)
         )
 
-    def _broadcast_values(self, modules: list[nn.Module], values: WeightSource) -> None:
+    def _broadcast_values(self, modules: list[nn.Module], values: InitialWeights) -> None:
         """Broadcast the values of a unit from the first rank."""
         tensors = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
         for tensor in {id(t): t for t in tensors if t is not None and values.is_broadcast(t)}.values():
@@ -229,7 +229,7 @@ def _replaced_params(
 
 def exchange_model_info(
     model: nn.Module, initialize: InitFunction | None, mesh: DeviceMesh
-) -> tuple[InitFunction | None, WeightSource]:
+) -> tuple[InitFunction | None, InitialWeights]:
     """Exchange the ranks' model info, and refuse models that differ by more than their values.
 
     Ranks of another mesh may have other parameters (pipeline parallel).
@@ -251,7 +251,7 @@ def exchange_model_info(
         (RankModelInfo(model_digest(model), first, weight_marks(model)), bare), "prepare(model)"
     )
     if len(answers) == 1:  # a dry run: the other ranks are not there, and no values are needed
-        return None, WeightSource(model)
+        return None, InitialWeights(model)
     every: list[RankModelInfo] = [info for info, _ in answers]
     other = [rank for rank, info in enumerate(every) if info.digest != every[info.leader].digest]
     if other:
@@ -264,7 +264,7 @@ def exchange_model_info(
             fix=f"load the weights on rank {empty} too, or give the plugin a param_init_fn",
         )
     needed = initialize if answers[first][1] else None
-    return needed, WeightSource(model, every, collective.rank(), initialized=needed is not None)
+    return needed, InitialWeights(model, every, collective.rank(), initialized=needed is not None)
 
 
 def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:

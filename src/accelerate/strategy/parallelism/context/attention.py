@@ -244,7 +244,7 @@ class AttentionCounter(_AttentionMode):
         return F.scaled_dot_product_attention(query, key, value, None, *rest, **more)
 
 
-class AttentionHooks:
+class AttentionInterceptionHooks:
     """Module hooks that turn interception on, in the thread that runs the modules.
 
     A mode lives in one thread, and blocks that are computed again run in the backward's; so every module that

@@ -25,7 +25,7 @@ from accelerate.strategy.base import Bundle, PrepareStep
 from accelerate.strategy.parallelism.context import attention_masks
 from accelerate.strategy.parallelism.context.attention import (
     AttentionCounter,
-    AttentionHooks,
+    AttentionInterceptionHooks,
     DistributedAttention,
     check_model,
 )
@@ -57,7 +57,7 @@ class SequenceDimension(Dimension):
         self.size, self.rank = mesh[self.name].size(), mesh.get_local_rank(self.name)
         self.group = mesh.get_group(self.name)
         self.attention = self.attention_class(self.size, self.rank, self.group, self.balanced)
-        self._hooks = AttentionHooks(self.attention)
+        self._hooks = AttentionInterceptionHooks(self.attention)
         self._option: bool | Mapping[str, int] | None = getattr(self.handler, "cut", None)
         dims = self._option if isinstance(self._option, Mapping) else None
         self.sharder = SequenceSharder(self.size, self.rank, self.balanced, dims)

@@ -22,8 +22,8 @@ from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutput
 from accelerate.strategy.parallelism.pipeline.micro_batches import CallPlan, PipelineBatch, cast_floats
 from accelerate.strategy.parallelism.pipeline.stage import (
     ChunkModule,
-    SplitGPipe,
     StageForward,
+    TwoPhaseGPipeSchedule,
     make_stage,
     reject_call,
 )
@@ -117,12 +117,12 @@ class GPipeCall:
             stage.backward_context = self._backward_context
             schedule.run_forwards()
 
-    def _make_schedule(self, stage: int) -> SplitGPipe:
+    def _make_schedule(self, stage: int) -> TwoPhaseGPipeSchedule:
         runner, trace = self.runner, self.plan.chunk_trace
         outputs = [trace.meta(value) for value in self._stage_outputs(stage)]
         made = make_stage(ChunkModule(), trace, stage, outputs, runner.device, runner.group)
         trains = reject_call if torch.is_grad_enabled() else None
-        return SplitGPipe(made, runner.options.num_microbatches, loss_fn=trains)
+        return TwoPhaseGPipeSchedule(made, runner.options.num_microbatches, loss_fn=trains)
 
     def _stage_outputs(self, stage: int) -> tuple[BlockOutput, ...]:
         trace = self.plan.chunk_trace

@@ -197,7 +197,7 @@ def _meta_tensor(meta: TensorMeta) -> torch.Tensor:
     return tensor.requires_grad_(meta.requires_grad and tensor.is_floating_point())
 
 
-class SplitGPipe(ScheduleGPipe):
+class TwoPhaseGPipeSchedule(ScheduleGPipe):
     """torch's GPipe schedule, split into two calls: all forwards, and later all backwards."""
 
     _stage: Any

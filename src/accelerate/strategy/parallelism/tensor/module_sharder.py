@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.tensor.tp_plan import ShardedModule
+from accelerate.strategy.parallelism.tensor.tp_plan import TPPlanEntry
 from accelerate.strategy.sharding.full_state import local_shard
-from accelerate.strategy.sharding.initial_weights import WeightSource
+from accelerate.strategy.sharding.initial_weights import InitialWeights
 from accelerate.strategy.sharding.shard import broadcast_over_mesh, local_tensor
 
 
@@ -37,7 +37,7 @@ class ModuleSharder:
     """
 
     def __init__(
-        self, mesh: DeviceMesh, replicas: DeviceMesh, device: torch.device, values: WeightSource
+        self, mesh: DeviceMesh, replicas: DeviceMesh, device: torch.device, values: InitialWeights
     ) -> None:
         self.mesh, self.replicas, self.device, self.values = mesh, replicas, device, values
         self.replaced: dict[int, tuple[Any, Any]] = {}
@@ -52,7 +52,7 @@ class ModuleSharder:
         """Return whether this process is in the first replica, whose values count."""
         return not any(self.replicas.get_local_rank(axis) for axis in range(self.replicas.ndim))
 
-    def shard_module(self, part: ShardedModule) -> None:
+    def shard_module(self, part: TPPlanEntry) -> None:
         """Shard one module: add hooks around its forward, and keep this process's shard of its parameters.
 
         Raises:
@@ -74,7 +74,7 @@ class ModuleSharder:
                 self._shard_param(part, name, old, made) if isinstance(made, DTensor) else old
             )
 
-    def _shard_param(self, part: ShardedModule, name: str, old: nn.Parameter, like: DTensor) -> Any:
+    def _shard_param(self, part: TPPlanEntry, name: str, old: nn.Parameter, like: DTensor) -> Any:
         placement = like.placements[0]
         if id(old) not in self.replaced:
             shard = self._local_shard(old, like)

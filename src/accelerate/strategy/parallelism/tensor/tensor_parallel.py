@@ -26,7 +26,7 @@ from accelerate.world import watchdog
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.parallelism.tensor.tp_plan import ResolvedPlan
+    from accelerate.strategy.parallelism.tensor.tp_plan import ResolvedTPPlan
 
 
 class TensorParallel(Dimension):
@@ -50,7 +50,7 @@ class TensorParallel(Dimension):
     def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
         """Shard the layers of every model that is not tensor parallel yet."""
         size = self.config._sizes["tp"]
-        plans: dict[nn.Module, ResolvedPlan | None] = {}
+        plans: dict[nn.Module, ResolvedTPPlan | None] = {}
         for model in dict.fromkeys(bundle.objects_of("model")):
             if model not in self._prepared_models:
                 plans[model] = self._resolve_plan(model, size)
@@ -59,7 +59,7 @@ class TensorParallel(Dimension):
             reason = f"{size} processes share layers and see the same data: {descriptions}"
             yield PrepareStep("tensor", reason, lambda b: self._shard_models(b, plans))
 
-    def _resolve_plan(self, model: nn.Module, size: int) -> ResolvedPlan | None:
+    def _resolve_plan(self, model: nn.Module, size: int) -> ResolvedTPPlan | None:
         """Resolve the plan of a model; None for a model that is tensor parallel already."""
         from accelerate.strategy.parallelism.tensor.tp_plan import resolve_plan
 
@@ -76,7 +76,7 @@ class TensorParallel(Dimension):
             )
         return None
 
-    def _shard_models(self, bundle: Bundle, plans: dict[nn.Module, ResolvedPlan | None]) -> None:
+    def _shard_models(self, bundle: Bundle, plans: dict[nn.Module, ResolvedTPPlan | None]) -> None:
         self._watch_groups()
         for model, plan in plans.items():
             if plan is not None:
@@ -96,7 +96,7 @@ class TensorParallel(Dimension):
         for group in {group.group_name: group for group in groups}.values():
             watch.track_group(group)
 
-    def _shard_model(self, model: nn.Module, plan: ResolvedPlan, bundle: Bundle) -> None:
+    def _shard_model(self, model: nn.Module, plan: ResolvedTPPlan, bundle: Bundle) -> None:
         from accelerate.strategy.parallelism.tensor.module_sharder import ModuleSharder
         from accelerate.strategy.sharding.shard import exchange_model_info
 
@@ -113,7 +113,7 @@ class TensorParallel(Dimension):
         self.remap_optimizer_params(sharder.replaced, bundle.objects_of("optimizer"))
 
 
-def _describe(model: nn.Module, plan: ResolvedPlan | None) -> str:
+def _describe(model: nn.Module, plan: ResolvedTPPlan | None) -> str:
     if plan is None:
         return f"the {type(model).__name__} was loaded so"
     left = f", {', '.join(plan.replicated)} stay whole" if plan.replicated else ""

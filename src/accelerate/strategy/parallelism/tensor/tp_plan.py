@@ -64,7 +64,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
-class ShardedModule:
+class TPPlanEntry:
     """A module that the plan shards.
 
     Attributes:
@@ -81,14 +81,14 @@ class ShardedModule:
 
 
 @dataclass(frozen=True)
-class ResolvedPlan:
+class ResolvedTPPlan:
     """The plan resolved on a model: sharded modules, and those left replicated with the reason."""
 
-    modules: list[ShardedModule]
+    modules: list[TPPlanEntry]
     replicated: list[str]
 
 
-def resolve_plan(model: nn.Module, given: Mapping[str, Any], size: int) -> ResolvedPlan:
+def resolve_plan(model: nn.Module, given: Mapping[str, Any], size: int) -> ResolvedTPPlan:
     """Resolve which modules of ``model`` are sharded over ``size`` processes; change nothing.
 
     Args:
@@ -108,7 +108,7 @@ def resolve_plan(model: nn.Module, given: Mapping[str, Any], size: int) -> Resol
     if not chosen:
         raise _no_plan_error(model)
     ties = _tied_params(modules)
-    parts, left = list[ShardedModule](), list[str]()
+    parts, left = list[TPPlanEntry](), list[str]()
     for name, (style, asked) in chosen.items():
         part = _sharded_module(name, modules[name], style)
         if part is None:
@@ -119,7 +119,7 @@ def resolve_plan(model: nn.Module, given: Mapping[str, Any], size: int) -> Resol
         left += [f"{name} ({why.what})"] if why else []
         parts += [] if why else [part]
     _check_heads(modules, parts, size)
-    return ResolvedPlan(parts, left)
+    return ResolvedTPPlan(parts, left)
 
 
 # --- names
@@ -182,7 +182,7 @@ def _no_plan_error(model: nn.Module) -> PrepareError:
 # --- one module
 
 
-def _sharded_module(name: str, module: nn.Module, style: Any) -> ShardedModule | None:
+def _sharded_module(name: str, module: nn.Module, style: Any) -> TPPlanEntry | None:
     if isinstance(style, str):
         if style not in STYLES:
             raise UnknownNameError(
@@ -205,7 +205,7 @@ def _sharded_module(name: str, module: nn.Module, style: Any) -> ShardedModule |
             "and Embedding layers",
             fix="name a layer inside of it, or give a ParallelStyle of your own",
         )
-    return ShardedModule(name, module, style, _placements(module, style))
+    return TPPlanEntry(name, module, style, _placements(module, style))
 
 
 def _style_hint(style: str) -> str:
@@ -227,7 +227,7 @@ def _placements(module: nn.Module, style: ParallelStyle) -> dict[str, Placement]
     return {}
 
 
-def _divisibility_error(part: ShardedModule, size: int) -> PrepareError | None:
+def _divisibility_error(part: TPPlanEntry, size: int) -> PrepareError | None:
     for name, placement in part.placements.items():
         shape = tuple(part.module._parameters[name].shape)  # type: ignore[union-attr]
         if isinstance(placement, Shard) and shape[placement.dim] % size:
@@ -253,7 +253,7 @@ def _tied_params(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, 
 
 
 def _tie_error(
-    part: ShardedModule,
+    part: TPPlanEntry,
     chosen: Mapping[str, tuple[Any, bool]],
     modules: Mapping[str, nn.Module],
     ties: Mapping[int, list[tuple[str, str]]],
@@ -277,7 +277,7 @@ def _tie_error(
 # --- heads
 
 
-def _check_heads(modules: Mapping[str, nn.Module], parts: Iterable[ShardedModule], size: int) -> None:
+def _check_heads(modules: Mapping[str, nn.Module], parts: Iterable[TPPlanEntry], size: int) -> None:
     """Refuse a size that does not divide attention heads: a head must not be split."""
     for part in parts:
         if not isinstance(part.style, ColwiseParallel) or not isinstance(part.module, nn.Linear):

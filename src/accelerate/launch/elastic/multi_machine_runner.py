@@ -24,7 +24,7 @@ RENDEZVOUS_MARGIN = 60.0  # seconds that a rendezvous may take longer than the m
 MAX_TRACEBACK = 16_000  # characters of a traceback that go to the other machines: its last ones
 
 
-class MultiMachineJob:
+class MultiMachineRunner:
     """The attempts of a job on several machines.
 
     Args:

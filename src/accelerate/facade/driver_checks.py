@@ -60,7 +60,7 @@ def get_driver_version() -> str:
     return versions[0]
 
 
-def has_p2p_and_infiniband() -> bool:
+def has_p2p_infiniband() -> bool:
     """Return whether peer-to-peer copies and InfiniBand work; True unless a known fault is found."""
     try:
         names, count = get_gpu_info()
