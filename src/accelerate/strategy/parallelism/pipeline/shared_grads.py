@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +49,6 @@ class SharedParam:
     holders: tuple[int, ...]
     module: nn.Module | None
     label: str
-    _found: Any = field(default=None, repr=False)
 
     def optimizer_param(self, model: nn.Module) -> torch.Tensor | None:
         """Return it as optimizers hold it; None where this process does not hold it, or it does not train."""
