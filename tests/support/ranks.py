@@ -61,6 +61,11 @@ class Outcome:
     stacks: str = ""
     at: float = float("inf")
 
+    def is_peer_gone(self) -> bool:
+        """Return whether the rank only saw that a faster one had ended, in our words or in torch's."""
+        torch_says = self.kind == "RuntimeError" and "onnect" in self.message
+        return self.kind in ("PeerError", "DistNetworkError") or torch_says
+
     def __str__(self) -> str:
         parts = [f"----- rank {self.rank} {self.status} {self.kind}".rstrip() + " -----"]
         parts += [self.traceback.rstrip()] if self.traceback else [self.message] if self.message else []
@@ -85,6 +90,14 @@ class RanksError(AssertionError):
     def kinds(self) -> list[str]:
         """Class names of the exceptions raised, in rank order; ``""`` for a rank that raised none."""
         return [outcome.kind for outcome in self.outcomes]
+
+    def causes(self) -> list[Outcome]:
+        """Return the failures in rank order, without ranks that only found a peer gone while the group opened."""
+        return [outcome for outcome in self.outcomes if outcome.kind and not outcome.is_peer_gone()]
+
+    def causing_kinds(self) -> set[str]:
+        """Return the class names of the exceptions of :meth:`causes`."""
+        return {outcome.kind for outcome in self.causes()}
 
 
 class RankServer:
