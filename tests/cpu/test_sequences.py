@@ -243,7 +243,7 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks: RankServer, size:
         assert {name: far for name, far in found.items() if not max(far.values()) < 1e-5} == {}
 
 
-# Those whose attention is in modules that are cut into stages; the loss is outside of the model.
+# Those whose attention is in modules that are split into stages; the loss is outside of the model.
 STAGED = (
     "torch's layers",
     "recomputed",
@@ -306,7 +306,7 @@ def blocks(size: str) -> list[Any]:
 def test_whole_sequences_are_parts_for_the_time_of_a_block(ranks: RankServer, size: str) -> None:
     """A6: cut in place, whole again afterwards, never cut twice."""
     found = same_on_all(ranks(2, blocks, size))
-    refused = ("sequences of 7 tokens cannot be shared by 2 processes", True)
+    refused = ("sequences of 7 tokens cannot be sharded over 2 processes", True)
     assert found == [True, ((4, 8), 2), True, (4, 8), True, (True, (4, 8)), refused]
 
 
@@ -562,7 +562,7 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
     what = "context parallelism" if size == "cp_size" else "sequence parallelism"
     local = "where each of 2 processes has 8"
     none = "LlamaForCausalLM got tensors that are none of a prepared loader's: (4, {})"
-    heads = "attention of 1 heads cannot be shared by sp_size=2 processes"
+    heads = "attention of 1 heads cannot be sharded over sp_size=2 processes"
     assert found == {
         "eager": f"attn_implementation='eager' does not go with {what}",
         "state": "1 (LSTM) cannot compute a part of a sequence",
@@ -576,7 +576,7 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
         "slice": none.format(7),
         "copy": none.format(8),
         "copy in evaluation": none.format(8),
-        "length": "sequences of 7 tokens cannot be shared by 2 processes",
+        "length": "sequences of 7 tokens cannot be sharded over 2 processes",
         "buffers": "1 buffers and 0 buffer_seq_dims",
         "counts": "mean_loss of 2 losses with 1 numbers of items",
         "rows": "a tensor of torch.int64, (1,), differs between processes of one sequence",
@@ -681,7 +681,7 @@ def test_what_stages_cannot_do_with_parts_is_refused(ranks: RankServer, size: st
     """On all processes, in the same words."""
     alternating, between, by_hand = same_on_all(ranks(4, staged, size))
     assert alternating == f"schedule='1f1b' does not go with {size}=2"
-    assert between == "Between calls attention between the modules that are cut into stages"
+    assert between == "Between calls attention between the modules that are split into stages"
     assert by_hand == "Sequential has computed a part of its sequences without any attention"
 
 

@@ -90,17 +90,17 @@ def test_every_part_is_the_sum_that_it_says(facts: ModelFacts) -> None:
     found = named(list_layouts(facts, TrainingSetup(mixed_precision="bf16"), on))
     n = facts.parameters
     buffers = facts.buffers
-    copies, sharded = found["copies (DDP)"].estimate, found["sharded (FSDP)"].estimate
+    copies, sharded = found["DDP"].estimate, found["FSDP"].estimate
     assert (copies.weights, copies.gradients, copies.optimizer) == (4 * n + buffers, 4 * n, 8 * n)
     assert sharded.weights == -(-4 * n // 8) + buffers
-    inside = found["sharded in each machine (HSDP)"].estimate
+    inside = found["HSDP"].estimate
     assert inside.optimizer == 8 * n // 4
     # Around the blocks 16 bits all the time; two blocks; the gradients of one in 16 and 32 bits.
     assert sharded.copies == 2 * (facts.outside_blocks + 2 * BLOCK) + 6 * BLOCK
-    assert found["sharded, whole in the step (FSDP)"].estimate.copies == 2 * n + 6 * BLOCK
-    tensor = found["sharded, layers over 2, recomputed (FSDP x TP)"].estimate
+    assert found["FSDP SHARD_GRAD_OP"].estimate.copies == 2 * n + 6 * BLOCK
+    tensor = found["FSDP x TP=2, activation checkpointing"].estimate
     assert tensor.gradients == pytest.approx((4 * n - 2 * facts.tensor_parallel_numbers) / 4, abs=1)
-    host = found["sharded, recomputed, on the host (FSDP)"].estimate
+    host = found["FSDP, activation checkpointing, CPU offload"].estimate
     assert (host.weights, host.gradients, host.optimizer) == (buffers, 0, 0)
     assert host.host == sharded.weights - buffers + sharded.gradients + sharded.optimizer
 
@@ -116,19 +116,22 @@ def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelFacts) -> Non
         assert bool(more) == ("FSDP" in name or "HSDP" in name), name
     # In float32, in which they are reduced; layers over 2 have a part of them.
     n = 4 * facts.parameters
-    assert after["sharded (FSDP)"].estimate.gradients == n
-    assert after["sharded in each machine (HSDP)"].estimate.unreduced == n - n // 4
-    tensor = after["sharded, layers over 2, recomputed (FSDP x TP)"].estimate
+    assert after["FSDP"].estimate.gradients == n
+    assert after["HSDP"].estimate.unreduced == n - n // 4
+    tensor = after["FSDP x TP=2, activation checkpointing"].estimate
     assert tensor.gradients == pytest.approx(n - 2 * facts.tensor_parallel_numbers, abs=1)
-    host = after["sharded, recomputed, on the host (FSDP)"].estimate
-    assert (host.gradients, host.host) == (n, before["sharded, recomputed, on the host (FSDP)"].estimate.host)
+    host = after["FSDP, activation checkpointing, CPU offload"].estimate
+    assert (host.gradients, host.host) == (
+        n,
+        before["FSDP, activation checkpointing, CPU offload"].estimate.host,
+    )
     with pytest.raises(SettingError, match="accumulation is 0"):
         TrainingSetup(accumulation=0)
 
 
 def test_layers_are_divided_only_where_heads_allow(facts: ModelFacts) -> None:
     found = named(list_layouts(facts, TrainingSetup(), ClusterSpec(1, 8, 10**9)))
-    assert [name for name in found if "TP" in name] == ["sharded, layers over 2, recomputed (FSDP x TP)"]
+    assert [name for name in found if "TP" in name] == ["FSDP x TP=2, activation checkpointing"]
     plain = replace(facts, tensor_parallel_numbers=0)
     assert not [
         way for way in list_layouts(plain, TrainingSetup(), ClusterSpec(1, 8, 10**9)) if "TP" in way.name
@@ -197,12 +200,12 @@ def test_it_prints_a_table_bars_and_a_reason(cli: Run, folder: Path) -> None:
     assert "What each of 4 devices holds" in result.out
     assert "yes, take it" in result.out
     assert "█ weights   ▓ gradients   ▒ optimizer   ░ copies   # activations" in result.out
-    assert result.out.rstrip().splitlines()[-1].startswith("Take: copies (DDP). It fits with ")
+    assert result.out.rstrip().splitlines()[-1].startswith("Take: DDP. It fits with ")
 
 
 def test_json_has_every_number(cli: Run, folder: Path) -> None:
     found = cli(folder, "--gpus", "4x1GB", "--json").found
-    assert found["recommended"] == "copies (DDP)"
+    assert found["recommended"] == "DDP"
     for way in found["ways"]:
         parts = ("weights", "gradients", "optimizer", "copies", "activations")
         assert way["peak"] == sum(way[name] for name in parts)
@@ -214,7 +217,7 @@ def test_accumulation_is_said_and_written(cli: Run, folder: Path, tmp_path: Path
     assert "keep whole gradients until the last micro-batch: up to " in result.out
     assert yaml.safe_load((tmp_path / "a.yaml").read_text())["gradient_accumulation_steps"] == 8
     waiting = {way["name"]: way["waiting"] for way in cli(*asked, "--json").found["ways"]}
-    assert waiting["sharded (FSDP)"] > 0 == waiting["ZeRO 3"] == waiting["copies (DDP)"]
+    assert waiting["FSDP"] > 0 == waiting["ZeRO 3"] == waiting["DDP"]
     assert "until the last micro-batch" not in cli(folder, "--gpus", "4x1GB").out
 
 

@@ -220,7 +220,7 @@ def test_replicas_in_disguise_are_refused() -> None:
 def test_a_mesh_needs_version_2() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     layout = ParallelismConfig(dp_shard_size=4)
-    with pytest.raises(SettingError, match="parallelism_config goes with version 2"):
+    with pytest.raises(SettingError, match="parallelism_config needs FSDP2"):
         choose_strategy(StrategyRequest(World.fake(4), plugins=(plugin,), parallelism=layout))
 
 

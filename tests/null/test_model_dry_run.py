@@ -99,10 +99,10 @@ def test_a_plan_says_what_a_rehearsal_counts() -> None:
     }
     (part,) = dry_run_model(llama, 8, plugins=(layers(),)).parts
     for name in ("weights", "gradients", "optimizer"):
-        assert getattr(part, name) == pytest.approx(getattr(bill["sharded (FSDP)"], name), rel=0.001)
+        assert getattr(part, name) == pytest.approx(getattr(bill["FSDP"], name), rel=0.001)
     config = ParallelismConfig(dp_shard_size=4, tp_size=2)
     (part,) = dry_run_model(llama, 8, plugins=(layers(),), parallelism=config).parts
-    told = bill["sharded, layers over 2, recomputed (FSDP x TP)"]
+    told = bill["FSDP x TP=2, activation checkpointing"]
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(part, name) == pytest.approx(getattr(told, name), rel=0.001)
 

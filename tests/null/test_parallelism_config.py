@@ -191,7 +191,7 @@ def test_tied_weights_that_are_cut_alike() -> None:
 def test_a_size_that_does_not_divide() -> None:
     with pytest.raises(PrepareError) as caught:
         resolve_plan(decoder(), {"*.up": "colwise"}, 3)
-    assert "layers.0.up.weight (64, 16) cannot be cut into 3 equal parts" in str(caught.value)
+    assert "layers.0.up.weight (64, 16) cannot be sharded into 3 equal parts" in str(caught.value)
 
 
 class Heads(nn.Module):
@@ -232,7 +232,7 @@ def test_a_model_brings_its_plan() -> None:
     found = resolve_plan(Owning(words=7), {}, 2)
     assert [part.name for part in found.modules] == ["layers.0.up", "layers.0.down"]
     assert "head (tensor parallel: head.weight (7, 4)" in found.replicated[0]
-    with pytest.raises(PrepareError, match="cannot be cut"):
+    with pytest.raises(PrepareError, match="cannot be sharded"):
         resolve_plan(Owning(words=7), {"head": "colwise_rep"}, 2)
 
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages for training, what travels between them, and options that do not go."""
+"""Where a model is split into stages for training, what travels between them, and options that do not go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: evenly, in order, each block once."""
+"""Where a model is split into stages: evenly, in order, each block once."""
 
 from __future__ import annotations
 

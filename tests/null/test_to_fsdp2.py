@@ -116,7 +116,7 @@ def test_copies_of_the_shards_stay(old: Path, capsys: pytest.CaptureFixture[str]
     old.write_text(yaml.safe_dump({**given, "num_machines": 4}))
     assert run(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
     told = capsys.readouterr().out
-    assert "fsdp_replicate_size is how many copies" in told
+    assert "fsdp_replicate_size is the number of replicas" in told
     assert "LOCAL_STATE_DICT becomes SHARDED_STATE_DICT" in told
 
 
@@ -144,7 +144,7 @@ def test_the_configuration_given_stays_as_it_is() -> None:
             "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 1}\n",
             "its distributed_type is MULTI_GPU",
         ),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "is of version 2 already"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "is a configuration of FSDP2 already"),
         ("distributed_type: FSDP\nfsdp_config: FULL_SHARD\n", "is a table of keys"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HALF}\n", "unknown value 'HALF'"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, version: 1}\n", "fsdp_version twice"),

@@ -1,4 +1,4 @@
-"""``accelerate to-fsdp2``: turn a configuration of FSDP version 1 into one of version 2."""
+"""``accelerate to-fsdp2``: turn an FSDP1 configuration into an FSDP2 one."""
 
 from __future__ import annotations
 
@@ -134,16 +134,16 @@ def _dropped_key_lines(config: Mapping[str, Any]) -> Iterator[str]:
     """A line for each key that is left out."""
     for key in _fsdp_options(config):
         if isinstance(ARGUMENT_KEY_MAPPING.get(key), ConversionStatus):
-            why = "gathers ahead by itself" if key.endswith("_prefetch") else "has no such option"
-            yield f"{key} is left out: version 2 {why}"
+            why = "prefetches by itself" if key.endswith("_prefetch") else "has no such option"
+            yield f"{key} is left out: FSDP2 {why}"
     if _is_hybrid(_fsdp_options(config)):
-        yield f"{REPLICATE_SIZE} is how many copies of the shards there are: one for each machine, as it was"
+        yield f"{REPLICATE_SIZE} is the number of replicas (HSDP): one for each machine, as it was"
     if str(_fsdp_options(config).get("fsdp_state_dict_type")).upper() == LOCAL_STATE_DICT:
         yield f"{LOCAL_STATE_DICT} becomes SHARDED_STATE_DICT, which any number of processes reads"
 
 
 def _refuse_other_files(config: Mapping[str, Any], path: Path) -> None:
-    """Refuses a file that is none of version 1."""
+    """Refuse a file that is no FSDP1 configuration."""
     kind = config.get("distributed_type")
     if not _fsdp_options(config):
         raise SettingError(
@@ -157,8 +157,8 @@ def _refuse_other_files(config: Mapping[str, Any], path: Path) -> None:
         )
     if _fsdp_options(config).get(VERSION) == 2:
         raise SettingError(
-            f"{path} is of version 2 already",
-            fix=f"if its keys are those of version 1, write {VERSION}: 1 there and run this again",
+            f"{path} is a configuration of FSDP2 already",
+            fix=f"if its keys are those of FSDP1, write {VERSION}: 1 there and run this again",
         )
 
 
@@ -179,12 +179,12 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
     """Converts a file and returns what there is to say about it.
 
     Args:
-        config_file: a file of version 1.
+        config_file: an FSDP1 configuration file.
         output_file: the new file; the old one is replaced when None.
         overwrite: whether a file that exists may be replaced.
 
     Raises:
-        SettingError: the file is none of version 1, or there is no place for the new one.
+        SettingError: the file is no FSDP1 configuration, or there is no place for the new one.
     """
     path = Path(config_file).expanduser()
     target = _target_file(path, output_file, overwrite)
@@ -200,14 +200,16 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
     return [*_dropped_key_lines(config), f"written to {target}"]
 
 
-@click.command("to-fsdp2", short_help="Turn a configuration of version 1 into one of version 2.")
-@click.option("--config_file", "--config-file", required=True, metavar="FILE", help="a file of version 1")
+@click.command("to-fsdp2", short_help="Turn an FSDP1 configuration into an FSDP2 one.")
+@click.option(
+    "--config_file", "--config-file", required=True, metavar="FILE", help="an FSDP1 configuration file"
+)
 @click.option("--output_file", "--output-file", metavar="FILE", help="the new file")
 @click.option(
     "--overwrite", is_flag=True, help="replace a file that exists; without --output_file, the old one"
 )
 def _to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
-    """Turn a configuration of FSDP version 1 (fsdp_version: 1, or none) into one of version 2."""
+    """Turn an FSDP1 configuration (fsdp_version: 1, or none) into an FSDP2 one."""
     for line in convert_file(config_file, output_file, overwrite):
         click.echo(line)
 
@@ -227,7 +229,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser = (
         argparse.ArgumentParser(f"accelerate {name}") if subparsers is None else subparsers.add_parser(name)
     )
-    parser.add_argument("--config_file", "--config-file", required=True, help="a file of version 1")
+    parser.add_argument("--config_file", "--config-file", required=True, help="an FSDP1 configuration file")
     parser.add_argument("--output_file", "--output-file", default=None, help="the new file")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that exists")
     if subparsers is not None:

@@ -77,7 +77,7 @@ def _refuse_fsdp1_mesh(request: LaunchRequest, engine: str) -> None:
     if engine == "use_fsdp" and _is_on(request, mesh) and request.get(version) == 1:
         raise SettingError(
             f"{describe_setting(request, mesh)}, but {describe_setting(request, version)}",
-            why="only version 2 shards over a mesh of several dimensions",
+            why="only FSDP2 shards over a device mesh of several dimensions",
             fix=f"leave out {version}, or make it 2",
         )
 

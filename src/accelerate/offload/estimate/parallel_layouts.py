@@ -148,12 +148,12 @@ def list_layouts(
 def _data_parallel_layouts(estimate: Estimator) -> Iterator[ParallelLayout]:
     """List DDP and ZeRO 1 and 2, where every rank has all weights."""
     yield ParallelLayout(
-        "copies (DDP)",
+        "DDP",
         estimate(strategy="ddp"),
-        "only gradients are exchanged",
+        "only gradients are all-reduced",
         {"distributed_type": "MULTI_GPU"},
     )
-    for stage, what in ((1, "optimizer state is divided"), (2, "optimizer state and gradients are divided")):
+    for stage, what in ((1, "optimizer state is sharded"), (2, "optimizer state and gradients are sharded")):
         job = {"distributed_type": "DEEPSPEED", "zero_stage": stage}
         yield ParallelLayout(
             f"ZeRO {stage}", estimate(strategy=f"zero{stage}"), what, job, needs_library=True
@@ -165,21 +165,21 @@ def _sharded_layouts(estimate: Estimator, on: ClusterSpec) -> Iterator[ParallelL
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     keeps = {**job, "fsdp_reshard_after_forward": False}
     yield ParallelLayout(
-        "sharded, whole in the step (FSDP)",
+        "FSDP SHARD_GRAD_OP",
         estimate(strategy="fsdp", keeps=True),
-        "weights are gathered once a step",
+        "weights are all-gathered once per step",
         keeps,
     )
     if on.nodes > 1:
         copies = {**job, **_mesh_settings(dp_replicate=on.nodes, dp_shard=on.each)}
         yield ParallelLayout(
-            "sharded in each machine (HSDP)",
+            "HSDP",
             estimate(strategy="fsdp", shard=on.each),
-            "only gradients cross between machines",
+            "only gradients are all-reduced between machines",
             copies,
         )
-    again = "weights are gathered twice a step"
-    yield ParallelLayout("sharded (FSDP)", estimate(strategy="fsdp"), again, job)
+    again = "weights are all-gathered twice per step"
+    yield ParallelLayout("FSDP", estimate(strategy="fsdp"), again, job)
     yield ParallelLayout(
         "ZeRO 3",
         estimate(strategy="zero3"),
@@ -189,9 +189,9 @@ def _sharded_layouts(estimate: Estimator, on: ClusterSpec) -> Iterator[ParallelL
     )
     full = {**job, "fsdp_activation_checkpointing": True}
     yield ParallelLayout(
-        "sharded, recomputed (FSDP)",
+        "FSDP, activation checkpointing",
         estimate(strategy="fsdp", recompute="full"),
-        "activations are computed again: a third more to compute",
+        "activations are recomputed: a third more to compute",
         full,
     )
 
@@ -207,9 +207,9 @@ def _tensor_parallel_layouts(
             continue
         grid = _mesh_settings(dp_shard=on.count // tensor, tp=tensor)
         yield ParallelLayout(
-            f"sharded, layers over {tensor}, recomputed (FSDP x TP)",
+            f"FSDP x TP={tensor}, activation checkpointing",
             estimate(strategy="fsdp", tensor=tensor, recompute="full"),
-            f"{tensor} devices compute each layer together: activations are exchanged in every block",
+            f"tensor parallel over {tensor} devices: activations are all-reduced in every block",
             {**job, **grid, "fsdp_activation_checkpointing": True},
         )
 
@@ -219,7 +219,7 @@ def _host_offload_layouts(estimate: Estimator) -> Iterator[ParallelLayout]:
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     job |= {"fsdp_offload_params": True, "fsdp_activation_checkpointing": True}
     yield ParallelLayout(
-        "sharded, recomputed, on the host (FSDP)",
+        "FSDP, activation checkpointing, CPU offload",
         estimate(strategy="fsdp", recompute="full", offload=True),
         "everything crosses the bus in every step, and the host runs the optimizer",
         job,

@@ -95,7 +95,7 @@ def check_supported(world: World) -> None:
             why=f"{PACKAGE} calls torch.{DEVICE_TYPE} for devices, streams and random states, whatever its "
             "tensors are on",
             fix="run on such devices, or leave --use_megatron_lm out; ParallelismConfig(tp_size=..., "
-            "pp_size=...) shares layers and stages on any device",
+            "pp_size=...) is tensor and pipeline parallel on any device",
         )
 
 

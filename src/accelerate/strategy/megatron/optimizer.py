@@ -39,7 +39,7 @@ class ParamGroupMap:
         if optimizer.state:
             raise PrepareError(
                 f"the {type(optimizer).__name__} has stepped before prepare",
-                why="what it keeps is for whole parameters, and Megatron-LM gives it parts of joined ones",
+                why="its state is for full parameters, and Megatron-LM gives it shards of flattened buffers",
                 fix="prepare it first, and accelerator.load_state(...) then",
             )
         self.names = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]

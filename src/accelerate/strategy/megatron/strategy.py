@@ -141,10 +141,7 @@ class Megatron(Strategy):
             )
         model_family(models[0])
         layout = self.layout
-        reason = (
-            f"{layout.tp} processes share each layer, {layout.pp} the layers, "
-            f"and {layout.dp} copies average their gradients"
-        )
+        reason = f"tensor parallel {layout.tp}, pipeline parallel {layout.pp}, data parallel {layout.dp}"
         yield PrepareStep("engine", reason, self._build)
 
     def _build(self, bundle: Bundle) -> None:

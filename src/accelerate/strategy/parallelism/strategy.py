@@ -121,8 +121,8 @@ class MeshParallelism(FSDP2Strategy):
         super().check()
         if self.plugin.fsdp_version != 2:
             raise SettingError(
-                "parallelism_config goes with version 2 of sharding, and fsdp_version is 1",
-                why="only version 2 shards over a mesh of several dimensions",
+                "parallelism_config needs FSDP2, and fsdp_version is 1",
+                why="only FSDP2 shards over a device mesh of several dimensions",
                 fix="leave fsdp_version out, or make it 2",
             )
         for dimension in self.dimensions:
@@ -132,7 +132,7 @@ class MeshParallelism(FSDP2Strategy):
         """Refuse torch.compile with pipeline parallelism, whose stages are no single graph."""
         if self.config.pp_enabled:
             raise SettingError(
-                f"pp_size={self.config.pp_size} cuts models into stages, and torch.compile is asked for",
+                f"pp_size={self.config.pp_size} splits models into pipeline stages, and torch.compile is asked for",
                 why="the model's forward is read on empty tensors, and each process runs its layers only",
                 fix="leave dynamo_backend and dynamo_plugin out; compile functions inside of your layers",
             )
@@ -305,7 +305,9 @@ class MeshParallelism(FSDP2Strategy):
         if shards > 1:
             return super()._shard_description
         return (
-            f"gradients are reduced over {copies} copies" if copies > 1 else "one process updates each part"
+            f"gradients are all-reduced over {copies} replicas"
+            if copies > 1
+            else "one process updates each shard"
         )
 
     def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:

@@ -94,7 +94,7 @@ class SequenceDimension(Dimension):
         if self.config.pp_enabled and schedule != "gpipe":
             raise SettingError(
                 f"schedule={schedule!r} does not go with {self.name}_size={self.size}",
-                why="with it gradients are made before anybody knows whether the parts of sequences in a "
+                why="with it a gradient is computed before it is known whether the shards of sequences in a "
                 "chunk have a label at all",
                 fix="schedule='gpipe', which takes the loss over the whole batch",
             )
@@ -141,7 +141,7 @@ class SequenceDimension(Dimension):
             if self._option is None:
                 return batch
             raise PrepareError(
-                f"a batch, {_describe_batch(batch)}, has no tokens that could be shared by {self.title}",
+                f"a batch, {_describe_batch(batch)}, has no tokens to shard by {self.title}",
                 why="cut= asks for it, and a batch is cut by its keys",
                 fix='give dicts with "input_ids", or name the keys and the dimensions of their tokens: '
                 'cut={"tokens": 1}',
@@ -177,7 +177,7 @@ class SequenceDimension(Dimension):
         self._has_attention[model] = counter.inside_calls > 0
         if counter.outside_calls:
             raise PrepareError(
-                f"{self._models[model]} calls attention between the modules that are cut into stages",
+                f"{self._models[model]} calls attention between the modules that are split into stages",
                 why=f"every stage runs that code, also over whole batches, and {self.title} exchanges tokens "
                 "in the attention of modules only",
                 fix="call attention in a module of its own, or set pp_size=1",

@@ -67,7 +67,7 @@ def check_length(total: int, size: int) -> None:
     """
     if total % size:
         raise PrepareError(
-            f"sequences of {total} tokens cannot be shared by {size} processes",
+            f"sequences of {total} tokens cannot be sharded over {size} processes",
             why=f"{total} is no multiple of {size}, and without an attention mask no token can be padding",
             fix=f"pad_to_multiple_of={2 * size} in the collator, or give the batch an attention_mask",
         )

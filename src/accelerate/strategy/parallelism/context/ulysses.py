@@ -65,9 +65,9 @@ class UlyssesAttention(DistributedAttention):
         if query.dim() != 4 or query.shape[1] % self.size:
             heads = query.shape[1] if query.dim() == 4 else 1
             raise PrepareError(
-                f"attention of {heads} heads cannot be shared by sp_size={self.size} processes",
+                f"attention of {heads} heads cannot be sharded over sp_size={self.size} processes",
                 why=f"each computes some heads of all tokens, and {self.size} does not divide {heads}",
-                fix="set sp_size to a divisor of the heads, or take cp_size, which does not share heads",
+                fix="set sp_size to a divisor of the heads, or take cp_size, which does not shard heads",
             )
         if query.shape[1] != key.shape[1] and key.shape[1] % self.size:
             key, value = (self._repeat_heads(part, query.shape[1]) for part in (key, value))

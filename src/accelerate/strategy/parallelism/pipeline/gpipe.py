@@ -159,7 +159,7 @@ class GPipeCall:
         if self.batch is None:
             raise PrepareError(
                 "a second backward through one forward of a pipeline",
-                why="what the stages kept for it was freed by the first one",
+                why="the activations that the stages saved were freed by the first one",
                 fix="call the model again, or add up the losses before one backward",
             )
         runner = self.runner

@@ -105,7 +105,7 @@ class PipelineParallel(Dimension):
         where = ", ".join(cut.split_points())
         options = self.options
         return (
-            f"the layers are {cut.count} stages on {self.size} processes, cut before {where}; "
+            f"{cut.count} pipeline stages on {self.size} processes, split before {where}; "
             f"{options.num_microbatches} micro-batches, {options.schedule}"
         )
 
@@ -173,7 +173,7 @@ class PipelineParallel(Dimension):
                 # What belongs to no model that was cut, every process has.
                 if parameter in made_since:
                     raise PrepareError(
-                        f"the {type(optimizer).__name__} was made from a model in stages",
+                        f"the {type(optimizer).__name__} was made from a model that is split into pipeline stages",
                         why="its groups would differ between the stages, and no checkpoint could tell them",
                         fix="make it before: model, optimizer = accelerator.prepare(model, optimizer)",
                     )

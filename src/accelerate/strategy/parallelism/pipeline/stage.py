@@ -119,7 +119,7 @@ def _control_flow_error(name: str, *, missing: bool = False) -> PrepareError:
     return PrepareError(
         f"{what}: it takes another way than with other values of the same shapes",
         why="stages of a pipeline must agree on which layers run, and in which order",
-        fix="do not skip layers by values or at random in a model that is cut into stages",
+        fix="do not skip layers by values or at random in a pipeline parallel model",
     )
 
 

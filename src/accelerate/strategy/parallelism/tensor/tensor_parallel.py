@@ -70,7 +70,7 @@ class TensorParallel(Dimension):
         known = getattr(model, "_tp_size", None) or shared.device_mesh.size(-1)
         if known != size:
             raise PrepareError(
-                f"the layers of the {type(model).__name__} are shared by {known} processes already, and "
+                f"the layers of the {type(model).__name__} are tensor parallel over {known} processes already, and "
                 f"tp_size is {size}",
                 fix=f"ParallelismConfig(tp_size={known}), or load the model whole",
             )

@@ -210,7 +210,7 @@ def _sharded_module(name: str, module: nn.Module, style: Any) -> TPPlanEntry | N
 
 def _style_hint(style: str) -> str:
     return (
-        f"known: {', '.join(STYLES)}. A model whose own plan has others may share its layers by itself: "
+        f"known: {', '.join(STYLES)}. A model whose own plan has others may apply it by itself: "
         "from_pretrained(..., tp_plan='auto') of transformers does; that is recognised here"
     )
 
@@ -232,7 +232,7 @@ def _divisibility_error(part: TPPlanEntry, size: int) -> PrepareError | None:
         shape = tuple(part.module._parameters[name].shape)  # type: ignore[union-attr]
         if isinstance(placement, Shard) and shape[placement.dim] % size:
             return PrepareError(
-                f"tensor parallel: {part.name}.{name} {shape} cannot be cut into {size} equal parts",
+                f"tensor parallel: {part.name}.{name} {shape} cannot be sharded into {size} equal parts",
                 why=f"tp_size={size} does not divide {shape[placement.dim]}, its dimension {placement.dim}",
                 fix=f"choose a tp_size that does, or leave it whole: plan={{{part.name!r}: 'replicate'}}",
             )
