@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from accelerate.core.errors import NotBuiltError
+from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.core.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,26 +67,27 @@ def _is_tested(name: str) -> bool:
 
 
 def refused(text: str, use: Callable[[], object], proof: str) -> Claim:
-    """Something that raises NotBuiltError when it is used."""
+    """Something that raises FeatureNotBuiltError when it is used."""
 
     def holds() -> bool:
         try:
             use()
-        except NotBuiltError:
+        except FeatureNotBuiltError:
             return True
         return False
 
-    return Claim(text, "planned", holds, f"{proof} raises NotBuiltError")
+    return Claim(text, "planned", holds, f"{proof} raises FeatureNotBuiltError")
 
 
 def later(text: str, *names: str) -> Claim:
     """Public names, as ``module:name`` below the package, that the table of names calls planned."""
-    from accelerate.core.lazy_names import NotBuilt
+    from accelerate.core.lazy_names import UnimplementedPublicName
     from accelerate.names import NAME_SOURCES
 
     def holds() -> bool:
         pairs = (name.split(":") for name in names)
-        return all(isinstance(NAME_SOURCES[f"accelerate.{module}"][name], NotBuilt) for module, name in pairs)
+        sources = (NAME_SOURCES[f"accelerate.{module}"][name] for module, name in pairs)
+        return all(isinstance(source, UnimplementedPublicName) for source in sources)
 
     return Claim(text, "planned", holds, f"{', '.join(names)} are planned in accelerate.names")
 

@@ -7,7 +7,13 @@ and everything is loaded when it is first used. ``core/lazy_names.py`` explains 
 
 from __future__ import annotations
 
-from accelerate.core.lazy_names import ConstantValue, Factory, NameSource, NotBuilt, PublicNames
+from accelerate.core.lazy_names import (
+    DirectObjectSource,
+    LazyCallSource,
+    NameSource,
+    PublicNames,
+    UnimplementedPublicName,
+)
 
 
 def exports(text: str) -> dict[str, NameSource]:
@@ -19,7 +25,7 @@ def exports(text: str) -> dict[str, NameSource]:
 
 def not_built(text: str, names: str) -> dict[str, NameSource]:
     """Return names that are not built yet."""
-    return dict.fromkeys(names.split(), NotBuilt(text))
+    return dict.fromkeys(names.split(), UnimplementedPublicName(text))
 
 
 def words(text: str) -> list[str]:
@@ -30,21 +36,22 @@ def words(text: str) -> list[str]:
 def constants(texts: str = "", **values: object) -> dict[str, NameSource]:
     """Return constants of the API that no code here needs; ``NAME=text`` for one-word texts."""
     pairs = dict(pair.split("=") for pair in texts.split())
-    return {name: ConstantValue(value) for name, value in {**pairs, **values}.items()}
+    return {name: DirectObjectSource(value) for name, value in {**pairs, **values}.items()}
 
 
 def package_checks(names: str) -> dict[str, NameSource]:
     """Return ``is_<name>_available`` for packages; ``name=requirement`` if it is not just that package."""
     pairs = (name.partition("=") for name in names.split())
     return {
-        f"is_{name}_available": Factory("core.packages:make_checker", need or name) for name, _, need in pairs
+        f"is_{name}_available": LazyCallSource("core.packages:make_checker", need or name)
+        for name, _, need in pairs
     }
 
 
 def device_checks(types: str) -> dict[str, NameSource]:
     """Return ``is_<type>_available`` for device types."""
     return {
-        f"is_{type}_available": Factory("facade.device_availability:device_checker", type)
+        f"is_{type}_available": LazyCallSource("facade.device_availability:device_checker", type)
         for type in types.split()
     }
 
@@ -118,7 +125,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("track.trackio: TrackioTracker")
     | exports("track.wandb: WandBTracker")
     | exports("facade.tracking: filter_trackers get_available_trackers")
-    | {"LOGGER_TYPE_TO_CLASS": Factory("track:tracker_classes")},
+    | {"LOGGER_TYPE_TO_CLASS": LazyCallSource("track:tracker_classes")},
     # --- accelerate.commands
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": exports("cli.main: main"),
@@ -131,10 +138,12 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate.commands.config.config_args": {
         **dict.fromkeys(
             words("default_config_file default_json_config_file default_yaml_config_file"),
-            Factory("launch.config_files:default_file", then=str),
+            LazyCallSource("launch.config_files:default_file", then=str),
         ),
-        "cache_dir": Factory("launch.config_files:cache_folder", then=str),
-        "hf_cache_home": Factory("launch.config_files:cache_folder", then=lambda folder: str(folder.parent)),
+        "cache_dir": LazyCallSource("launch.config_files:cache_folder", then=str),
+        "hf_cache_home": LazyCallSource(
+            "launch.config_files:cache_folder", then=lambda folder: str(folder.parent)
+        ),
         **exports("cli.config_classes: BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
     },
     "accelerate.commands.config.config_utils": exports("cli.wizard.config_parsers: SubcommandHelpFormatter")
@@ -267,7 +276,11 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports(
         "facade.driver_checks: check_cuda_p2p_ib_support=has_p2p_infiniband get_driver_version get_gpu_info"
     )
-    | {"check_cuda_fp8_capability": Factory("facade.device_availability:format_checker", "cuda", "fp8")}
+    | {
+        "check_cuda_fp8_capability": LazyCallSource(
+            "facade.device_availability:format_checker", "cuda", "fp8"
+        )
+    }
     | exports("world.affinity: override_numa_affinity set_numa_affinity"),
     "accelerate.utils.fsdp_utils": exports(
         "strategy.sharding.fsdp_utils: disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
@@ -289,31 +302,37 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | device_checks("mlu musa neuron npu sdaa xpu")
     | exports("facade.device_availability: is_fp16_available is_torch_distributed_available")
     | {
-        "USE_TORCH_XLA": Factory("core.environ:get_flag", "USE_TORCH_XLA", True),
-        "deepspeed_required": Factory("core.packages:requires", "deepspeed"),
-        "torchao_required": Factory("core.packages:requires", "torchao"),
-        "is_bnb_available": Factory("core.packages:make_version_checker", "bitsandbytes"),
-        "is_numpy_available": Factory("core.packages:make_version_checker", "numpy", "1.25.0"),
-        "is_fp8_available": Factory(
+        "USE_TORCH_XLA": LazyCallSource("core.environ:get_flag", "USE_TORCH_XLA", True),
+        "deepspeed_required": LazyCallSource("core.packages:requires", "deepspeed"),
+        "torchao_required": LazyCallSource("core.packages:requires", "torchao"),
+        "is_bnb_available": LazyCallSource("core.packages:make_version_checker", "bitsandbytes"),
+        "is_numpy_available": LazyCallSource("core.packages:make_version_checker", "numpy", "1.25.0"),
+        "is_fp8_available": LazyCallSource(
             "core.packages:make_checker", "transformer_engine", "torchao>=0.6.1", "msamp"
         ),
-        "is_tensorboard_available": Factory("core.packages:make_checker", "tensorboard", "tensorboardX"),
-        "is_rich_available": Factory("core.packages:make_checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
-        "is_megatron_lm_available": Factory(
+        "is_tensorboard_available": LazyCallSource(
+            "core.packages:make_checker", "tensorboard", "tensorboardX"
+        ),
+        "is_rich_available": LazyCallSource(
+            "core.packages:make_checker", "rich", flag="ACCELERATE_ENABLE_RICH"
+        ),
+        "is_megatron_lm_available": LazyCallSource(
             "core.packages:make_checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
         ),
-        "is_bf16_available": Factory("facade.device_availability:bf16_checker", tpu="xla"),
-        "is_cuda_available": Factory("facade.device_availability:device_checker", "cuda", argument=""),
-        "is_habana_gaudi1": Factory("facade.device_availability:model_checker", "hpu", "GAUDI"),
-        "is_hpu_available": Factory("facade.device_availability:device_checker", "hpu", argument="init_hccl"),
-        "is_mps_available": Factory("facade.device_availability:version_checker", "mps", "1.12"),
-        "is_rocm_available": Factory("facade.device_availability:build_checker", "cuda", "hip"),
-        "is_torch_xla_available": Factory("facade.device_availability:tpu_gpu_checker", "xla"),
-        "is_xccl_available": Factory("facade.device_availability:backend_checker", "xccl"),
-        "is_bitsandbytes_multi_backend_available": Factory(
+        "is_bf16_available": LazyCallSource("facade.device_availability:bf16_checker", tpu="xla"),
+        "is_cuda_available": LazyCallSource("facade.device_availability:device_checker", "cuda", argument=""),
+        "is_habana_gaudi1": LazyCallSource("facade.device_availability:model_checker", "hpu", "GAUDI"),
+        "is_hpu_available": LazyCallSource(
+            "facade.device_availability:device_checker", "hpu", argument="init_hccl"
+        ),
+        "is_mps_available": LazyCallSource("facade.device_availability:version_checker", "mps", "1.12"),
+        "is_rocm_available": LazyCallSource("facade.device_availability:build_checker", "cuda", "hip"),
+        "is_torch_xla_available": LazyCallSource("facade.device_availability:tpu_gpu_checker", "xla"),
+        "is_xccl_available": LazyCallSource("facade.device_availability:backend_checker", "xccl"),
+        "is_bitsandbytes_multi_backend_available": LazyCallSource(
             "facade.device_availability:feature_checker", "bitsandbytes:features", "multi_backend"
         ),
-        "is_transformer_engine_mxfp8_available": Factory(
+        "is_transformer_engine_mxfp8_available": LazyCallSource(
             "facade.device_availability:function_checker",
             "transformer_engine.pytorch.fp8:check_mxfp8_support",
         ),
@@ -374,7 +393,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("core.tree: is_namedtuple")
     | exports("facade.modules: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
     | exports("world.tensor_copy: copy_tensor_to_devices")
-    | {"is_torch_xpu_tensor": Factory("facade.device_availability:tensor_checker", "xpu")}
+    | {"is_torch_xpu_tensor": LazyCallSource("facade.device_availability:tensor_checker", "xpu")}
     | exports("strategy.deepspeed.strategy: GatheredParameters"),
     "accelerate.utils.other": exports(
         "facade.modules: extract_model_from_parallel get_model_tp_size get_module_children_bottom_up "
@@ -405,7 +424,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
 }
 
 for _name in words("accelerator checkpointing data_loader tracking utils.fsdp_utils utils.other"):
-    NAME_SOURCES[f"accelerate.{_name}"]["logger"] = Factory("watch.logging:get_logger", f"accelerate.{_name}")
+    NAME_SOURCES[f"accelerate.{_name}"]["logger"] = LazyCallSource(
+        "watch.logging:get_logger", f"accelerate.{_name}"
+    )
 
 # Names that modules of 1.x had by import: never promised one by one, so all modules of a kind have the same.
 UTILS = " ".join(name.partition(".")[2] for name in NAME_SOURCES if name.startswith("accelerate.utils."))

@@ -17,25 +17,25 @@ import torch
 
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.checkpoint import async_save, state, store_channel
-from accelerate.checkpoint.store import FileRecord, LocalCheckpointStore
+from accelerate.checkpoint.store import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.support.command import launch, start
 from tests.support.long_run import long_run_param
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
-WRITE = LocalCheckpointStore.write
+WRITE = LocalCheckpointStorage.write
 go = threading.Event()
 Fill = Callable[[BinaryIO], object]
 
 
-def write_when_released(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRecord:
+def write_when_released(store: LocalCheckpointStorage, name: str, fill: Fill) -> FileRecord:
     """Writes no file before it is let go."""
     assert go.wait(30)
     return WRITE(store, name, fill)
 
 
-def fail_to_write(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRecord:
+def fail_to_write(store: LocalCheckpointStorage, name: str, fill: Fill) -> FileRecord:
     """A disk that is full."""
 
     def full(file: BinaryIO) -> None:
@@ -44,7 +44,7 @@ def fail_to_write(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRec
     return WRITE(store, name, full)
 
 
-def deadly(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRecord:
+def deadly(store: LocalCheckpointStorage, name: str, fill: Fill) -> FileRecord:
     """Kills its process when it has written something."""
     WRITE(store, name, fill)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -53,7 +53,7 @@ def deadly(store: LocalCheckpointStore, name: str, fill: Fill) -> FileRecord:
 
 def on(write: Callable[..., FileRecord], patch: pytest.MonkeyPatch) -> None:
     """Lets ``save_state`` write so."""
-    patch.setattr(LocalCheckpointStore, "write", write)
+    patch.setattr(LocalCheckpointStorage, "write", write)
 
 
 class Average:
@@ -301,15 +301,15 @@ def leaves_at_once(folder: str) -> str | None:
     """Rank 1 is slow to read that all have committed; rank 0, which holds the store, ends right after."""
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 1))
-    read = store_channel.StoreChannel._answer
+    read = store_channel.CheckpointStoreChannel._answer
 
-    def slowly(self: store_channel.StoreChannel, doing: str, key: str) -> list[Any]:
+    def slowly(self: store_channel.CheckpointStoreChannel, doing: str, key: str) -> list[Any]:
         threading.Event().wait(0.5)
         return read(self, doing, key)
 
     with pytest.MonkeyPatch.context() as patch:
         if accelerator.process_index == 1:
-            patch.setattr(store_channel.StoreChannel, "_answer", slowly)
+            patch.setattr(store_channel.CheckpointStoreChannel, "_answer", slowly)
         accelerator.save_state(folder, async_save=True)
         path = accelerator.wait_for_checkpoint()
     if accelerator.process_index == 0:
@@ -339,9 +339,9 @@ SCRIPT = """
     import os, sys, threading
     import torch
     from accelerate import Accelerator
-    from accelerate.checkpoint.store import LocalCheckpointStore
+    from accelerate.checkpoint.store import LocalCheckpointStorage
 
-    write, ends = LocalCheckpointStore.write, threading.Event()
+    write, ends = LocalCheckpointStorage.write, threading.Event()
 
     def slow(self, name, fill):
         assert ends.wait(30)
@@ -349,7 +349,7 @@ SCRIPT = """
             raise OSError(28, "No space left on device")
         return write(self, name, fill)
 
-    LocalCheckpointStore.write = slow
+    LocalCheckpointStorage.write = slow
     accelerator = Accelerator(cpu=True)
     model, optimizer = torch.nn.Linear(2, 2), None
     model = accelerator.prepare(model)
@@ -397,13 +397,13 @@ def test_a_failure_that_nobody_heard_of_is_said_at_the_exit(tmp_path: Path) -> N
 INTERRUPTED = """
     import threading
     from accelerate import Accelerator
-    from accelerate.checkpoint.store import LocalCheckpointStore
+    from accelerate.checkpoint.store import LocalCheckpointStorage
 
     def held(self, name, fill):
         print("writing", flush=True)
         threading.Event().wait()
 
-    LocalCheckpointStore.write = held
+    LocalCheckpointStorage.write = held
     accelerator = Accelerator(cpu=True)
     accelerator.save_state({folder!r}, async_save=True)
     threading._register_atexit(lambda: print("exits", flush=True))

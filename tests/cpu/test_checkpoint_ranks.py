@@ -17,8 +17,8 @@ import torch
 from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import StatefulAdapter, TrainState
-from accelerate.checkpoint.store import FileRecord, LocalCheckpointStore
+from accelerate.checkpoint.state import CheckpointTrainState, StatefulAdapter
+from accelerate.checkpoint.store import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.world import collective, rng
 from accelerate.world import world as worlds
@@ -29,14 +29,14 @@ def open_world(seconds: float = 30) -> worlds.World:
     return worlds.open(cpu=True, timeout=timedelta(seconds=seconds))
 
 
-def parts(value: float = 0.0, rank: int = 0) -> TrainState:
+def parts(value: float = 0.0, rank: int = 0) -> CheckpointTrainState:
     """A model that is the same on all ranks and generators that are not."""
     rng.set_seed(int(value) * 10 + rank)
     torch.manual_seed(int(value))
     model = torch.nn.Linear(2, 2)
     torch.manual_seed(int(value) * 10 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=value + 1)
-    return TrainState([model], [optimizer], rng=rng, step=int(value))
+    return CheckpointTrainState([model], [optimizer], rng=rng, step=int(value))
 
 
 def draws() -> tuple[float, float]:
@@ -146,9 +146,11 @@ class PerRank:
 
 def states_of_ranks(folder: str) -> tuple[int, int, dict[str, int]]:
     rank = open_world().rank
-    path = state.save(TrainState(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder)
+    path = state.save(
+        CheckpointTrainState(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder
+    )
     loader, engine = PerRank(), PerRank()
-    loaded = state.load(TrainState(stateful_loaders=[loader], own_files=[engine]), path)
+    loaded = state.load(CheckpointTrainState(stateful_loaders=[loader], own_files=[engine]), path)
     assert loaded.manifest is not None
     return loader.value, engine.value, {name: r.rank for name, r in loaded.manifest.files.items()}
 
@@ -164,7 +166,7 @@ def test_states_that_differ_between_ranks_come_back_to_their_rank(ranks: RankSer
 # ---------------------------------------------------------------- failing together
 
 
-class BrokenDisk(LocalCheckpointStore):
+class BrokenDisk(LocalCheckpointStorage):
     """Fails when it is asked to write a file."""
 
     def write(self, name: str, fill: Callable[[Path], None]) -> FileRecord:
@@ -181,7 +183,7 @@ def refuse() -> Any:
 def fail_on(fail_to_write: int, how: str, folder: str) -> tuple[str, list[str]]:
     rank = open_world().rank
     mine = parts(4, rank)
-    store: Callable[[Path], LocalCheckpointStore] = LocalCheckpointStore
+    store: Callable[[Path], LocalCheckpointStorage] = LocalCheckpointStorage
     if rank == fail_to_write and how == "disk":
         store = BrokenDisk
     if rank == fail_to_write and how == "object":
@@ -223,7 +225,9 @@ def save_too_much(folder: str, safe: bool, optimizer: bool) -> str:
 
     open_world()
     model = torch.nn.Linear(1000, 1000, bias=False)
-    mine = TrainState([torch.nn.Linear(1, 1)], [model]) if optimizer else TrainState([model])
+    mine = (
+        CheckpointTrainState([torch.nn.Linear(1, 1)], [model]) if optimizer else CheckpointTrainState([model])
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
     return outcome(lambda: state.save(mine, folder, safe_serialization=safe))
 
@@ -306,7 +310,7 @@ def test_a_save_on_rank_0_alone_ends_with_the_reason(ranks: RankServer, tmp_path
 # ---------------------------------------------------------------- killed
 
 
-class Deadly(LocalCheckpointStore):
+class Deadly(LocalCheckpointStorage):
     """Kills its own process at the n-th operation, for real."""
 
     left = 0

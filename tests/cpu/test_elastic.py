@@ -287,7 +287,7 @@ def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch:
     (tmp_path / "agent.py").write_text(DEAF)
     monkeypatch.setattr(agent_process, "AGENT_FILE", str(tmp_path / "agent.py"))
     with GuardProcess(0.5) as guard:
-        agent = agent_process.AgentProcess({}, guard, 0.5)
+        agent = agent_process.ElasticAgentProcess({}, guard, 0.5)
         select.select([agent.output], [], [], 30)
         assert [message["event"] for message in agent.read_messages()] == ["start"]
         assert agent.finish() == -signal.SIGKILL

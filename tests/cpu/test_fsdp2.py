@@ -405,7 +405,7 @@ def wrong(case: str) -> None:
         ("scalar", "PrepareError", "the parameter alpha is a scalar"),
         ("differs", "PrepareError", "of rank 1 has other parameters than that of rank 0"),
         ("join", "PrepareError", "cannot join processes that have more inputs"),
-        ("local", "UnsuitedStrategyError", "LocalSGD does not work with the strategy 'fsdp'"),
+        ("local", "LocalTrainingStrategyError", "LocalSGD does not work with the strategy 'fsdp'"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(ranks: RankServer, case: str, kind: str, words: str) -> None:

@@ -44,9 +44,13 @@ def model_of() -> Any:
 def said(**options: Any) -> Any:
     """The bill of that way."""
     from accelerate.offload.estimate.activation_trace import trace_saved
-    from accelerate.offload.estimate.memory_estimate import TrainingSetup, estimate_training, measure_model
+    from accelerate.offload.estimate.memory_estimate import (
+        MemoryEstimateConfig,
+        estimate_training,
+        measure_model,
+    )
 
-    how = TrainingSetup(batch=BATCH, length=LENGTH, attention="eager", num_processes=2, **options)
+    how = MemoryEstimateConfig(batch=BATCH, length=LENGTH, attention="eager", num_processes=2, **options)
     with torch.device("meta"):
         model = model_of()
     return estimate_training(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.core.errors import NotBuiltError, SettingError
+from accelerate.core.errors import FeatureNotBuiltError, SettingError
 from accelerate.strategy import STRATEGIES, choose_strategy
 from accelerate.strategy.base import StrategyRequest
 from accelerate.world.world import World
@@ -144,7 +144,7 @@ def test_a_planned_strategy_refuses_with_its_plan() -> None:
     class PlannedStrategy(EngineStrategy):
         planned_feature = "it will come"
 
-    with pytest.raises(NotBuiltError, match="not built yet") as error:
+    with pytest.raises(FeatureNotBuiltError, match="not built yet") as error:
         PlannedStrategy(StrategyRequest(World.fake(2), plugins=(EnginePlugin(),))).check()
     assert "it will come" in str(error.value)
 

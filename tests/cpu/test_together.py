@@ -406,7 +406,7 @@ def reopened() -> tuple[list[float], int]:
         inner = Accelerator()
         found += inner.gather(torch.tensor([float(accelerator.process_index)])).tolist()
         accelerator.end_training()
-        assert type(sys.excepthook).__name__ != "_ExceptHook"
+        assert type(sys.excepthook).__name__ != "_WatchdogExceptHook"
     return found, threading.active_count()
 
 

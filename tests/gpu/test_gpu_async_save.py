@@ -11,7 +11,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.checkpoint import snapshot
-from accelerate.checkpoint.store import LocalCheckpointStore
+from accelerate.checkpoint.store import LocalCheckpointStorage
 from accelerate.device.base import Device
 
 SIZE = 4096
@@ -36,13 +36,13 @@ def test_the_checkpoint_has_the_values_at_the_call(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D10: work that the device had not begun at the call is in it, work that was given later is not."""
-    go, write = threading.Event(), LocalCheckpointStore.write
+    go, write = threading.Event(), LocalCheckpointStorage.write
 
-    def held(store: LocalCheckpointStore, name: str, fill: Any) -> Any:
+    def held(store: LocalCheckpointStorage, name: str, fill: Any) -> Any:
         assert go.wait(60)
         return write(store, name, fill)
 
-    monkeypatch.setattr(LocalCheckpointStore, "write", held)
+    monkeypatch.setattr(LocalCheckpointStorage, "write", held)
     accelerator, model, optimizer = training()
     snapshot.staging.release()
     for number in range(2):  # into new memory, and into memory that was used

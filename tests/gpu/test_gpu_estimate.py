@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate.device.base import Device
-from accelerate.offload.estimate.activation_trace import SavedActivations, trace_saved
-from accelerate.offload.estimate.memory_estimate import TrainingSetup, estimate_training, measure_model
+from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
+from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, estimate_training, measure_model
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {
@@ -53,8 +53,8 @@ def test_what_is_estimated_is_what_a_training_takes(device: Device, attention: s
         hollow = model_of(attention)
     facts = measure_model(hollow, "a model")
     found = trace_saved(hollow, BATCH, LENGTH, autocast=narrow, attention=how)
-    assert isinstance(found, SavedActivations)
-    asked = TrainingSetup(batch=BATCH, length=LENGTH, attention=how, mixed_precision=mixed)
+    assert isinstance(found, SavedActivationBytes)
+    asked = MemoryEstimateConfig(batch=BATCH, length=LENGTH, attention=how, mixed_precision=mixed)
     bill, before = estimate_training(facts, asked, found), held()
     model = model_of(attention).to(device.type).train()
     words = torch.randint(0, 2000, (BATCH, LENGTH), device=device.type)

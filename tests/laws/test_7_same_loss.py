@@ -156,7 +156,7 @@ def refuses(ranks: RankServer, variables: dict[str, str]) -> None:
     """A strategy that is not built says so instead of training by another one."""
     with pytest.raises(RanksError) as caught:
         ranks(2, prepared_loop, "no", 1, env=variables)
-    assert caught.value.causing_kinds() == {"NotBuiltError"}
+    assert caught.value.causing_kinds() == {"FeatureNotBuiltError"}
 
 
 def refuses_the_model(ranks: RankServer, strategy: str, variables: dict[str, str]) -> None:

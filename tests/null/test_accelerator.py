@@ -16,7 +16,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.core.errors import (
     AccelerateError,
     CheckpointError,
-    NotBuiltError,
+    FeatureNotBuiltError,
     PrepareError,
     SettingError,
     WorldError,
@@ -226,7 +226,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arguments", [{"mixed_precision": "fp8"}])
 def test_what_is_not_built_is_refused_not_ignored(arguments: dict[str, object]) -> None:
-    with pytest.raises(NotBuiltError):
+    with pytest.raises(FeatureNotBuiltError):
         Accelerator(**arguments)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from accelerate.launch.base import choose_kind
 from accelerate.launch.config_files import ConfigFile, read_config
 from accelerate.launch.kinds import scheduled_rank
 from accelerate.launch.launch_request import JobSettings, LaunchRequest, build_request
-from accelerate.launch.scheduler import SchedulerContext, detect_scheduler, overridden_lines
+from accelerate.launch.scheduler import JobSchedulerContext, detect_scheduler, overridden_lines
 from tests.support.launchers import RECORDED, environments
 
 POD = {
@@ -42,7 +42,7 @@ def asked(env: dict[str, str], file: ConfigFile | None = None, **flags: Any) -> 
     return build_request(file, {"use_cpu": True, **flags}, ("train.py",), SCRIPT_SETTINGS, env)
 
 
-def found(env: dict[str, str]) -> SchedulerContext:
+def found(env: dict[str, str]) -> JobSchedulerContext:
     result = detect_scheduler(env)
     assert result is not None
     return result

@@ -19,8 +19,8 @@ from accelerate.checkpoint import commit, discovery, manifest, state
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import StatefulAdapter, TrainState
-from accelerate.checkpoint.store import FileRecord, LocalCheckpointStore
+from accelerate.checkpoint.state import CheckpointTrainState, StatefulAdapter
+from accelerate.checkpoint.store import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError
 
 
@@ -28,7 +28,7 @@ class ProcessKilled(BaseException):
     """The process dies here: no clean-up runs."""
 
 
-class Faulty(LocalCheckpointStore):
+class Faulty(LocalCheckpointStorage):
     """A store in which the n-th write operation goes wrong.
 
     A file counts three times: before it is made, half written, and written but not sealed.
@@ -104,11 +104,13 @@ class Box:
         self.value = state["value"][0].item()
 
 
-def box(value: float = 0.0) -> TrainState:
-    return TrainState([Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value))
+def box(value: float = 0.0) -> CheckpointTrainState:
+    return CheckpointTrainState(
+        [Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value)
+    )
 
 
-def value_of(loaded: Callable[[TrainState], state.LoadResult]) -> float:
+def value_of(loaded: Callable[[CheckpointTrainState], state.CheckpointLoadResult]) -> float:
     """The number in a checkpoint; all parts must agree about it."""
     parts = box(-1)
     step = loaded(parts).step
@@ -142,7 +144,7 @@ class Scenario:
         else:
             state.save(box(1), project=project(root, self.limit))
 
-    def save(self, store: Callable[[Path], Any] = LocalCheckpointStore) -> None:
+    def save(self, store: Callable[[Path], Any] = LocalCheckpointStorage) -> None:
         if self.name in ("fresh", "replaced"):
             state.save(box(2), self.root / "run", store=store)
         else:
@@ -253,7 +255,7 @@ def test_the_last_committed_checkpoint_outlives_a_failing_save(tmp_path: Path) -
 def test_what_cannot_be_removed_does_not_stop_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stubborn(LocalCheckpointStore):
+    class Stubborn(LocalCheckpointStorage):
         def remove(self, name: str) -> None:
             raise CheckpointError(f"cannot remove {name}")
 
@@ -357,7 +359,7 @@ def test_folders_with_other_names_are_ordered_by_the_time_of_saving(tmp_path: Pa
     save_at(tmp_path, "best", 3, day=4)
     save_at(tmp_path, "step_500", 4, day=3)
     assert state.latest_checkpoint(tmp_path).candidate.name == "best"
-    assert [c.name for c in discovery.candidates(LocalCheckpointStore(tmp_path))] == [
+    assert [c.name for c in discovery.candidates(LocalCheckpointStorage(tmp_path))] == [
         "epoch_10",
         "epoch_9",
         "step_500",
@@ -433,7 +435,7 @@ def nodes(size: int) -> list[RankGroup]:
 
 def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> None:
     stages = [
-        commit.CommitTransaction(LocalCheckpointStore(tmp_path), "c", "aa", ranks, each_node=True)
+        commit.CommitTransaction(LocalCheckpointStorage(tmp_path), "c", "aa", ranks, each_node=True)
         for ranks in nodes(2)
     ]
     for stage in stages:
@@ -447,7 +449,8 @@ def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> 
 
 def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) -> None:
     here, there = (
-        commit.CommitTransaction(LocalCheckpointStore(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2)
+        commit.CommitTransaction(LocalCheckpointStorage(tmp_path / str(r.rank)), "c", "aa", r)
+        for r in nodes(2)
     )
     for stage in (here, there):
         stage.open()
@@ -504,5 +507,5 @@ def test_a_part_failing_to_give_its_state_leaves_nothing(
         raise KeyError("moment")
 
     with pytest.raises(CheckpointError, match=r"(?s)could not save the checkpoint .*KeyError: 'moment'"):
-        state.save(TrainState(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
+        state.save(CheckpointTrainState(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
     assert os.listdir(tmp_path) == []

@@ -24,7 +24,7 @@ from accelerate.checkpoint.addresses import parse_address, split_address
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import TrainState
+from accelerate.checkpoint.state import CheckpointTrainState
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from tests.null.test_checkpoint_commit import Box, box, value_of
 from tests.support.objects import Objects, serving
@@ -375,7 +375,7 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
     assert set(seen) == fetched
     assert os.listdir(tmp_path) == []
     objects.log.clear()
-    weights = TrainState([Box()], custom=[Box()])
+    weights = CheckpointTrainState([Box()], custom=[Box()])
     state.load(weights, url)
     assert weights.models[0].value == 1
     assert not any("optimizer.bin" in line for line in objects.log)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.checkpoint import accelerator_state, pickles, state, weight_files
-from accelerate.checkpoint.state import TrainState
+from accelerate.checkpoint.state import CheckpointTrainState
 from accelerate.core.errors import CheckpointError
 
 SPRUNG = "ACCELERATE_TESTS_TRAP"
@@ -102,9 +102,9 @@ PLAIN = [
 def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """D8: what people keep in the state of their objects needs no trust."""
     path = tmp_path / "c"
-    state.save(TrainState(custom=[Holder(value)]), path)
+    state.save(CheckpointTrainState(custom=[Holder(value)]), path)
     fresh = Holder()
-    state.load(TrainState(custom=[fresh]), path)
+    state.load(CheckpointTrainState(custom=[fresh]), path)
     assert type(fresh.value) is type(value)
     assert fresh.value == value
     assert "refuses" not in caplog.text
@@ -125,13 +125,13 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
     """D8: nobody finds out at the resume; and it is said once, not at every save."""
     path = tmp_path / "c"
     for _ in range(2):
-        state.save(TrainState(custom=[Holder(), Holder(Colour.RED)]), path)
+        state.save(CheckpointTrainState(custom=[Holder(), Holder(Colour.RED)]), path)
     told = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
     assert len(told) == 1
     assert "custom_checkpoint_1.pkl (Holder) saves" in told[0]
     assert f"{__name__}.Colour" in told[0]
     assert "load_kwargs={'weights_only': False}" in told[0]
-    fresh = TrainState(custom=[Holder("as it was"), Holder("as it was")])
+    fresh = CheckpointTrainState(custom=[Holder("as it was"), Holder("as it was")])
     with pytest.raises(CheckpointError) as caught:
         state.load(fresh, path)
     assert "custom_checkpoint_1.pkl" in caught.value.what
@@ -179,10 +179,12 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
 ) -> None:
     from accelerate.world import rng
 
-    def parts() -> TrainState:
+    def parts() -> CheckpointTrainState:
         model = nn.Linear(1, 1)
         scaler = torch.amp.GradScaler("cpu")
-        return TrainState([model], [torch.optim.SGD(model.parameters())], [], scaler, [Holder(1)], rng=rng)
+        return CheckpointTrainState(
+            [model], [torch.optim.SGD(model.parameters())], [], scaler, [Holder(1)], rng=rng
+        )
 
     path = tmp_path / "c"
     state.save(parts(), path, safe_serialization=False)

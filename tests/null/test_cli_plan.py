@@ -15,11 +15,11 @@ import yaml
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.estimate.memory_estimate import ModelFacts, TrainingSetup, measure_model
+from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, ModelFacts, measure_model
 from accelerate.offload.estimate.parallel_layouts import (
     SPARE,
-    ClusterSpec,
-    ParallelLayout,
+    ClusterDeviceMemory,
+    ParallelLayoutEstimate,
     explain_choice,
     list_layouts,
     parse_cluster,
@@ -81,13 +81,13 @@ def test_blocks_and_matrices_are_counted(facts: ModelFacts) -> None:
     assert facts.tensor_parallel_numbers == 4 * MATRICES + 2 * EMBEDDING
 
 
-def named(found: list[ParallelLayout]) -> dict[str, ParallelLayout]:
+def named(found: list[ParallelLayoutEstimate]) -> dict[str, ParallelLayoutEstimate]:
     return {way.name: way for way in found}
 
 
 def test_every_part_is_the_sum_that_it_says(facts: ModelFacts) -> None:
-    on = ClusterSpec(2, 4, 10**9)
-    found = named(list_layouts(facts, TrainingSetup(mixed_precision="bf16"), on))
+    on = ClusterDeviceMemory(2, 4, 10**9)
+    found = named(list_layouts(facts, MemoryEstimateConfig(mixed_precision="bf16"), on))
     n = facts.parameters
     buffers = facts.buffers
     copies, sharded = found["DDP"].estimate, found["FSDP"].estimate
@@ -107,8 +107,8 @@ def test_every_part_is_the_sum_that_it_says(facts: ModelFacts) -> None:
 
 def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelFacts) -> None:
     """Sharding reduces once in a window, an engine in every micro-batch; copies have whole ones anyway."""
-    on = ClusterSpec(2, 4, 10**9)
-    how = TrainingSetup(mixed_precision="bf16")
+    on = ClusterDeviceMemory(2, 4, 10**9)
+    how = MemoryEstimateConfig(mixed_precision="bf16")
     before, after = (named(list_layouts(facts, replace(how, accumulation=n), on)) for n in (1, 4))
     for name, way in after.items():
         more = way.estimate.total - before[name].estimate.total
@@ -126,28 +126,30 @@ def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelFacts) -> Non
         before["FSDP, activation checkpointing, CPU offload"].estimate.host,
     )
     with pytest.raises(SettingError, match="accumulation is 0"):
-        TrainingSetup(accumulation=0)
+        MemoryEstimateConfig(accumulation=0)
 
 
 def test_layers_are_divided_only_where_heads_allow(facts: ModelFacts) -> None:
-    found = named(list_layouts(facts, TrainingSetup(), ClusterSpec(1, 8, 10**9)))
+    found = named(list_layouts(facts, MemoryEstimateConfig(), ClusterDeviceMemory(1, 8, 10**9)))
     assert [name for name in found if "TP" in name] == ["FSDP x TP=2, activation checkpointing"]
     plain = replace(facts, tensor_parallel_numbers=0)
     assert not [
-        way for way in list_layouts(plain, TrainingSetup(), ClusterSpec(1, 8, 10**9)) if "TP" in way.name
+        way
+        for way in list_layouts(plain, MemoryEstimateConfig(), ClusterDeviceMemory(1, 8, 10**9))
+        if "TP" in way.name
     ]
 
 
 def test_one_device_exchanges_nothing(facts: ModelFacts) -> None:
-    (only,) = list_layouts(facts, TrainingSetup(), ClusterSpec(1, 1, 10**9))
+    (only,) = list_layouts(facts, MemoryEstimateConfig(), ClusterDeviceMemory(1, 1, 10**9))
     assert only.estimate.weights == 4 * facts.parameters + facts.buffers
 
 
 def test_the_first_that_fits_is_recommended(facts: ModelFacts) -> None:
-    how = TrainingSetup(length=128)
-    found = list_layouts(facts, how, ClusterSpec(1, 4, 1))
+    how = MemoryEstimateConfig(length=128)
+    found = list_layouts(facts, how, ClusterDeviceMemory(1, 4, 1))
     for way in found:
-        on = ClusterSpec(1, 4, int(way.estimate.total / (1 - SPARE)) + 1)
+        on = ClusterDeviceMemory(1, 4, int(way.estimate.total / (1 - SPARE)) + 1)
         assert way.fits(on)
         best = recommend_layout(found, on)
         if way.needs_library:
@@ -155,9 +157,11 @@ def test_the_first_that_fits_is_recommended(facts: ModelFacts) -> None:
         assert best is not None
         assert found.index(best) <= found.index(way)
         assert best.name in explain_choice(best, found, on)
-    assert recommend_layout(found, ClusterSpec(1, 4, 1000)) is None
-    assert explain_choice(None, found, ClusterSpec(1, 4, 1000)).startswith("Nothing fits: the leanest, ")
-    roomy = ClusterSpec(1, 4, 10**12)
+    assert recommend_layout(found, ClusterDeviceMemory(1, 4, 1000)) is None
+    assert explain_choice(None, found, ClusterDeviceMemory(1, 4, 1000)).startswith(
+        "Nothing fits: the leanest, "
+    )
+    roomy = ClusterDeviceMemory(1, 4, 10**12)
     assert found[0] is recommend_layout(found, roomy)
     assert "no way exchanges less" in explain_choice(found[0], found, roomy)
 
@@ -165,12 +169,12 @@ def test_the_first_that_fits_is_recommended(facts: ModelFacts) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("8x80GB", ClusterSpec(1, 8, 80 * 10**9)),
-        ("4x8x80GiB", ClusterSpec(4, 8, 80 * 2**30)),
-        ("2 x 24gb", ClusterSpec(1, 2, 3 * 10**9)),
+        ("8x80GB", ClusterDeviceMemory(1, 8, 80 * 10**9)),
+        ("4x8x80GiB", ClusterDeviceMemory(4, 8, 80 * 2**30)),
+        ("2 x 24gb", ClusterDeviceMemory(1, 2, 3 * 10**9)),
     ],
 )
-def test_devices_are_read(text: str, found: ClusterSpec) -> None:
+def test_devices_are_read(text: str, found: ClusterDeviceMemory) -> None:
     assert parse_cluster(text.replace("gb", "GB")) in (found, replace(found, memory=24 * 10**9))
 
 

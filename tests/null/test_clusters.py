@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
-from accelerate.world.clusters import Cluster, detect
+from accelerate.world.clusters import ClusterRankInfo, detect
 from accelerate.world.slurm_lists import expand_counts, expand_nodes
 from accelerate.world.variables import DEFAULT_PORT, JOB_PORT_COUNT
 from tests.support.launchers import RECORDED, environments
@@ -28,13 +28,13 @@ TORCHRUN = {
 }
 
 
-def found(env: dict[str, str]) -> Cluster:
+def found(env: dict[str, str]) -> ClusterRankInfo:
     cluster = detect(env)
     assert cluster is not None
     return cluster
 
 
-def place(cluster: Cluster) -> tuple[int, ...]:
+def place(cluster: ClusterRankInfo) -> tuple[int, ...]:
     return (
         cluster.rank,
         cluster.size,
@@ -451,7 +451,7 @@ def test_a_pod_with_several_processes_needs_a_launcher() -> None:
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
 def test_all_ranks_of_any_torchrun_job_agree(nodes: int, per_node: int, data: Any) -> None:
     keep = data.draw(st.sets(st.sampled_from(["GROUP_RANK", "GROUP_WORLD_SIZE"])))
-    clusters: list[Cluster] = []
+    clusters: list[ClusterRankInfo] = []
     for rank in range(nodes * per_node):
         env = {
             "RANK": str(rank),

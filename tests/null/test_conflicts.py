@@ -11,7 +11,7 @@ import pytest
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import setting
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.check import allocate_devices, check_request
 from accelerate.launch.conflicts import CONFLICTS
 from accelerate.launch.launch_request import all_settings, read_request
@@ -131,11 +131,11 @@ def test_no_accelerator_names_what_hides_it(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     env = {"CUDA_VISIBLE_DEVICES": ""}
-    machine = Machine(tmp_path, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
+    machine = DeviceProbeHost(tmp_path, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
     with pytest.raises(SettingError, match=r"--multi_gpu insists .* CUDA_VISIBLE_DEVICES= hides"):
         allocate_devices(asks("", multi_gpu=True), machine)
     with pytest.raises(SettingError, match=r"--multi_gpu insists .* none was found"):
-        allocate_devices(asks("", multi_gpu=True), Machine(tmp_path / "empty", {}, {}))
+        allocate_devices(asks("", multi_gpu=True), DeviceProbeHost(tmp_path / "empty", {}, {}))
 
 
 def test_the_table_names_settings_that_exist() -> None:

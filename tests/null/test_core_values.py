@@ -130,7 +130,7 @@ def test_errors_travel_between_processes(kind: type[errors.AccelerateError]) -> 
 def test_errors_are_what_users_already_catch() -> None:
     assert issubclass(errors.SettingError, ValueError)
     assert issubclass(errors.MissingExtraError, ImportError)
-    assert issubclass(errors.NotBuiltError, NotImplementedError)
+    assert issubclass(errors.FeatureNotBuiltError, NotImplementedError)
     assert str(errors.MissingExtraError("rich", "the table")).endswith("fix: pip install rich")
 
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.packages import is_installed
 from accelerate.strategy.deepspeed import config_tree
-from accelerate.strategy.deepspeed.engine_config import EngineInputs, build_config, hidden_size
+from accelerate.strategy.deepspeed.engine_config import DeepSpeedConfigInputs, build_config, hidden_size
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 CONFIG: dict[str, Any] = {
@@ -26,10 +26,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def wanted(**more: Any) -> EngineInputs:
+def wanted(**more: Any) -> DeepSpeedConfigInputs:
     model = nn.Linear(2, 2)
     given = {"model": model, "steps": 1, "precision": "no", "processes": 2, "host": True}
-    return EngineInputs(**{**given, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **more})
+    return DeepSpeedConfigInputs(**{**given, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **more})
 
 
 def test_the_defaults_are_those_of_the_public_package() -> None:

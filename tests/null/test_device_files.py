@@ -15,7 +15,7 @@ from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import DeviceError, SettingError
 from accelerate.device.base import Device
-from accelerate.device.null import NullDevice
+from accelerate.device.null import FakeTestDevice
 from tests.support.devices import TOTAL, FakeModule, FakeXla, install
 
 
@@ -321,7 +321,7 @@ def test_the_cpus_peak_falls_after_a_reset() -> None:
 
 
 def test_null_counts_and_holds_memory() -> None:
-    null = NullDevice(size=2, capacity=1000)
+    null = FakeTestDevice(size=2, capacity=1000)
     assert not null.calls
     assert null.count() == 2
     assert null.is_available()
@@ -350,7 +350,7 @@ def test_null_counts_and_holds_memory() -> None:
 
 def test_null_refuses_a_device_it_has_not() -> None:
     with pytest.raises(DeviceError, match="does not exist"):
-        NullDevice(size=2).bind(2)
+        FakeTestDevice(size=2).bind(2)
 
 
 def test_a_word_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

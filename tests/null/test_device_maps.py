@@ -17,7 +17,7 @@ from torch import nn
 
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, SettingError, UnknownNameError
-from accelerate.device.null import NullDevice
+from accelerate.device.null import FakeTestDevice
 from accelerate.offload.device_maps import device_of
 from accelerate.utils import infer_auto_device_map as from_utils
 from accelerate.utils.modeling import (
@@ -226,8 +226,8 @@ def test_balanced_budgets_hold_what_the_full_ones_hold():
 
 
 def test_a_single_accelerator_of_this_machine_keeps_a_tenth_free(monkeypatch):
-    monkeypatch.setattr(devices, "detect", lambda: NullDevice(size=1, capacity=1000))
-    monkeypatch.setattr(NullDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
+    monkeypatch.setattr(devices, "detect", lambda: FakeTestDevice(size=1, capacity=1000))
+    monkeypatch.setattr(FakeTestDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
     budgets = get_balanced_memory(Small())
     assert budgets[0] == 900
     assert list(budgets) == [0, "cpu"]
@@ -237,16 +237,16 @@ def test_the_memory_of_this_machine(monkeypatch):
     free, total = devices.get("cpu").get_memory_info()
     assert 0 < get_max_memory()["cpu"] <= total
     assert free > 0
-    null = NullDevice(size=2, capacity=1000)
+    null = FakeTestDevice(size=2, capacity=1000)
     null.allocate(400, 1)
     monkeypatch.setattr(devices, "detect", lambda: null)
-    monkeypatch.setattr(NullDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
+    monkeypatch.setattr(FakeTestDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
     assert {**get_max_memory(), "cpu": 1} == {0: 1000, 1: 600, "cpu": 1}
     assert get_max_memory({"disk": "2KB", 1: "1KB", "cpu": "1GiB"}) == {1: 1000, "cpu": 2**30, "disk": 2000}
 
 
 def test_an_accelerator_that_is_part_of_the_processor_stands_for_all_memory(monkeypatch):
-    monkeypatch.setattr(devices, "detect", lambda: NullDevice(size=1, capacity=1000))
+    monkeypatch.setattr(devices, "detect", lambda: FakeTestDevice(size=1, capacity=1000))
     assert get_max_memory() == {"meta": 1000}
 
 
@@ -256,7 +256,7 @@ def test_devices_that_are_not_here_are_refused(monkeypatch):
         get_max_memory({0: "1GB"})
     with pytest.raises(UnknownNameError, match="'foo'"):
         get_max_memory({"foo": 1})
-    monkeypatch.setattr(devices, "detect", lambda: NullDevice(size=2, capacity=1000))
+    monkeypatch.setattr(devices, "detect", lambda: FakeTestDevice(size=2, capacity=1000))
     assert get_max_memory({1: 5}) == {1: 5}
     with pytest.raises(DeviceError, match="device 2 is not here\n  why: this process sees 2 'meta'"):
         get_max_memory({2: 5})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accelerate import device as devices
-from accelerate.device.machine import Machine, container_limit, count_visible, torch_build
+from accelerate.device.machine import DeviceProbeHost, container_limit, count_visible, torch_build
 from tests.support.devices import machine
 
 EIGHT = [f"dev/nvidia{index}" for index in range(8)] + [
@@ -253,7 +253,7 @@ def test_torch_tells_what_it_was_built_for() -> None:
 
 
 def test_this_machine_can_be_looked_at() -> None:
-    seen = Machine()
+    seen = DeviceProbeHost()
     assert seen.exists("dev/null")
     assert seen.read("proc/self/status").startswith("Name:")
     assert seen.read("proc/does/not/exist") == ""

@@ -308,6 +308,6 @@ def test_the_launcher_hands_the_setting_on(
     monkeypatch.setattr(options, "SCRIPT_SETTINGS", (*options.SCRIPT_SETTINGS, example["WatchSettings"]))
     request = read_request({"report_every": "3"}, ("train.py",), options.SCRIPT_SETTINGS)
     assert request.script_variables() == {"ACCELERATE_REPORT_EVERY": "3"}
-    command = options.TopicCommand("launch", params=options.options())
+    command = options.GroupedOptionsCommand("launch", params=options.options())
     help_text = command.get_help(click.Context(command, max_content_width=200))
     assert "ACCELERATE_REPORT_EVERY, report_every:" in help_text

@@ -23,7 +23,7 @@ from accelerate.core.option_report import OptionReport, OptionStatus, RequestedO
 from accelerate.launch.launch_request import read_request
 from accelerate.launch.origin_variables import origin_variables
 from accelerate.precision import autocast
-from accelerate.precision.fp8 import Float8
+from accelerate.precision.fp8 import FP8MixedPrecision
 from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -226,19 +226,19 @@ def test_converted_linears_are_counted(
     def linears(models: Sequence[nn.Module]) -> list[nn.Linear]:
         return [part for model in models for part in model.modules() if isinstance(part, nn.Linear)]
 
-    def attach(self: Float8, model: nn.Module) -> None:
+    def attach(self: FP8MixedPrecision, model: nn.Module) -> None:
         for part in linears([model]):
             part.eight_bits = part.in_features % 16 == 0  # type: ignore[assignment]
 
-    def effect(self: Float8, option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    def effect(self: FP8MixedPrecision, option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
         every = linears(models)
         done = [part for part in every if part.eight_bits]
         return option.report_count(len(done), len(every), "linears convert", "sides must be multiples of 16")
 
-    monkeypatch.setattr(Float8, "planned_feature", "")
-    monkeypatch.setattr(Float8, "describe_conversion", lambda self: "linears convert")
-    monkeypatch.setattr(Float8, "attach", attach)
-    monkeypatch.setattr(Float8, "report_option", effect)
+    monkeypatch.setattr(FP8MixedPrecision, "planned_feature", "")
+    monkeypatch.setattr(FP8MixedPrecision, "describe_conversion", lambda self: "linears convert")
+    monkeypatch.setattr(FP8MixedPrecision, "attach", attach)
+    monkeypatch.setattr(FP8MixedPrecision, "report_option", effect)
     accelerator = Accelerator(mixed_precision="fp8", cpu=True)
     quietly(accelerator, *map(Net, widths))
     said = found(accelerator)["mixed_precision"]

@@ -20,8 +20,8 @@ from accelerate.offload.estimate.activation_formula import (
 )
 from accelerate.offload.estimate.memory_estimate import (
     OPTIMIZERS,
+    MemoryEstimateConfig,
     ModelFacts,
-    TrainingSetup,
     estimate_training,
     measure_model,
     rule_of_thumb,
@@ -107,7 +107,7 @@ def plain(parameters: int) -> ModelFacts:
 @pytest.mark.parametrize(("strategy", "billions"), [("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
 def test_the_stages_divide_as_their_paper_says(strategy: str, billions: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5 billion parameters, 64 ranks, Adam, mixed precision."""
-    how = TrainingSetup(strategy=strategy, num_processes=64, mixed_precision="fp16")
+    how = MemoryEstimateConfig(strategy=strategy, num_processes=64, mixed_precision="fp16")
     bill = estimate_training(plain(7_500_000_000), how)
     assert (bill.weights + bill.gradients + bill.optimizer) / 1e9 == pytest.approx(billions, abs=0.05)
 
@@ -185,7 +185,7 @@ def test_the_state_of_an_optimizer_is_counted_to_the_byte(kind: str, dtype: torc
     held = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     real = sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
     shapes = tuple((tuple(p.shape), p.requires_grad) for p in model.parameters())
-    how = TrainingSetup(dtype=str(dtype).removeprefix("torch."), optimizer=kind)
+    how = MemoryEstimateConfig(dtype=str(dtype).removeprefix("torch."), optimizer=kind)
     bill = estimate_training(ModelFacts("x", "x", shapes), how)
     assert bill.optimizer == real
     assert bill.weights == sum(p.nbytes for p in model.parameters())
@@ -205,7 +205,7 @@ def test_every_strategy_divides_what_it_says_and_no_more() -> None:
     facts = ModelFacts("x", "x", (((1000,), True), ((24,), False)), buffers=16, largest=(400, ("a",)))
     found = {
         name: estimate_training(
-            facts, TrainingSetup(strategy=name, num_processes=1 if name == "single" else 4)
+            facts, MemoryEstimateConfig(strategy=name, num_processes=1 if name == "single" else 4)
         ).parts
         for name in ("single", "ddp", "zero1", "zero2", "zero3", "fsdp")
     }
@@ -222,19 +222,19 @@ def test_every_strategy_divides_what_it_says_and_no_more() -> None:
 
 def test_mixed_precision_keeps_weights_and_adds_copies() -> None:
     facts = ModelFacts("x", "x", (((1000,), True),), largest=(400, ("a",)))
-    single = estimate_training(facts, TrainingSetup(mixed_precision="bf16"))
+    single = estimate_training(facts, MemoryEstimateConfig(mixed_precision="bf16"))
     assert list(single.parts.values()) == [4000, 4000, 8000, 2000, 0]
     sharded = estimate_training(
-        facts, TrainingSetup(mixed_precision="bf16", strategy="fsdp", num_processes=2)
+        facts, MemoryEstimateConfig(mixed_precision="bf16", strategy="fsdp", num_processes=2)
     )
     assert list(sharded.parts.values()) == [2000, 2000, 4000, 400, 0]
-    assert estimate_training(facts, TrainingSetup(dtype="bfloat16")).total == 8000
+    assert estimate_training(facts, MemoryEstimateConfig(dtype="bfloat16")).total == 8000
 
 
 def test_a_share_is_never_too_small() -> None:
     for size in range(1, 40):
         for ranks in (2, 3, 7):
-            bill = estimate_training(plain(size), TrainingSetup(strategy="fsdp", num_processes=ranks))
+            bill = estimate_training(plain(size), MemoryEstimateConfig(strategy="fsdp", num_processes=ranks))
             assert bill.weights * ranks >= 4 * size
             assert bill.weights == math.ceil(4 * size / ranks)
 
@@ -259,18 +259,18 @@ def test_a_share_is_never_too_small() -> None:
 )
 def test_a_training_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
-        TrainingSetup(**options)
+        MemoryEstimateConfig(**options)
     assert issubclass(UnknownNameError, SettingError)
 
 
 def test_what_is_left_out_is_said() -> None:
-    (note,) = estimate_training(plain(3), TrainingSetup(length=5), "Net takes no tokens").notes
+    (note,) = estimate_training(plain(3), MemoryEstimateConfig(length=5), "Net takes no tokens").notes
     assert note == "activations are left out: Net takes no tokens"
     layered = ModelFacts("x", "x", (((3,), True),), shape=gpt())
-    assert "left out: --length" in estimate_training(layered, TrainingSetup()).notes[0]
+    assert "left out: --length" in estimate_training(layered, MemoryEstimateConfig()).notes[0]
     assert (
         "by the formula of Korthikanti et al. 2022"
-        in estimate_training(layered, TrainingSetup(length=5)).notes[0]
+        in estimate_training(layered, MemoryEstimateConfig(length=5)).notes[0]
     )
     with pytest.raises(UnknownNameError, match="float64"):
         rule_of_thumb(100, "float64")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.offload.estimate.activation_formula import activation_bytes, transformer_shape
-from accelerate.offload.estimate.activation_trace import SavedActivations, trace_saved
+from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
 from accelerate.offload.estimate.skeleton import build_skeleton
 from tests.null.test_estimate import LLAMA
 from tests.null.test_skeleton import BERT, write
@@ -21,9 +21,11 @@ SMALL = {**LLAMA, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size"
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def traced(folder: Path, config: Any, batch: int = 2, length: int = 32, **options: Any) -> SavedActivations:
+def traced(
+    folder: Path, config: Any, batch: int = 2, length: int = 32, **options: Any
+) -> SavedActivationBytes:
     found = trace_saved(build_skeleton(write(folder, config)), batch, length, **options)
-    assert isinstance(found, SavedActivations), found
+    assert isinstance(found, SavedActivationBytes), found
     return found
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.checkpoint import weight_files
-from accelerate.checkpoint.weight_loading import WeightsError
+from accelerate.checkpoint.weight_loading import WeightsMismatchError
 from accelerate.core.errors import (
     CheckpointError,
     DeviceError,
@@ -276,7 +276,7 @@ def test_a_layer_that_no_file_holds_is_an_error(tmp_path: Path, net: Net, device
     state = {name: value for name, value in net.state_dict().items() if "blocks.2" not in name}
     weight_files.save_weights(state, tmp_path)
     for model in (empty(), Net()):
-        with pytest.raises(WeightsError, match=r"missing: blocks\.2\.weight, blocks\.2\.bias"):
+        with pytest.raises(WeightsMismatchError, match=r"missing: blocks\.2\.weight, blocks\.2\.bias"):
             load_checkpoint_and_dispatch(model, tmp_path, device_map)
 
 
@@ -383,7 +383,7 @@ def test_scales_without_a_module_that_reads_them_are_told(
     assert load_checkpoint_in_model(model, tmp_path).unexpected == ("SCB",)
     assert "unused: SCB" in caplog.text
     save_file({**state, "weight": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError) as caught:
+    with pytest.raises(WeightsMismatchError) as caught:
         load_checkpoint_in_model(model, tmp_path)
     assert "weight is of torch.int8, in the model of torch.float32" in str(caught.value)
 

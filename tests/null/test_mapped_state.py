@@ -25,8 +25,10 @@ def small_files_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(mapped_state, "LARGE", 1)
     monkeypatch.setattr(mapped_state, "_file_system", lambda path: "ext4")  # wherever the tests' folder lies
     yield
-    while mapped_state.MappedState._open:  # a failure that a test has not asked for must not reach the next
-        mapped_state.MappedState._open.pop()
+    while (
+        mapped_state.MappedOptimizerState._open
+    ):  # a failure that a test has not asked for must not reach the next
+        mapped_state.MappedOptimizerState._open.pop()
 
 
 def training(dtype: torch.dtype = torch.float32) -> tuple[Accelerator, torch.nn.Module, Any]:
@@ -80,8 +82,8 @@ def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def test_what_is_loaded_does_not_depend_on_its_file(saved_training: tuple[Path, list[torch.Tensor]]) -> None:
     accelerator, _, optimizer = training()
     accelerator.load_state(saved_training[0])
-    assert mapped_state.MappedState._open, "nothing was mapped"
-    mapped_state.MappedState.wait_copied()
+    assert mapped_state.MappedOptimizerState._open, "nothing was mapped"
+    mapped_state.MappedOptimizerState.wait_copied()
     overwrite(saved_training[0])
     assert same(moments(optimizer), saved_training[1])
 
@@ -137,7 +139,7 @@ def test_training_goes_on_while_pages_are_copied(
     step(accelerator, model, optimizer, 2.0)
     after = moments(optimizer)
     go.set()
-    mapped_state.MappedState.wait_copied()
+    mapped_state.MappedOptimizerState.wait_copied()
     overwrite(saved_training[0])
     assert same(moments(optimizer), after)
 
@@ -169,8 +171,10 @@ def test_what_the_optimizer_does_not_keep_is_not_copied(
     torch.save({**state, "state": wide}, folder / "wide.bin")
     copied: list[int] = []
     monkeypatch.setattr(mapped_state, "populate_pages", lambda address, size: copied.append(size))
-    mapped_state.MappedState(folder / "wide.bin", map_location="cpu").load_into(optimizer.load_state_dict)
-    mapped_state.MappedState.wait_copied()
+    mapped_state.MappedOptimizerState(folder / "wide.bin", map_location="cpu").load_into(
+        optimizer.load_state_dict
+    )
+    mapped_state.MappedOptimizerState.wait_copied()
     assert sum(copied) < 64 * 1024, "the counters of steps at most; the moments have 4 MB"
 
 
@@ -187,6 +191,6 @@ def test_elsewhere_files_are_read_at_once(
         assert not mapped_state.can_map(saved_training[0] / "optimizer.bin", torch.device("meta"))
         return
     accelerator.load_state(saved_training[0])
-    assert not mapped_state.MappedState._open
+    assert not mapped_state.MappedOptimizerState._open
     overwrite(saved_training[0])
     assert same(moments(optimizer), saved_training[1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.core.errors import NotBuiltError, PrepareError, SettingError, UnknownNameError
+from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError, UnknownNameError
 from accelerate.strategy.megatron import public_functions, weight_rules
 from accelerate.strategy.megatron.layout import MegatronLayout, megatron_layout
 from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
@@ -101,7 +101,7 @@ def test_the_engines_arguments_have_the_training_scripts_names() -> None:
         assert plugin.DDP_impl == arguments(plugin)["DDP_impl"] == "local"
     assert arguments(MegatronLMPlugin(other_megatron_args={"lr": 3}))["lr"] == 3
     assert arguments(MegatronLMPlugin(tensorboard_dir="logs"))["tensorboard_dir"] == "logs"
-    with pytest.raises(NotBuiltError, match="logs of Megatron-LM's training script"):
+    with pytest.raises(FeatureNotBuiltError, match="logs of Megatron-LM's training script"):
         MegatronLMPlugin(tensorboard_dir="logs", set_all_logging_options=True)
 
 
@@ -254,7 +254,7 @@ def test_scripts_functions_refuse_and_say_what_to_do() -> None:
         lambda: public_functions.prepare_data_loader(None, public_functions.MegatronLMDummyDataLoader()),
         lambda: T5TrainStep(None, None),
     ):
-        with pytest.raises(NotBuiltError) as caught:
+        with pytest.raises(FeatureNotBuiltError) as caught:
             call()
         assert caught.value.fix
 
@@ -288,11 +288,11 @@ RULES: dict[str, tuple[weight_rules.WeightRule, list[tuple[int, ...]]]] = {
     "the same everywhere": (weight_rules.WeightRule("a"), [(6,)]),
     "rows": (weight_rules.DimShard("a", dim=0), [(8, 3)]),
     "columns": (weight_rules.DimShard("a", dim=1, transposed=True), [(8, 3)]),
-    "words": (weight_rules.VocabShard("a", vocab_size=7), [(7, 3)]),
-    "gated": (weight_rules.GatedMLPShard("a", "b"), [(8, 3), (8, 3)]),
-    "grouped": (weight_rules.QKVShard("q", "k", "v", groups=2, heads=4), [(16, 3), (8, 3), (8, 3)]),
-    "joined": (weight_rules.QKVShard("qkv", groups=4, heads=4, transposed=True), [(3, 24)]),
-    "joined biases": (weight_rules.QKVShard("qkv", groups=4, heads=4), [(24,)]),
+    "words": (weight_rules.VocabShardRule("a", vocab_size=7), [(7, 3)]),
+    "gated": (weight_rules.GatedMLPShardRule("a", "b"), [(8, 3), (8, 3)]),
+    "grouped": (weight_rules.FusedQKVShardRule("q", "k", "v", groups=2, heads=4), [(16, 3), (8, 3), (8, 3)]),
+    "joined": (weight_rules.FusedQKVShardRule("qkv", groups=4, heads=4, transposed=True), [(3, 24)]),
+    "joined biases": (weight_rules.FusedQKVShardRule("qkv", groups=4, heads=4), [(24,)]),
 }
 
 
@@ -310,7 +310,7 @@ def test_parts_join_to_what_was_cut(name: str, size: int) -> None:
 
 def test_queries_keys_and_values_lie_group_by_group() -> None:
     """Two groups of two queries, heads of one row."""
-    rule = weight_rules.QKVShard("q", "k", "v", groups=2, heads=4)
+    rule = weight_rules.FusedQKVShardRule("q", "k", "v", groups=2, heads=4)
     wholes = [torch.tensor([[1], [2], [3], [4]]), torch.tensor([[5], [6]]), torch.tensor([[7], [8]])]
     first, second = rule.shard(wholes, 2)
     assert first.flatten().tolist() == [1, 2, 5, 7]

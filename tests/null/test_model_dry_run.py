@@ -14,8 +14,8 @@ from torch import nn
 from accelerate import DeepSpeedPlugin
 from accelerate.core.errors import AccelerateError
 from accelerate.facade.dry_run import dry_run_model, fake_process_group, main
-from accelerate.offload.estimate.memory_estimate import TrainingSetup, measure_model
-from accelerate.offload.estimate.parallel_layouts import ClusterSpec, list_layouts
+from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, measure_model
+from accelerate.offload.estimate.parallel_layouts import ClusterDeviceMemory, list_layouts
 from accelerate.strategy.parallelism.config import ParallelismConfig
 from tests.support.command import launch
 from tests.support.parity import Decoder
@@ -84,7 +84,7 @@ def test_512_processes_on_a_mesh() -> None:
         {"dp_replicate": 0, "dp_shard": 0, "tp": 0},
         {"dp_replicate": 1, "dp_shard": 5, "tp": 4},
     ]
-    on = ClusterSpec(64, 8, 10**9)
+    on = ClusterDeviceMemory(64, 8, 10**9)
     told = measure_model(llama(), "llama")
     numbers = (told.parameters - told.tensor_parallel_numbers) / 32 + told.tensor_parallel_numbers / (32 * 8)
     for part in found.parts:
@@ -95,7 +95,9 @@ def test_512_processes_on_a_mesh() -> None:
 def test_a_plan_says_what_a_rehearsal_counts() -> None:
     bill = {
         way.name: way.estimate
-        for way in list_layouts(measure_model(llama(), "llama"), TrainingSetup(), ClusterSpec(1, 8, 10**9))
+        for way in list_layouts(
+            measure_model(llama(), "llama"), MemoryEstimateConfig(), ClusterDeviceMemory(1, 8, 10**9)
+        )
     }
     (part,) = dry_run_model(llama, 8, plugins=(layers(),)).parts
     for name in ("weights", "gradients", "optimizer"):

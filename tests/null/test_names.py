@@ -14,8 +14,14 @@ import pytest
 
 import accelerate
 from accelerate.core import stubs
-from accelerate.core.errors import NotBuiltError
-from accelerate.core.lazy_names import ConstantValue, Factory, NotBuilt, PublicNames, get_override
+from accelerate.core.errors import FeatureNotBuiltError
+from accelerate.core.lazy_names import (
+    DirectObjectSource,
+    LazyCallSource,
+    PublicNames,
+    UnimplementedPublicName,
+    get_override,
+)
 from accelerate.names import NAME_SOURCES, NAMES
 from tests.laws.source import contract
 
@@ -54,7 +60,7 @@ def unbuilt_names() -> set[str]:
 def is_built(module: str, name: str) -> bool:
     """Return True when a name is built."""
     source = NAMES.find_owner(module, name)
-    return source is not None and not isinstance(NAME_SOURCES[source][name], NotBuilt)
+    return source is not None and not isinstance(NAME_SOURCES[source][name], UnimplementedPublicName)
 
 
 def test_the_promise_is_whole():
@@ -259,14 +265,14 @@ def names(monkeypatch, tmp_path):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     homes = {
-        "toy.inner": {"one": ConstantValue(1), "same": "home:real"},
+        "toy.inner": {"one": DirectObjectSource(1), "same": "home:real"},
         "toy.inner.same": {
-            "made": Factory("home:make", "cat"),
-            "text": Factory("home:make", "cat", then=lambda made: made().upper()),
-            "Coming": NotBuilt("soon"),
-            "coming": NotBuilt("soon"),
-            "COMING": NotBuilt("soon"),
-            "gone": NotBuilt("old", "use new"),
+            "made": LazyCallSource("home:make", "cat"),
+            "text": LazyCallSource("home:make", "cat", then=lambda made: made().upper()),
+            "Coming": UnimplementedPublicName("soon"),
+            "coming": UnimplementedPublicName("soon"),
+            "COMING": UnimplementedPublicName("soon"),
+            "gone": UnimplementedPublicName("old", "use new"),
         },
     }
     table = PublicNames("toy", homes, {"toy.inner": {"toy.inner.same": "made Coming"}})
@@ -353,7 +359,7 @@ def test_a_planned_name_refuses_use_and_nothing_else(names):
     assert not isinstance(1, same.Coming)
     assert issubclass(Own, same.Coming)
     for use in (same.Coming, Own, same.coming, lambda: same.coming(1, a=2), lambda: list(same.COMING)):
-        with pytest.raises(NotBuiltError, match="is not built yet\n  why: soon"):
+        with pytest.raises(FeatureNotBuiltError, match="is not built yet\n  why: soon"):
             use()
     for use in (
         lambda: same.COMING["a"],
@@ -363,7 +369,7 @@ def test_a_planned_name_refuses_use_and_nothing_else(names):
     ):
         with pytest.raises(NotImplementedError):
             use()
-    with pytest.raises(NotBuiltError, match=r"no counterpart here\n  why: old\n  fix: use new"):
+    with pytest.raises(FeatureNotBuiltError, match=r"no counterpart here\n  why: old\n  fix: use new"):
         same.gone()
     assert toy.inner
 

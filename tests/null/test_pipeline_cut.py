@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutput, make_fake_mode
+from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey, make_fake_mode
 from accelerate.strategy.parallelism.pipeline.model_split import UnsplitStateNames, assign_stages
-from accelerate.strategy.parallelism.pipeline.shadow_model import ShadowModel
+from accelerate.strategy.parallelism.pipeline.shadow_model import FakeTensorModel
 from accelerate.utils import PipelineParallelConfig
 from tests.support import parity
 
@@ -88,15 +88,15 @@ def test_a_rehearsal_finds_what_travels() -> None:
     model = Skip()
     cut = assign_stages(model, options(3, split_points=["layers.1", "layers.2"]), 3)
     before, random = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
-    shadow = ShadowModel(model, list(cut.stage_of), CPU, make_fake_mode())
+    shadow = FakeTensorModel(model, list(cut.stage_of), CPU, make_fake_mode())
     trace = shadow.trace(cut.stage_of, 3, (torch.ones(5, 4),), {}, None)
     assert [(call.block, call.stage) for call in trace.calls] == [
         (f"layers.{n}", min(n, 2)) for n in range(4)
     ]
-    assert trace.stage_inputs(1) == (BlockOutput(0, 0),)
-    assert trace.stage_inputs(2) == (BlockOutput(0, 0), BlockOutput(1, 0))
-    assert trace.result_inputs == (BlockOutput(0, 0), BlockOutput(3, 0))
-    assert trace.meta(BlockOutput(3, 0)) == ((5, 4), torch.float32, True)
+    assert trace.stage_inputs(1) == (BlockOutputKey(0, 0),)
+    assert trace.stage_inputs(2) == (BlockOutputKey(0, 0), BlockOutputKey(1, 0))
+    assert trace.result_inputs == (BlockOutputKey(0, 0), BlockOutputKey(3, 0))
+    assert trace.meta(BlockOutputKey(3, 0)) == ((5, 4), torch.float32, True)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert torch.equal(random, torch.get_rng_state())
     assert type(model.layers[0]) is nn.Linear

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
-from accelerate.device.null import NullDevice
+from accelerate.device.null import FakeTestDevice
 from accelerate.facade.enums import RNGType
 from accelerate.world import rng
 from accelerate.world import world as worlds
@@ -156,7 +156,7 @@ def test_deterministic_asks_torch_and_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 def test_set_seed_seeds_the_device_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    null = NullDevice(size=2)
+    null = FakeTestDevice(size=2)
     with devices.DEVICES.add("meta", null):
         enter(monkeypatch, size=2, rank=1)
         rng.set_seed(10, device_specific=True)

@@ -15,7 +15,7 @@ from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.launch.base import choose_kind
 from accelerate.launch.kinds import sagemaker
 from accelerate.launch.kinds.sagemaker import (
-    SageMakerPlan,
+    SageMakerLaunchPlan,
     parse_hyperparameters,
     prepare_sagemager_args_inputs,
 )
@@ -55,11 +55,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(text: str = FILE, *program: str, **flags: Any) -> SageMakerPlan:
+def plan(text: str = FILE, *program: str, **flags: Any) -> SageMakerLaunchPlan:
     Path("job.yaml").write_text(text)
     request = read_request({"config_file": "job.yaml", **flags}, program or ("train.py",), SCRIPT_SETTINGS)
     found = choose_kind(request).plan(request)
-    assert isinstance(found, SageMakerPlan)
+    assert isinstance(found, SageMakerLaunchPlan)
     return found
 
 

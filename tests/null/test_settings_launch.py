@@ -10,21 +10,21 @@ import pytest
 from accelerate import device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, choose_kind
 from accelerate.launch.check import allocate_devices, check_request, count_cores
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import rank_variables, shared_variables
 from accelerate.launch.launch_request import LaunchRequest, read_request
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 
 
-def cards(root: Path, count: int, **env: str) -> Machine:
+def cards(root: Path, count: int, **env: str) -> DeviceProbeHost:
     """A machine with this many cards of the kind that needs no vendor's package."""
     (root / "dev").mkdir(exist_ok=True)
     for number in range(count):
         (root / f"dev/nvidia{number}").touch()
-    return Machine(root, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
+    return DeviceProbeHost(root, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return request
 
 
-def where(request: LaunchRequest, machine: Machine) -> tuple[str, int, str | None]:
+def where(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[str, int, str | None]:
     found = allocate_devices(request, machine)
     return found.device.type, found.processes, found.visible
 
@@ -82,8 +82,8 @@ def test_processes_and_devices(
 
 
 def test_without_an_accelerator_a_job_runs_on_the_cpu(asks: Any, tmp_path: Path) -> None:
-    assert where(asks(), Machine(tmp_path, {}, {})) == ("cpu", 1, None)
-    assert where(asks(num_processes="4"), Machine(tmp_path, {}, {})) == ("cpu", 4, None)
+    assert where(asks(), DeviceProbeHost(tmp_path, {}, {})) == ("cpu", 1, None)
+    assert where(asks(num_processes="4"), DeviceProbeHost(tmp_path, {}, {})) == ("cpu", 4, None)
 
 
 def test_visible_devices_count(asks: Any, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_too_many_processes_for_the_visible_devices_names_the_variable(asks: Any
 
 def test_insisting_on_accelerators_where_there_are_none(asks: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--multi_gpu insists on accelerators, but none was found"):
-        allocate_devices(asks(multi_gpu=True), Machine(tmp_path, {}, {}))
+        allocate_devices(asks(multi_gpu=True), DeviceProbeHost(tmp_path, {}, {}))
 
 
 def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_devices_with_a_launch_of_their_own(
     """One process needs no launcher of its own kind; several do."""
     found = devices.get("xla")
     monkeypatch.setattr("accelerate.device.probe_devices", lambda machine: (found, 4))
-    assert allocate_devices(asks(num_processes="1"), Machine(tmp_path, {}, {})).processes == 1
+    assert allocate_devices(asks(num_processes="1"), DeviceProbeHost(tmp_path, {}, {})).processes == 1
     assert choose_kind(asks(num_processes="1")).name == "this machine"
     assert choose_kind(asks()).name == "TPU"
     assert choose_kind(asks(num_processes="4")).name == "TPU"
@@ -208,7 +208,7 @@ def test_every_job_has_a_kind_of_launch(asks: Any) -> None:
 def test_threads_are_shared_out_unless_somebody_said_how_many(
     asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine(tmp_path, {}, {})
+    machine = DeviceProbeHost(tmp_path, {}, {})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("accelerate.launch.kinds.local.count_cores", lambda machine: 8)
 
@@ -230,7 +230,7 @@ def test_a_containers_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.Mon
     found = []
     for text in ("max 100000", "250000 100000", "50000 100000", "1600000 50000"):
         share.write_text(text)
-        found.append(count_cores(Machine(tmp_path, {}, {})))
+        found.append(count_cores(DeviceProbeHost(tmp_path, {}, {})))
     assert found == [16, 3, 1, 16]
 
 
@@ -293,7 +293,7 @@ def test_ranks_are_told_in_torchruns_protocol() -> None:
 def test_which_output_passes_through_the_launcher(
     tmp_path: Path, tee: str | None, folder: bool, piped: list[tuple[int, ...]]
 ) -> None:
-    logs = RankLogs(tee, str(tmp_path / "logs") if folder else None)
+    logs = RankLogSettings(tee, str(tmp_path / "logs") if folder else None)
     found = [tuple(i for i, pipe in enumerate(logs.pipes(rank), 1) if pipe is not None) for rank in (0, 1)]
     assert found == piped
     assert logs.is_active == any(piped)
@@ -302,13 +302,13 @@ def test_which_output_passes_through_the_launcher(
 @pytest.mark.parametrize("tee", ["4", "both", "0:4", "x:1", ""])
 def test_a_tee_that_says_nothing(tee: str) -> None:
     with pytest.raises(SettingError, match="--tee is"):
-        RankLogs(tee, None)
+        RankLogSettings(tee, None)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="--log_dir"):
-        RankLogs(None, str(tmp_path / "file" / "logs"))
+        RankLogSettings(None, str(tmp_path / "file" / "logs"))
 
 
 def test_every_file_of_the_launcher_is_a_kind_or_is_known_not_to_be() -> None:

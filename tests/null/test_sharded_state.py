@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate import Accelerator
 from accelerate.checkpoint import merge, save_plan
-from accelerate.checkpoint.shard_reader import ShardReader, lazy_tensors
+from accelerate.checkpoint.shard_reader import ShardedCheckpointReader, lazy_tensors
 from accelerate.checkpoint.sharded_state import (
     ShardedModelState,
     ShardedOptimizerState,
     optimizer_state_by_index,
 )
-from accelerate.checkpoint.train_state import LoadContext
+from accelerate.checkpoint.train_state import CheckpointLoadContext
 from accelerate.cli.main import run
 from accelerate.cli.merge_weights import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError, SettingError
@@ -70,8 +70,8 @@ def save(spread: Any, folder: Path, ranks: int = 1) -> Path:
     return folder
 
 
-def load(spread: Any, folder: Path, **reading: Any) -> LoadContext:
-    how = LoadContext(**reading)
+def load(spread: Any, folder: Path, **reading: Any) -> CheckpointLoadContext:
+    how = CheckpointLoadContext(**reading)
     spread.prepare_load(folder, how)()
     return how
 
@@ -138,14 +138,16 @@ def test_what_does_not_fit_is_named_before_anything_changes(tmp_path: Path) -> N
     other: Any = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(CheckpointError, match=r"it lacks 2.weight, 2.bias; the model does not have 1.weight"):
-        ShardedModelState(other).prepare_load(folder, LoadContext())
+        ShardedModelState(other).prepare_load(folder, CheckpointLoadContext())
     how = load(ShardedModelState(other), folder, strict=False)
     assert how.missing == ["2.weight (in m)", "2.bias (in m)"]
     assert len(how.notes) == 2
     assert torch.equal(other[2].weight, before["2.weight"])
     assert not torch.equal(other[0].weight, before["0.weight"])
     with pytest.raises(CheckpointError, match=r"0.weight has the shape \(3, 2\)"):
-        ShardedModelState(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))).prepare_load(folder, LoadContext())
+        ShardedModelState(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))).prepare_load(
+            folder, CheckpointLoadContext()
+        )
 
 
 def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
         ShardedModelState(empty).local_plan(0)
     folder = save(ShardedModelState(nn.Linear(2, 2)), tmp_path / "m")
     with pytest.raises(CheckpointError, match="no memory to be loaded into"):
-        ShardedModelState(empty).prepare_load(folder, LoadContext())
+        ShardedModelState(empty).prepare_load(folder, CheckpointLoadContext())
 
 
 def test_only_named_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -262,10 +264,10 @@ def test_other_groups_are_refused_or_told(tmp_path: Path) -> None:
     folder = save(ShardedOptimizerState(train_steps(model, two_groups(model)), [model]), tmp_path / "o")
     one = torch.optim.AdamW(model.parameters())
     with pytest.raises(CheckpointError, match="does not fit group 0 of the optimizer"):
-        ShardedOptimizerState(one, [model]).prepare_load(folder, LoadContext())
+        ShardedOptimizerState(one, [model]).prepare_load(folder, CheckpointLoadContext())
     less = torch.optim.AdamW([model[0].weight, model[1].bias])
     with pytest.raises(CheckpointError, match="holds 2 groups of parameters, and the optimizer 1"):
-        ShardedOptimizerState(less, [model]).prepare_load(folder, LoadContext())
+        ShardedOptimizerState(less, [model]).prepare_load(folder, CheckpointLoadContext())
     how = load(ShardedOptimizerState(one, [model]), folder, strict=False)
     assert how.missing == ["the state of 0.bias (in o)", "the state of 1.weight (in o)"]
 
@@ -329,13 +331,13 @@ def test_missing_and_cut_files_are_named(folder: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:-10])
     with pytest.raises(CheckpointError, match=r"__0_0.distcp is damaged\n.*has \d+ bytes"):
-        ShardedModelState(nn.Linear(4, 4)).prepare_load(folder, LoadContext())
+        ShardedModelState(nn.Linear(4, 4)).prepare_load(folder, CheckpointLoadContext())
     file.unlink()
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
         lazy_tensors(folder)
     (folder / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="written last"):
-        ShardReader(folder)
+        ShardedCheckpointReader(folder)
 
 
 def change_index(folder: Path, change: Any) -> None:
@@ -365,7 +367,7 @@ def test_an_index_cannot_lead_out_of_the_folder(folder: Path, path: str) -> None
 
     change_index(folder, change)
     with pytest.raises(CheckpointError, match="outside of the folder"):
-        ShardReader(folder)
+        ShardedCheckpointReader(folder)
 
 
 class Runs:
@@ -382,9 +384,9 @@ def test_an_index_that_would_run_code_is_refused(folder: Path, tmp_path: Path) -
     hit = tmp_path / "hit"
     change_index(folder, lambda index: setattr(index, "planner_data", Runs(hit)))
     with pytest.raises(CheckpointError, match=r"(?s)could run code.*it names .*touch|getattr"):
-        ShardReader(folder)
+        ShardedCheckpointReader(folder)
     assert not hit.exists()
-    ShardReader(folder, trusted=True)
+    ShardedCheckpointReader(folder, trusted=True)
     assert hit.exists()
 
 
@@ -402,7 +404,7 @@ def test_an_object_that_would_run_code_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_index_is_refused(folder: Path, content: bytes) -> None:
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError):
-        ShardReader(folder)
+        ShardedCheckpointReader(folder)
 
 
 # ---------------------------------------------------------------- shares
@@ -519,8 +521,10 @@ def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
 def test_merging_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(ShardedModelState(pair()), tmp_path / "m")
     reads: list[str] = []
-    read = ShardReader.read
-    monkeypatch.setattr(ShardReader, "read", lambda self, name: reads.append(name) or read(self, name))
+    read = ShardedCheckpointReader.read
+    monkeypatch.setattr(
+        ShardedCheckpointReader, "read", lambda self, name: reads.append(name) or read(self, name)
+    )
     saved_tensors = lazy_tensors(folder)
     assert reads == []
     assert torch.equal(saved_tensors["1.bias"].read(), saved_tensors["1.bias"].read())

@@ -388,6 +388,6 @@ def test_a_weight_may_be_called_as_the_module_of_others() -> None:
 
 
 def _header(tensor: torch.Tensor) -> Any:
-    from accelerate.offload.estimate.safetensors_headers import SafetensorsHeader
+    from accelerate.offload.estimate.safetensors_headers import SafetensorsTensorHeader
 
-    return SafetensorsHeader(tensor.dtype, tuple(tensor.shape), tensor.nbytes, Path("x"))
+    return SafetensorsTensorHeader(tensor.dtype, tuple(tensor.shape), tensor.nbytes, Path("x"))

@@ -14,12 +14,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from accelerate.checkpoint import async_save, snapshot, state
 from accelerate.checkpoint.collect import CollectedStates
-from accelerate.checkpoint.train_state import TrainState
+from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.core.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
-def staging() -> Iterator[snapshot.StagingMemory]:
+def staging() -> Iterator[snapshot.SnapshotHostMemory]:
     snapshot.staging.release()
     yield snapshot.staging
     snapshot.staging.release()
@@ -106,7 +106,7 @@ def test_a_copy_brings_no_more_than_its_own_memory_into_a_file(tmp_path: Path) -
     assert (tmp_path / "x").stat().st_size < 10_000
 
 
-def test_memory_is_used_again(staging: snapshot.StagingMemory) -> None:
+def test_memory_is_used_again(staging: snapshot.SnapshotHostMemory) -> None:
     values = [torch.ones(1000), torch.ones(20)]
     first = {one.data_ptr() for one in copy_of(values)}
     kept = staging.size
@@ -119,7 +119,7 @@ def test_memory_is_used_again(staging: snapshot.StagingMemory) -> None:
     assert staging.size == 0
 
 
-def test_memory_can_be_ready_before_it_is_needed(staging: snapshot.StagingMemory) -> None:
+def test_memory_can_be_ready_before_it_is_needed(staging: snapshot.SnapshotHostMemory) -> None:
     values = [torch.ones(50_000), torch.ones(20)]
     staging.prepare(snapshot.snapshot_sizes(values))
     assert torch.equal(copy_of(values)[0], values[0])
@@ -131,7 +131,7 @@ def test_memory_can_be_ready_before_it_is_needed(staging: snapshot.StagingMemory
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.StagingMemory) -> None:
+def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.SnapshotHostMemory) -> None:
     """Workers of a loader are forked at any time, also while a copy is written."""
     before = copy_of(torch.ones(1_000_000))
     pid = os.fork()
@@ -144,13 +144,17 @@ def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.StagingMemor
     assert before.sum() == 1_000_000
 
 
-def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainState]:
+def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, CheckpointTrainState]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     model[2].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return model, optimizer, TrainState([model], [optimizer], [scheduler], step=3, metadata={"epoch": 1})
+    return (
+        model,
+        optimizer,
+        CheckpointTrainState([model], [optimizer], [scheduler], step=3, metadata={"epoch": 1}),
+    )
 
 
 def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -196,6 +200,6 @@ class Uncopyable:
 
 def test_a_state_that_cannot_be_copied_is_an_error_at_the_call(tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, TypeError), match="TextIOWrapper"):
-        state.save(TrainState(custom=[Uncopyable()]), tmp_path / "c", in_background=True)
+        state.save(CheckpointTrainState(custom=[Uncopyable()]), tmp_path / "c", in_background=True)
     assert os.listdir(tmp_path) == []
     assert async_save.wait() is None

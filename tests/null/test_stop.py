@@ -23,10 +23,10 @@ from accelerate import Accelerator
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.launch import failure_report
-from accelerate.launch.supervisor import GracefulStopNotice, JobOutcome, ProcessExit
+from accelerate.launch.supervisor import GracefulStopRegistration, JobOutcome, ProcessExit
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import preemption as stops
-from accelerate.world.preemption import StepCounter, StopConsensus
+from accelerate.world.preemption import PreemptionStepCounter, StopConsensus
 from tests.support.command import Running, start
 
 
@@ -151,7 +151,7 @@ def test_remaining_ranks_agree_without_ended_ranks(acts: list[tuple[int, str]]) 
 
 
 def test_a_rank_waits_only_between_freeze_and_decision() -> None:
-    counter = StepCounter()
+    counter = PreemptionStepCounter()
     assert [counter.arrive(), counter.arrive()] == [False, False]
     assert counter.freeze() == 2
     assert counter.arrive() is None
@@ -463,7 +463,7 @@ def test_a_script_that_does_not_look_is_told(
 
 def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15 10")
-    assert failure_report.read_graceful_stop(tmp_path, 7) == GracefulStopNotice(75, (15, 10))
+    assert failure_report.read_graceful_stop(tmp_path, 7) == GracefulStopRegistration(75, (15, 10))
     assert failure_report.read_graceful_stop(tmp_path, 8) is None
     good, again = ProcessExit(0, 0, 1, False), ProcessExit(1, 75, 2, False, resumable=True)
     error = failure_report.build_job_error(JobOutcome([good, again]), tmp_path)

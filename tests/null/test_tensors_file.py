@@ -126,7 +126,7 @@ def test_a_parallel_file_reads_like_a_file(tmp_path: Path, small: None) -> None:
     data = bytes(range(256)) * 40
     path = tmp_path / "file"
     path.write_bytes(data)
-    with parallel_io.ParallelFile(path) as file:
+    with parallel_io.ParallelReadFile(path) as file:
         assert file.read(3) == data[:3]
         assert file.seek(-5000, os.SEEK_END) == len(data) - 5000 == file.tell()
         assert file.read(4000) == data[-5000:-1000]
@@ -151,7 +151,7 @@ class Net(nn.Module):
 def load_mapped(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
     """Loads a file into a model; returns the mapped state."""
     state, aliases = tensors.read_safetensors(path)
-    files = [parallel_io.MappedTensors.create(path, state)]
+    files = [parallel_io.MappedTensorAddresses.create(path, state)]
     state = tensors.fit_names(state, aliases, model.state_dict())
     parallel_io.load_from_mapped(files, model.load_state_dict, state, **kwargs)
     return state
@@ -193,7 +193,7 @@ def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
     model = nn.Linear(40, 40)
     path = write_state(tmp_path / "model.safetensors", dict(model.state_dict()))
     state, _ = tensors.read_safetensors(path)
-    files = [parallel_io.MappedTensors.create(path, state)]
+    files = [parallel_io.MappedTensorAddresses.create(path, state)]
     os.truncate(path, 3000)
     try:
         parallel_io.load_from_mapped(files, model.load_state_dict, state)
@@ -215,4 +215,4 @@ def test_copies_elsewhere_are_left_alone(tmp_path: Path) -> None:
         assert torch.equal(torch.zeros(500).copy_(state["a"][:500]), torch.ones(500))
         assert torch.equal(torch.zeros(500).copy_(state["a"][::2]), torch.ones(500))
 
-    parallel_io.load_from_mapped([parallel_io.MappedTensors.create(path, state)], load)
+    parallel_io.load_from_mapped([parallel_io.MappedTensorAddresses.create(path, state)], load)

@@ -13,7 +13,7 @@ import pytest
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.launch.base import choose_kind
-from accelerate.launch.kinds.tpu import TpuLaunch, TpuPlan
+from accelerate.launch.kinds.tpu import TpuLaunch, TPULaunchPlan
 from accelerate.launch.launch_request import read_request
 from tests.support.command import Finished, accelerate, launch
 
@@ -214,7 +214,7 @@ def test_without_gcloud_it_is_said(folder: Path) -> None:
 # ---------------------------------------------------------------- plans and refusals
 
 
-def plan(**flags: Any) -> TpuPlan:
+def plan(**flags: Any) -> TPULaunchPlan:
     request = read_request({"tpu": True, **flags}, ("train.py",), SCRIPT_SETTINGS)
     kind = choose_kind(request)
     assert isinstance(kind, TpuLaunch)

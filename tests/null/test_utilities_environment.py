@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.core.errors import DeviceError, SettingError, WorldError
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.facade import driver_checks
 from accelerate.facade import environment as env
 from accelerate.world import affinity
@@ -219,12 +219,12 @@ def test_the_kernels_lists_of_cores(text, cores):
     assert affinity.parse_cpu_list(text) == cores
 
 
-def machine(root: Path, files: dict[str, str]) -> Machine:
+def machine(root: Path, files: dict[str, str]) -> DeviceProbeHost:
     """A machine whose files are these."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return Machine(root=root, env={}, build={})
+    return DeviceProbeHost(root=root, env={}, build={})
 
 
 def test_processes_are_dealt_out_over_numa_nodes(tmp_path):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import (
+    FeatureNotBuiltError,
     LaunchError,
     MissingExtraError,
-    NotBuiltError,
     SettingError,
     UnknownNameError,
 )
@@ -340,7 +340,7 @@ def test_a_context_of_the_chosen_precision():
 def test_a_scaler_for_replicated_training_only():
     assert get_grad_scaler(init_scale=4.0, enabled=False).is_enabled() is False
     assert isinstance(get_grad_scaler(DistributedType.MULTI_CPU), torch.amp.GradScaler)
-    with pytest.raises(NotBuiltError, match="FSDP"):
+    with pytest.raises(FeatureNotBuiltError, match="FSDP"):
         get_grad_scaler(DistributedType.FSDP)
 
 

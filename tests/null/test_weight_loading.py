@@ -15,9 +15,9 @@ from torch import nn
 
 from accelerate import load_checkpoint_in_model
 from accelerate.checkpoint import state, weight_files
-from accelerate.checkpoint.state import TrainState
-from accelerate.checkpoint.weight_loading import WeightsError
-from accelerate.core.errors import CheckpointError, MissingExtraError, NotBuiltError, SettingError
+from accelerate.checkpoint.state import CheckpointTrainState
+from accelerate.checkpoint.weight_loading import WeightsMismatchError
+from accelerate.core.errors import CheckpointError, FeatureNotBuiltError, MissingExtraError, SettingError
 
 
 class TiedNet(nn.Module):
@@ -46,7 +46,9 @@ def saved_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TiedNet
     """A model and its weights, in every layout."""
     model, kind = TiedNet(), request.param
     if "checkpoint" in kind:
-        path = Path(state.save(TrainState([model]), tmp_path / "c", safe_serialization="bin" not in kind))
+        path = Path(
+            state.save(CheckpointTrainState([model]), tmp_path / "c", safe_serialization="bin" not in kind)
+        )
         return model, path
     limit, safe = (100 if "index" in kind else "5GB"), "bin" not in kind
     files = weight_files.save_weights(
@@ -89,7 +91,7 @@ def test_a_missing_weight_is_an_error_that_names_it(tmp_path: Path, make: Any) -
     torch.save(state_dict, tmp_path / "pytorch_model.bin")
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=r"missing: scale, norm\.weight") as caught:
+    with pytest.raises(WeightsMismatchError, match=r"missing: scale, norm\.weight") as caught:
         load_checkpoint_in_model(model, tmp_path)
     assert "allow_missing=True" in caught.value.fix
     assert isinstance(caught.value, ValueError | RuntimeError)
@@ -119,7 +121,7 @@ def test_a_missing_buffer_keeps_the_value_it_was_made_with(
     assert keys.missing == ("norm.num_batches_tracked",)
     assert "norm.num_batches_tracked" in caplog.text
     for model, strict in ((hollow(), False), (TiedNet(), True)):
-        with pytest.raises(WeightsError, match=r"missing: norm\.num_batches_tracked"):
+        with pytest.raises(WeightsMismatchError, match=r"missing: norm\.num_batches_tracked"):
             load_checkpoint_in_model(model, tmp_path, strict=strict)
 
 
@@ -130,7 +132,7 @@ def test_names_that_the_model_does_not_have_are_listed(
     torch.save({**TiedNet().state_dict(), "extra": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     assert load_checkpoint_in_model(TiedNet(), tmp_path).unexpected == ("extra",)
     assert "unused: extra" in caplog.text
-    with pytest.raises(WeightsError, match="not in the model: extra"):
+    with pytest.raises(WeightsMismatchError, match="not in the model: extra"):
         load_checkpoint_in_model(TiedNet(), tmp_path, strict=True)
 
 
@@ -141,7 +143,7 @@ def test_shapes_and_kinds_that_differ_are_told_with_both(tmp_path: Path, make: A
     state_dict["scale"] = torch.ones(5)
     state_dict["norm.weight"] = torch.ones(4, dtype=torch.int64)
     torch.save(state_dict, tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError) as caught:
+    with pytest.raises(WeightsMismatchError) as caught:
         load_checkpoint_in_model(make(), tmp_path)
     assert "scale has the shape (5,), in the model (4,)" in caught.value.why
     assert "norm.weight is of torch.int64, in the model of torch.float32" in caught.value.why
@@ -176,7 +178,7 @@ def test_devices_of_a_map(tmp_path: Path) -> None:
 
 def test_8_bit_weights_need_their_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight_files.save_weights(TiedNet().state_dict(), tmp_path)
-    for there, error in ((False, MissingExtraError), (True, NotBuiltError)):
+    for there, error in ((False, MissingExtraError), (True, FeatureNotBuiltError)):
         monkeypatch.setattr("accelerate.core.packages.is_installed", lambda _, is_there=there: is_there)
         with pytest.raises(error, match="offload_8bit_bnb=True"):
             load_checkpoint_in_model(hollow(), tmp_path, offload_8bit_bnb=True)
@@ -198,7 +200,9 @@ def test_buffers_that_no_file_holds_must_be_there(
     weight_files.save_weights(TiedNet().state_dict(), tmp_path)
     with torch.device("meta"):
         model = TiedNet()
-    with pytest.raises(WeightsError, match="on the meta device, and files never hold them: mask") as caught:
+    with pytest.raises(
+        WeightsMismatchError, match="on the meta device, and files never hold them: mask"
+    ) as caught:
         load_checkpoint_in_model(model, tmp_path, device_map)
     assert "init_empty_weights" in caught.value.fix
     assert "model.mask = " in caught.value.fix

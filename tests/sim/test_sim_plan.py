@@ -46,9 +46,13 @@ def model_of() -> Any:
 def said(options: dict[str, Any], mixed: str) -> Any:
     """The bill of that way."""
     from accelerate.offload.estimate.activation_trace import trace_saved
-    from accelerate.offload.estimate.memory_estimate import TrainingSetup, estimate_training, measure_model
+    from accelerate.offload.estimate.memory_estimate import (
+        MemoryEstimateConfig,
+        estimate_training,
+        measure_model,
+    )
 
-    how = TrainingSetup(
+    how = MemoryEstimateConfig(
         batch=BATCH, length=LENGTH, attention="eager", mixed_precision=mixed, num_processes=2, **options
     )
     with torch.device("meta"):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 
 TOTAL = 16 * 2**30
 
@@ -248,7 +248,7 @@ def machine(
     env: Mapping[str, str] | None = None,
     build: Mapping[str, str | None] | None = None,
     packages: tuple[str, ...] | None = None,
-) -> Machine:
+) -> DeviceProbeHost:
     """A machine that has ``files`` (names, or names with their text) below ``root``.
 
     Without ``packages`` every vendor's package is installed; ``build`` defaults to a torch for CUDA.
@@ -258,7 +258,7 @@ def machine(
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return Machine(
+    return DeviceProbeHost(
         root=root,
         env=env or {},
         build={"cuda": "12.8", "hip": None, "xpu": None} if build is None else build,

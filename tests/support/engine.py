@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import Bundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy, StrategyRequest
 
 
 @dataclass
@@ -85,10 +85,10 @@ class EngineStrategy(Strategy):
     def claims(cls, request: StrategyRequest) -> bool:
         return any(isinstance(plugin, EnginePlugin) for plugin in request.plugins)
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         yield PrepareStep("engine", "one engine takes model, optimizer and schedule", self._build)
 
-    def _build(self, bundle: Bundle) -> None:
+    def _build(self, bundle: PrepareBundle) -> None:
         models, optimizers, schedules = (
             bundle.objects_of(kind) for kind in ("model", "optimizer", "scheduler")
         )  # type: ignore[arg-type]

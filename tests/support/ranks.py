@@ -92,7 +92,7 @@ class RanksError(AssertionError):
         return [outcome.kind for outcome in self.outcomes]
 
     def causes(self) -> list[Outcome]:
-        """Return the failures in rank order, without ranks that only found a peer gone while the group opened."""
+        """Return the failures in rank order, without ranks that only found a peer gone."""
         return [outcome for outcome in self.outcomes if outcome.kind and not outcome.is_peer_gone()]
 
     def causing_kinds(self) -> set[str]:

@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 from accelerate.facade.accelerator import Accelerator
 
-# Runs on all ranks. Returns a line of text; raises ``WrongError`` or any other error, or ``SkipCheck``.
+# Runs on all ranks. Returns a line of text; raises ``CheckNotApplicableError``, or ``CheckFailedError`` or any
+# other error.
 Check = Callable[[Accelerator], str]
 
 
-class WrongError(AssertionError):
+class CheckFailedError(AssertionError):
     """A result is not the expected one."""
 
 
-class SkipCheck(Exception):  # noqa: N818 (no error: it ends a check that does not apply here)
+class CheckNotApplicableError(Exception):
     """A check does not apply to this set-up; the text says why."""
 
 
@@ -50,28 +51,28 @@ def run_check(check: Check, accelerator: Accelerator) -> CheckOutcome:
     """Run a check and return its outcome; an error becomes the outcome "failed"."""
     try:
         return CheckOutcome("ok", check(accelerator))
-    except SkipCheck as why:
+    except CheckNotApplicableError as why:
         return CheckOutcome("skipped", str(why))
     except Exception as error:  # noqa: BLE001 (every error is shown with its rank)
         first = (str(error).splitlines() or [""])[0]
-        text = first if isinstance(error, WrongError) else f"{type(error).__name__}: {first}"
+        text = first if isinstance(error, CheckFailedError) else f"{type(error).__name__}: {first}"
         return CheckOutcome("failed", text, traceback.format_exc())
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raise WrongError with ``message`` unless ``condition`` holds.
+    """Raise CheckFailedError with ``message`` unless ``condition`` holds.
 
     Raises:
-        WrongError: the condition does not hold.
+        CheckFailedError: the condition does not hold.
     """
     if not condition:
-        raise WrongError(message)
+        raise CheckFailedError(message)
 
 
 def expect_equal(actual: Any, expected: Any, label: str) -> None:
-    """Raise WrongError unless two plain values are equal.
+    """Raise CheckFailedError unless two plain values are equal.
 
     Raises:
-        WrongError: they differ; both are shown.
+        CheckFailedError: they differ; both are shown.
     """
     expect(actual == expected, f"{label} is {actual}, not {expected}")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from accelerate.check.base import SkipCheck, expect
+from accelerate.check.base import CheckNotApplicableError, expect
 from accelerate.check.training import make_samples, make_tiny_model
 from accelerate.facade.accelerator import Accelerator
 from accelerate.world import collective
@@ -20,7 +20,7 @@ from accelerate.world import collective
 def check_checkpoint(accelerator: Accelerator) -> str:
     """Check that loading restores weights, optimizer state and random numbers."""
     if accelerator.world.nodes > 1:
-        raise SkipCheck("it is not known which folder all machines share")
+        raise CheckNotApplicableError("it is not known which folder all machines share")
     # One rank makes the folder and removes it, also when others fail.
     own_folder = tempfile.mkdtemp(prefix="accelerate-test-") if accelerator.is_main_process else ""
     try:

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from accelerate.check.base import SkipCheck, expect, expect_equal
+from accelerate.check.base import CheckNotApplicableError, expect, expect_equal
 from accelerate.core import environ
 from accelerate.core.units import show_bytes
 from accelerate.facade.accelerator import Accelerator
@@ -88,7 +88,7 @@ def check_objects(accelerator: Accelerator) -> str:
 def measure_all_reduce(accelerator: Accelerator) -> str:
     """Measure the time of one all-reduce."""
     if accelerator.num_processes == 1:
-        raise SkipCheck("one process exchanges nothing")
+        raise CheckNotApplicableError("one process exchanges nothing")
     own = torch.ones(_NUMBERS, device=accelerator.device)
     accelerator.reduce(own, reduction="sum")
     times: list[float] = []

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate.check.base import SkipCheck, expect, expect_equal
+from accelerate.check.base import CheckNotApplicableError, expect, expect_equal
 from accelerate.core.setting import load_settings
 from accelerate.facade.accelerator import Accelerator
 from accelerate.precision.settings import PrecisionSettings
@@ -37,7 +37,7 @@ def check_precision(accelerator: Accelerator) -> str:
     requested = load_settings(PrecisionSettings).value.mixed_precision or "no"
     expect_equal(accelerator.mixed_precision, requested, "the precision in use")
     if accelerator.mixed_precision not in _FORMATS:
-        raise SkipCheck(f"what {accelerator.mixed_precision} does is not seen from outside")
+        raise CheckNotApplicableError(f"what {accelerator.mixed_precision} does is not seen from outside")
     model, seen = make_tiny_model(), list[torch.dtype]()
     next(model.children()).register_forward_hook(lambda layer, args, output: seen.append(output.dtype))
     prepared = Accelerator().prepare(model)

@@ -14,8 +14,8 @@ from typing import Any
 from accelerate.checkpoint import collect, names, pickles
 from accelerate.checkpoint.load import resolve_map_location
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.restore import CheckpointReader
-from accelerate.checkpoint.train_state import TrainState
+from accelerate.checkpoint.restore import TrainingStateReader
+from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
 
@@ -40,7 +40,7 @@ def save_accelerator_state(
         CheckpointError: a file cannot be written.
     """
     folder = Path(output_dir)
-    train_state = TrainState([], optimizers, schedulers, scaler, rng=rng, step=step)
+    train_state = CheckpointTrainState([], optimizers, schedulers, scaler, rng=rng, step=step)
     train_state.stateful_loaders = _stateful(dataloaders)
     ranks = RankGroup.current()
     states = collect.collect_states(train_state, replace(ranks, rank=process_index))
@@ -75,10 +75,10 @@ def load_accelerator_state(
     ranks = RankGroup(
         process_index, max(current.size, process_index + 1), current.local_rank, current.local_size
     )
-    train_state = TrainState(models, optimizers, schedulers, scaler, rng=rng)
+    train_state = CheckpointTrainState(models, optimizers, schedulers, scaler, rng=rng)
     train_state.stateful_loaders = _stateful(dataloaders)
     location = resolve_map_location(map_location, "cpu")
-    reader = CheckpointReader(
+    reader = TrainingStateReader(
         Path(input_dir), None, ranks, True, location, load_kwargs or {}, load_model_func_kwargs
     )
     reader.read(train_state)

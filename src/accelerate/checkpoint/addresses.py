@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from accelerate.checkpoint.errors import CheckpointNotFoundError
-from accelerate.checkpoint.remote import RemoteCheckpointStore
-from accelerate.checkpoint.store import CheckpointStore, LocalCheckpointStore
+from accelerate.checkpoint.remote import RemoteCheckpointStorage
+from accelerate.checkpoint.store import CheckpointStorage, LocalCheckpointStorage
 from accelerate.core.errors import SettingError
 
 Address = Path | str  # a str is the URL of a remote place
@@ -59,11 +59,11 @@ def split_address(place: Address) -> tuple[Address, str]:
     return f"{scheme}://{above}", name
 
 
-def open_store(root: Address) -> CheckpointStore:
+def open_store(root: Address) -> CheckpointStorage:
     """Return the store of the folder above a checkpoint.
 
     Raises:
         MissingExtraError: a remote one needs a package that is not installed.
         CheckpointError: a remote one cannot be opened.
     """
-    return LocalCheckpointStore(root) if isinstance(root, Path) else RemoteCheckpointStore(root)
+    return LocalCheckpointStorage(root) if isinstance(root, Path) else RemoteCheckpointStorage(root)

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 
 from accelerate.checkpoint.addresses import Address
-from accelerate.checkpoint.mapped_state import MappedState
+from accelerate.checkpoint.mapped_state import MappedOptimizerState
 from accelerate.checkpoint.rank_group import BackgroundSaveError, RankGroup
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
@@ -111,7 +111,7 @@ def wait() -> Address | None:
         CheckpointError: a file was changed while an optimizer state was still taken from it.
     """
     global _current
-    MappedState.wait_copied()
+    MappedOptimizerState.wait_copied()
     join()
     flight, _current = _current, None
     if flight is None:

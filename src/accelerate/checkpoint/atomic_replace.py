@@ -41,8 +41,8 @@ def working_name(name: str, role: str, id: str) -> str:
     return f".{name}.{role}-{id}"
 
 
-class FolderStore(Protocol):
-    """The folders of a file system, as ``store.LocalCheckpointStore`` has them."""
+class FilesystemFolderOperations(Protocol):
+    """The folders of a file system, as ``store.LocalCheckpointStorage`` has them."""
 
     def path(self, name: str) -> Path:
         """Return the path of ``name``."""
@@ -92,7 +92,7 @@ def refuse_unmovable(target: Path) -> None:
         )
 
 
-def replace_folder(store: FolderStore, temp: str, name: str, id: str) -> None:
+def replace_folder(store: FilesystemFolderOperations, temp: str, name: str, id: str) -> None:
     """Rename ``temp`` to ``name``; of a folder that exists, only the user's own files stay.
 
     Raises:
@@ -120,7 +120,7 @@ def replace_folder(store: FolderStore, temp: str, name: str, id: str) -> None:
         logger.warning("%s is committed, but what it replaced is still in %s: %s", name, aside, error)
 
 
-def _finish_replace(store: FolderStore, name: str, aside: str) -> None:
+def _finish_replace(store: FilesystemFolderOperations, name: str, aside: str) -> None:
     """Move the user's own files from the replaced folder to the new one, and remove the rest."""
     try:
         old = manifests.read(store.path(aside))
@@ -138,7 +138,7 @@ def _finish_replace(store: FolderStore, name: str, aside: str) -> None:
     store.remove(removed_name)
 
 
-def recover(store: FolderStore, name: str) -> None:
+def recover(store: FilesystemFolderOperations, name: str) -> None:
     """Finish or undo a replacement of ``name`` that a crash interrupted; otherwise do nothing."""
     working_folders = [
         (entry, h) for entry in store.entries() if (h := parse_working_name(entry)) and h[0] == name
@@ -156,7 +156,7 @@ def recover(store: FolderStore, name: str) -> None:
             _finish_replace(store, name, aside)
 
 
-def _has_manifest(store: FolderStore, name: str) -> bool:
+def _has_manifest(store: FilesystemFolderOperations, name: str) -> bool:
     try:
         return manifests.read(store.path(name)) is not None
     except CheckpointError:

@@ -23,7 +23,7 @@ from accelerate.checkpoint.digest import PIECE, file_digest
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER, SHARDED_INDEX
-from accelerate.checkpoint.store import CheckpointStore, FileRecord
+from accelerate.checkpoint.store import CheckpointStorage, FileRecord
 from accelerate.core.errors import CheckpointError
 
 # A running save writes all the time; one that has not written for this long counts as dead.
@@ -40,7 +40,7 @@ class CheckpointCollection:
         single: one checkpoint was named, not a folder of them.
     """
 
-    store: CheckpointStore
+    store: CheckpointStorage
     candidates: list[CheckpointCandidate]
     single: bool = False
 
@@ -100,7 +100,7 @@ def weight_layout(checkpoint: CheckpointCandidate) -> str:
 
 
 @dataclass(frozen=True)
-class FileCheck:
+class CheckpointFileCheckResult:
     """The result of checking one file.
 
     Attributes:
@@ -114,7 +114,9 @@ class FileCheck:
     problem: str = ""
 
 
-def check_files(checkpoint: CheckpointCandidate, only: Collection[str] | None = None) -> Iterator[FileCheck]:
+def check_files(
+    checkpoint: CheckpointCandidate, only: Collection[str] | None = None
+) -> Iterator[CheckpointFileCheckResult]:
     """Compare every file of a checkpoint with its manifest, on all cores; large files first.
 
     Args:
@@ -145,19 +147,25 @@ def _check_file(
     sizes: dict[str, int],
     item: tuple[str, FileRecord],
     threads: int | None,
-) -> FileCheck:
+) -> CheckpointFileCheckResult:
     name, record = item
     if name not in sizes:
-        return FileCheck(name, None, f"it is missing; rank {record.rank} saved it with {record.size} bytes")
+        return CheckpointFileCheckResult(
+            name, None, f"it is missing; rank {record.rank} saved it with {record.size} bytes"
+        )
     if sizes[name] != record.size:
-        return FileCheck(name, sizes[name], f"it has {sizes[name]} bytes, expected {record.size}")
+        return CheckpointFileCheckResult(
+            name, sizes[name], f"it has {sizes[name]} bytes, expected {record.size}"
+        )
     actual_digest = _digest(checkpoint.store, f"{checkpoint.folder}/{name}", hashing, threads)
     if actual_digest != record.digest:
-        return FileCheck(name, record.size, f"its digest is {actual_digest}, expected {record.digest}")
-    return FileCheck(name, record.size)
+        return CheckpointFileCheckResult(
+            name, record.size, f"its digest is {actual_digest}, expected {record.digest}"
+        )
+    return CheckpointFileCheckResult(name, record.size)
 
 
-def _digest(store: CheckpointStore, name: str, hashing: str, threads: int | None) -> str:
+def _digest(store: CheckpointStorage, name: str, hashing: str, threads: int | None) -> str:
     path = store.local_path(name)
     if path is not None:
         with file_errors("read", path):
@@ -221,7 +229,7 @@ def plan_removal(
     return removals, kept_reasons
 
 
-def _last_write(store: CheckpointStore, folder: str) -> datetime:
+def _last_write(store: CheckpointStorage, folder: str) -> datetime:
     """Return the time when anything in a folder was last written."""
     path = store.local_path(folder)
     if path is None:

@@ -14,13 +14,13 @@ from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFou
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER, AUTOMATIC_NAME
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.store import CheckpointStore
+from accelerate.checkpoint.store import CheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError
 
 logger = logging.getLogger(__name__)
 
 
-def locate(text: str | Path) -> tuple[CheckpointStore, str]:
+def locate(text: str | Path) -> tuple[CheckpointStorage, str]:
     """Return (store, name in it) of the checkpoint that a path or URL names."""
     root, name = split_address(parse_address(text))
     return open_store(root), name
@@ -61,7 +61,7 @@ def save_address(directory: str | Path | None, project: ProjectConfiguration) ->
     return requested_address(directory)
 
 
-def refuse_existing_number(store: CheckpointStore, name: str) -> None:
+def refuse_existing_number(store: CheckpointStorage, name: str) -> None:
     """Raise if the number of the next checkpoint is taken; an interrupted save does not count.
 
     Raises:
@@ -78,7 +78,7 @@ def refuse_existing_number(store: CheckpointStore, name: str) -> None:
     )
 
 
-def _next_free_number(store: CheckpointStore, wanted: int) -> int:
+def _next_free_number(store: CheckpointStorage, wanted: int) -> int:
     """Return ``wanted``, or the number after the highest automatically named checkpoint in the store."""
     numbers = [n for entry in store.entries() if (n := discovery.automatic_number(entry)) is not None]
     return max([wanted, *(n + 1 for n in numbers)])
@@ -149,13 +149,13 @@ def local_address(
     )
 
 
-def _recover_all(store: CheckpointStore) -> None:
+def _recover_all(store: CheckpointStorage) -> None:
     for leftover in store.leftovers():
         if leftover.role == "old":
             _recover(store, leftover.name)
 
 
-def _recover(store: CheckpointStore, name: str) -> None:
+def _recover(store: CheckpointStorage, name: str) -> None:
     """Finish an interrupted replacement; if that is not permitted, a checkpoint that is there is enough."""
     try:
         store.recover(name)

@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 from accelerate.checkpoint import names, pickles, tensors
 from accelerate.checkpoint.manifest import ManifestEntry, to_plain
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.train_state import OBJECT_FILES, ShardWriter, TrainState, class_name
+from accelerate.checkpoint.train_state import OBJECT_FILES, CheckpointTrainState, ShardWriter, class_name
 
 ModelStates = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class CheckpointFile:
+class CheckpointFileWrite:
     """One file to write.
 
     Attributes:
@@ -63,7 +63,7 @@ class CollectedStates:
     shard_writers: list[ShardWriter] = field(default_factory=list)
 
 
-def collect_states(train_state: TrainState, ranks: RankGroup) -> CollectedStates:
+def collect_states(train_state: CheckpointTrainState, ranks: RankGroup) -> CollectedStates:
     """Call ``state_dict`` of every object, on every rank, since a state may be gathered from all of them."""
     rank = ranks.rank
     sharded = {(category, index): sharded for category, index, sharded in train_state.sharded_states()}
@@ -95,7 +95,7 @@ def collect_states(train_state: TrainState, ranks: RankGroup) -> CollectedStates
     return states
 
 
-def shard_writers(train_state: TrainState, plans: list[list[Any]], rank: int) -> list[ShardWriter]:
+def shard_writers(train_state: CheckpointTrainState, plans: list[list[Any]], rank: int) -> list[ShardWriter]:
     """Return this rank's writers of the sharded states; ``plans`` are the local plans of all ranks."""
     return [
         sharded.shard_writer([rank_plans[position] for rank_plans in plans], index, rank)
@@ -103,7 +103,7 @@ def shard_writers(train_state: TrainState, plans: list[list[Any]], rank: int) ->
     ]
 
 
-def files_to_write(states: CollectedStates, *, replicated: bool, safe: bool) -> Iterator[CheckpointFile]:
+def files_to_write(states: CollectedStates, *, replicated: bool, safe: bool) -> Iterator[CheckpointFileWrite]:
     """Yield the files that this rank writes.
 
     Args:
@@ -116,20 +116,20 @@ def files_to_write(states: CollectedStates, *, replicated: bool, safe: bool) -> 
             yield _model_file(state, index, states.model_classes.get(id(state), ""), safe)
     for category, file, name, state in [*(states.replicated if replicated else []), *states.per_rank]:
         description = f"{file} ({name})" if category in ("custom", "stateful_loaders") else ""
-        yield CheckpointFile(
+        yield CheckpointFileWrite(
             category, ManifestEntry(file, name), partial(pickles.write, state, what=description)
         )
     for share in states.shard_writers:
         if share.file:
-            yield CheckpointFile(share.category, share.entry, share.fill, share.file)
+            yield CheckpointFileWrite(share.category, share.entry, share.fill, share.file)
 
 
-def _model_file(state: dict[str, Any], index: int, name: str, safe: bool) -> CheckpointFile:
+def _model_file(state: dict[str, Any], index: int, name: str, safe: bool) -> CheckpointFileWrite:
     file = names.model_file(index, safe=safe)
     state = tensors.strip_compile_prefix(state)
     if not safe:
         entry = ManifestEntry(file, name, tensors.dtypes_and_shapes(state))
-        return CheckpointFile("models", entry, partial(pickles.write, OrderedDict(state)))
+        return CheckpointFileWrite("models", entry, partial(pickles.write, OrderedDict(state)))
     separate, aliases = tensors.untie(state)
     entry = ManifestEntry(file, name, tensors.dtypes_and_shapes(separate), aliases)
-    return CheckpointFile("models", entry, partial(tensors.write_safetensors, separate, aliases))
+    return CheckpointFileWrite("models", entry, partial(tensors.write_safetensors, separate, aliases))

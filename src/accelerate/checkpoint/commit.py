@@ -1,6 +1,6 @@
 """The commit protocol: a checkpoint is whole and on the disk, or it is not there.
 
-    1. rank 0 draws an id; all ranks write into a folder of that id (``CheckpointStore.temp``), which is no
+    1. rank 0 draws an id; all ranks write into a folder of that id (``CheckpointStorage.temp``), which is no
        checkpoint yet. Every file is made durable and its digest taken as soon as it is written.
     2. the ranks gather their reports. If one failed, all raise the same error and the folder is removed.
     3. rank 0 checks that it sees all files, and writes the manifest, last.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from accelerate.checkpoint import manifest as manifests
 from accelerate.checkpoint.discovery import automatic_number, inspect_folder
 from accelerate.checkpoint.names import MANIFEST_NAME
-from accelerate.checkpoint.store import CheckpointStore, FileRecord
+from accelerate.checkpoint.store import CheckpointStorage, FileRecord
 from accelerate.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class CommitTransaction:
         records: what this rank wrote.
     """
 
-    store: CheckpointStore
+    store: CheckpointStorage
     name: str
     id: str
     ranks: RankGroup
@@ -192,14 +192,14 @@ class CommitTransaction:
             )
 
 
-def remove_leftovers(store: CheckpointStore, name: str, spare: str = "") -> None:
+def remove_leftovers(store: CheckpointStorage, name: str, spare: str = "") -> None:
     """Remove the working folders of interrupted saves of ``name``; ``spare`` is an id to keep."""
     for leftover in store.leftovers(name):
         if leftover.role != "old" and leftover.id != spare:
             store.remove(leftover.folder)
 
 
-def remove_old_checkpoints(store: CheckpointStore, committed: str, limit: int | None) -> None:
+def remove_old_checkpoints(store: CheckpointStorage, committed: str, limit: int | None) -> None:
     """Remove the oldest numbered checkpoints beyond ``limit``, and leftovers of interrupted saves.
 
     Call it after ``committed`` is committed; that one is never removed.
@@ -215,7 +215,7 @@ def remove_old_checkpoints(store: CheckpointStore, committed: str, limit: int | 
             store.remove(leftover.folder)
 
 
-def _list_excess(store: CheckpointStore, limit: int) -> list[str]:
+def _list_excess(store: CheckpointStorage, limit: int) -> list[str]:
     """Return the oldest complete numbered checkpoints, all but ``limit`` of them."""
     numbered = sorted((n, entry) for entry in store.entries() if (n := automatic_number(entry)) is not None)
     complete = [entry for _, entry in numbered if (c := inspect_folder(store, entry)) and not c.problem]

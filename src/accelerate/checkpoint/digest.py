@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from accelerate.checkpoint.direct_io import BlockFile
+from accelerate.checkpoint.direct_io import DirectIOAppendFile
 
 HASH = "xxh3_128"
 PIECE = 64 * 2**20
@@ -129,7 +129,7 @@ class DigestingFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.digester = Digester()
-        self._file = BlockFile(path)
+        self._file = DirectIOAppendFile(path)
 
     def writable(self) -> bool:
         """Return True."""

@@ -23,7 +23,7 @@ _WRITERS = 2
 _HAS_PWRITE = hasattr(os, "pwrite")
 
 
-class BlockFile:
+class DirectIOAppendFile:
     """A new file; bytes can only be added at its end. Errors of the system come as OSError from any method.
 
     Attributes:

@@ -23,7 +23,7 @@ from accelerate.checkpoint.atomic_replace import INTERRUPTED, ROLES, parse_worki
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import AUTOMATIC_NAME, MANIFEST_NAME, is_checkpoint_name, rng_file
-from accelerate.checkpoint.store import CheckpointStore
+from accelerate.checkpoint.store import CheckpointStorage
 from accelerate.core.errors import CheckpointError
 
 _AT_ONCE = 16  # folders that are inspected at once: a remote store answers slowly
@@ -43,7 +43,7 @@ class CheckpointCandidate:
         problem: why it cannot be used; empty if it can.
     """
 
-    store: CheckpointStore
+    store: CheckpointStorage
     name: str
     manifest: Manifest | None
     problem: str = ""
@@ -78,7 +78,7 @@ class CheckpointCandidate:
 
 
 @dataclass(frozen=True)
-class LatestCheckpoint:
+class CheckpointSearchResult:
     """The newest usable checkpoint of a folder.
 
     Attributes:
@@ -102,7 +102,7 @@ def automatic_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def inspect_folder(store: CheckpointStore, name: str) -> CheckpointCandidate | None:
+def inspect_folder(store: CheckpointStorage, name: str) -> CheckpointCandidate | None:
     """Inspect one folder; return None if it is no checkpoint. Only its manifest is read."""
     if not store.is_folder(name):
         return None
@@ -128,7 +128,7 @@ def inspect_folder(store: CheckpointStore, name: str) -> CheckpointCandidate | N
     return None
 
 
-def read_manifest(store: CheckpointStore, name: str) -> Manifest | None:
+def read_manifest(store: CheckpointStorage, name: str) -> Manifest | None:
     """Read the manifest of a checkpoint; return None if it has none.
 
     Raises:
@@ -149,7 +149,7 @@ def _find_missing_file(sizes: dict[str, int], manifest: Manifest) -> str:
     return ""
 
 
-def _find_damage(store: CheckpointStore, folder: str) -> str:
+def _find_damage(store: CheckpointStorage, folder: str) -> str:
     """Return what is visibly incomplete in a folder without manifest; empty if nothing is.
 
     Random states are written after models, optimizers and schedulers, so they must be there.
@@ -180,7 +180,7 @@ def _safetensors_damage(path: Path) -> str:
         return f"is damaged ({error})"
 
 
-def candidates(store: CheckpointStore, folder: str = "") -> list[CheckpointCandidate]:
+def candidates(store: CheckpointStorage, folder: str = "") -> list[CheckpointCandidate]:
     """Return everything directly in ``folder`` that looks like a checkpoint, oldest first.
 
     By the number in the names if these differ in nothing else (9 before 10), by the time of saving otherwise.
@@ -196,7 +196,9 @@ def candidates(store: CheckpointStore, folder: str = "") -> list[CheckpointCandi
     return sorted(matches, key=lambda c: c.saved_at)
 
 
-def latest_checkpoint(folder: str | Path, allowed_ids: Container[str] | None = None) -> LatestCheckpoint:
+def latest_checkpoint(
+    folder: str | Path, allowed_ids: Container[str] | None = None
+) -> CheckpointSearchResult:
     """Return the newest usable checkpoint directly in ``folder``, a local one or a URL.
 
     Args:
@@ -217,10 +219,10 @@ def latest_checkpoint(folder: str | Path, allowed_ids: Container[str] | None = N
     if not usable:
         what = "; ".join(ignored) if ignored else "it has no folder that looks like one"
         raise CheckpointNotFoundError(f"there is no complete checkpoint in {folder}", why=what)
-    return LatestCheckpoint(usable[-1], ignored)
+    return CheckpointSearchResult(usable[-1], ignored)
 
 
-def named_checkpoint(store: CheckpointStore, name: str) -> CheckpointCandidate:
+def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate:
     """Return the checkpoint at the path that the user gave.
 
     Raises:

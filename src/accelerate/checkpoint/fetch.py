@@ -16,8 +16,8 @@ from accelerate.checkpoint import names
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.store import CheckpointStore
-from accelerate.checkpoint.train_state import TrainState
+from accelerate.checkpoint.store import CheckpointStorage
+from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.core.units import show_bytes
 
@@ -27,10 +27,10 @@ _OF_RANK = re.compile(rf"{names.RNG_STATE_NAME}_(\d+)\.pkl|{names.LOADER_NAME}(?
 
 @contextmanager
 def local_checkpoint(
-    store: CheckpointStore,
+    store: CheckpointStorage,
     name: str,
     manifest: Manifest | None,
-    train_state: TrainState,
+    train_state: CheckpointTrainState,
     ranks: RankGroup,
     action: str,
 ) -> Generator[tuple[Path, Manifest | None]]:
@@ -72,7 +72,7 @@ def local_checkpoint(
             shutil.rmtree(target, ignore_errors=True)
 
 
-def _sizes(store: CheckpointStore, folder: str, manifest: Manifest | None) -> dict[str, int]:
+def _sizes(store: CheckpointStorage, folder: str, manifest: Manifest | None) -> dict[str, int]:
     """Return the size of every file of the checkpoint, by its name."""
     if manifest is None:
         return store.files(folder)
@@ -80,7 +80,10 @@ def _sizes(store: CheckpointStore, folder: str, manifest: Manifest | None) -> di
 
 
 def _needed_files(
-    sizes: dict[str, int], manifest: Manifest | None, train_state: TrainState, ranks_here: Iterable[int]
+    sizes: dict[str, int],
+    manifest: Manifest | None,
+    train_state: CheckpointTrainState,
+    ranks_here: Iterable[int],
 ) -> dict[str, int]:
     """Return name and size of the files that a load by the ranks ``ranks_here`` may read."""
     wanted_ranks = {*ranks_here, 0}  # the random states of new ranks are derived from those of rank 0
@@ -93,7 +96,7 @@ def _needed_files(
     return needed
 
 
-def _unrequested_files(manifest: Manifest, train_state: TrainState) -> set[str]:
+def _unrequested_files(manifest: Manifest, train_state: CheckpointTrainState) -> set[str]:
     """Return files of models and optimizers that the load does not ask for."""
     if train_state.own_files:
         return set()  # these may read any file
@@ -129,7 +132,7 @@ def _local_share(needed: dict[str, int], ranks: RankGroup) -> list[str]:
     return by_size[ranks.local_rank :: ranks.local_size]
 
 
-def _fetch(store: CheckpointStore, folder: str, files: list[str], target: Path) -> None:
+def _fetch(store: CheckpointStorage, folder: str, files: list[str], target: Path) -> None:
     for parent in {PurePosixPath(file).parent for file in files}:
         with file_errors("make the folder", target / parent):
             (target / parent).mkdir(parents=True, exist_ok=True)
@@ -138,5 +141,5 @@ def _fetch(store: CheckpointStore, folder: str, files: list[str], target: Path) 
             pass
 
 
-def _fetch_one(store: CheckpointStore, folder: str, target: Path, file: str) -> None:
+def _fetch_one(store: CheckpointStorage, folder: str, target: Path, file: str) -> None:
     store.fetch(f"{folder}/{file}", target / file)

@@ -299,7 +299,7 @@ def in_memory(value: torch.Tensor) -> LazyTensor:
     return LazyTensor(shape, dtype, (), value.detach)
 
 
-class LazyCast:
+class LazyDtypeCast:
     """A lazy tensor with another dtype, which a writer uses like a tensor."""
 
     def __init__(self, tensor: LazyTensor, dtype: torch.dtype | None = None) -> None:
@@ -332,9 +332,11 @@ def cast_to(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own in _CASTABLE else own
 
 
-def lazy_casts(weights: Mapping[str, LazyTensor], dtype: torch.dtype | None = None) -> dict[str, LazyCast]:
+def lazy_casts(
+    weights: Mapping[str, LazyTensor], dtype: torch.dtype | None = None
+) -> dict[str, LazyDtypeCast]:
     """Return the weights as lazy tensors of another dtype, by name."""
-    return {name: LazyCast(tensor, dtype) for name, tensor in weights.items()}
+    return {name: LazyDtypeCast(tensor, dtype) for name, tensor in weights.items()}
 
 
 def weights_from_state(state: Mapping[str, Any]) -> LazyWeights:

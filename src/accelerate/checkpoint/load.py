@@ -16,9 +16,9 @@ from accelerate.checkpoint.fetch import local_checkpoint
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.restore import CheckpointReader, verify_files
-from accelerate.checkpoint.store import CheckpointStore
-from accelerate.checkpoint.train_state import TrainState
+from accelerate.checkpoint.restore import TrainingStateReader, verify_files
+from accelerate.checkpoint.store import CheckpointStorage
+from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LoadResult:
+class CheckpointLoadResult:
     """The outcome of a load.
 
     Attributes:
@@ -53,7 +53,7 @@ class LoadResult:
 
 
 def load(
-    train_state: TrainState,
+    train_state: CheckpointTrainState,
     directory: str | Path | None = None,
     *,
     project: ProjectConfiguration | None = None,
@@ -64,7 +64,7 @@ def load(
     before: Callable[[Path], None] | None = None,
     check_digests: bool = True,
     ranks: RankGroup | None = None,
-) -> LoadResult:
+) -> CheckpointLoadResult:
     """Load a checkpoint into ``train_state`` on all ranks together.
 
     Everything is verified, looked up and compared before the first object is changed.
@@ -98,7 +98,7 @@ def load(
         manifest = _same_manifest(store, name, id_)
     location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
     with local_checkpoint(store, name, manifest, train_state, ranks, action) as (path, fetched):
-        reader = CheckpointReader(
+        reader = TrainingStateReader(
             path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
         )
         with ranks.collective_section(action):
@@ -147,7 +147,7 @@ def _choose(
     return candidate.path, candidate.manifest.id if candidate.manifest else "", ignored
 
 
-def _same_manifest(store: CheckpointStore, name: str, id_: str) -> Manifest | None:
+def _same_manifest(store: CheckpointStorage, name: str, id_: str) -> Manifest | None:
     """Read this rank's manifest, and raise if it is not that of the checkpoint that rank 0 chose."""
     manifest = discovery.read_manifest(store, name)
     own_id = manifest.id if manifest else ""
@@ -169,7 +169,7 @@ def resolve_map_location(map_location: Any, default: Any) -> Any:
     return world.device if world is not None else torch.device("cpu")
 
 
-def _log_notes(reader: CheckpointReader, address: Address) -> None:
+def _log_notes(reader: TrainingStateReader, address: Address) -> None:
     if reader.ranks.rank > 0:
         return
     for note in reader.notes:
@@ -179,10 +179,10 @@ def _log_notes(reader: CheckpointReader, address: Address) -> None:
 
 
 def _build_result(
-    reader: CheckpointReader, address: Address, name: str, ignored: tuple[str, ...]
-) -> LoadResult:
+    reader: TrainingStateReader, address: Address, name: str, ignored: tuple[str, ...]
+) -> CheckpointLoadResult:
     manifest = reader.manifest
-    return LoadResult(
+    return CheckpointLoadResult(
         path=address,
         step=manifest.step if manifest else reader.step or 0,
         iteration=manifest.iteration if manifest else discovery.automatic_number(name),

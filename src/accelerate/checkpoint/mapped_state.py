@@ -37,7 +37,7 @@ _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tm
 _Stamp = tuple[int, int]
 
 
-class MappedState:
+class MappedOptimizerState:
     """The optimizer state in a torch file, mapped until its pages are copied.
 
     Args:
@@ -45,7 +45,7 @@ class MappedState:
         kwargs: arguments of ``pickles.read``.
     """
 
-    _open: ClassVar[list[MappedState]] = []
+    _open: ClassVar[list[MappedOptimizerState]] = []
 
     def __init__(self, path: Path, **kwargs: Any) -> None:
         self.path, self.failure = path, ""
@@ -72,7 +72,7 @@ class MappedState:
         if not storages:
             self._file.close()
         else:
-            MappedState._open.append(self)
+            MappedOptimizerState._open.append(self)
             self._thread = threading.Thread(
                 target=self._copy_pages, args=(storages,), name="accelerate-own", daemon=True
             )

@@ -2,8 +2,8 @@
 
 What is loaded must not depend on its file any more: a mapped file that is changed, or whose disk goes away
 later, would change or end the training. And it must not be in memory twice. So torch files are read through
-``ParallelFile``, which torch lets fill the memory of each tensor; and tensors of safetensors files, which are
-mapped and not touched, are read into the tensor that takes them, see ``DirectReadMode``.
+``ParallelReadFile``, which torch lets fill the memory of each tensor; and tensors of safetensors files, which
+are mapped and not touched, are read into the tensor that takes them, see ``FileReadTorchFunctionMode``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_parallel(path: Path, at: int, target: memoryview, pool: ThreadPoolExecu
         pass
 
 
-class ParallelFile(io.RawIOBase):
+class ParallelReadFile(io.RawIOBase):
     """A file open for reading, of which large blocks are read by several threads.
 
     Attributes:
@@ -123,7 +123,7 @@ class ParallelFile(io.RawIOBase):
 
 
 @dataclass(frozen=True)
-class MappedTensors:
+class MappedTensorAddresses:
     """The addresses at which the tensors of one file are mapped.
 
     Attributes:
@@ -135,21 +135,21 @@ class MappedTensors:
     file_ranges: dict[int, tuple[int, int]]
 
     @classmethod
-    def create(cls, path: Path, state: Mapping[str, torch.Tensor]) -> MappedTensors:
+    def create(cls, path: Path, state: Mapping[str, torch.Tensor]) -> MappedTensorAddresses:
         """Return the addresses of the tensors that ``tensors.read_safetensors`` mapped from a file."""
         places = tensors.file_ranges(path)
         return cls(path, {value.data_ptr(): places[name] for name, value in state.items()})
 
 
 def load_from_mapped(
-    files: Iterable[MappedTensors], load: Callable[..., Any], *args: Any, **kwargs: Any
+    files: Iterable[MappedTensorAddresses], load: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call ``load``, and read from mapped ``files`` what it copies; return its result.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    with DirectReadMode(files) as copies:
+    with FileReadTorchFunctionMode(files) as copies:
         try:
             return load(*args, **kwargs)
         except RuntimeError as error:  # a module gathers what its copies raise into one text
@@ -158,7 +158,7 @@ def load_from_mapped(
             raise
 
 
-class DirectReadMode(TorchFunctionMode):
+class FileReadTorchFunctionMode(TorchFunctionMode):
     """A torch function mode: ``a.copy_(b)`` reads the file that ``b`` is mapped from straight into ``a``.
 
     Only where that gives the same bytes: a plain tensor on the CPU of the same dtype and shape, both
@@ -168,7 +168,7 @@ class DirectReadMode(TorchFunctionMode):
         failure: why a file could not be read.
     """
 
-    def __init__(self, files: Iterable[MappedTensors]) -> None:
+    def __init__(self, files: Iterable[MappedTensorAddresses]) -> None:
         super().__init__()
         self.failure: CheckpointError | None = None
         self._sources = {at: (file.path, *place) for file in files for at, place in file.file_ranges.items()}

@@ -28,7 +28,7 @@ from torch import _utils as torch_utils
 from torch.storage import TypedStorage, _LegacyStorage
 
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.parallel_io import ParallelFile
+from accelerate.checkpoint.parallel_io import ParallelReadFile
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def _encode() -> Any:
     return encode  # numpy pickles bytes through it
 
 
-class _SafePickler(pickle.Pickler):
+class _WeightsOnlyPickler(pickle.Pickler):
     """A pickler that writes containers so that a ``weights_only`` load accepts them.
 
     Attributes:
@@ -98,9 +98,9 @@ def write(value: Any, file: BinaryIO, what: str = "") -> None:
         file: open for writing.
         what: how a log line calls the object if ``read`` will refuse it; empty to not look.
     """
-    written: list[tuple[_SafePickler, IO[bytes]]] = []
+    written: list[tuple[_WeightsOnlyPickler, IO[bytes]]] = []
 
-    class RecordingPickler(_SafePickler):
+    class RecordingPickler(_WeightsOnlyPickler):
         def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
             super().__init__(file, *args, **kwargs)
             written.append((self, file))
@@ -168,7 +168,7 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
     with file_errors("read", path), torch.serialization.safe_globals(safe_globals()):
         try:
             if isinstance(source, Path) and not kwargs.get("mmap") and zipfile.is_zipfile(source):
-                with ParallelFile(source) as parallel:
+                with ParallelReadFile(source) as parallel:
                     file, kwargs["mmap"] = cast(IO[bytes], parallel), False
                     return torch.load(file, map_location=map_location, **kwargs)
             return torch.load(source, map_location=map_location, **kwargs)

@@ -46,17 +46,17 @@ class RankGroup:
         """Return True on the rank that writes replicated states: rank 0, or one rank of each machine."""
         return self.local_rank == 0 if each_node else self.rank == 0
 
-    def collective_section(self, action: str) -> CollectiveSection[Any]:
+    def collective_section(self, action: str) -> CollectiveErrorSection[Any]:
         """Return a ``with`` block after which either all ranks go on or all raise the same error.
 
         Args:
             action: what the block does, for errors: ``"save the checkpoint x"``.
         """
-        return CollectiveSection(self, action)
+        return CollectiveErrorSection(self, action)
 
     def run_on_rank0(self, action: str, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0; return its result on every rank, or raise its error on every rank."""
-        with CollectiveSection[T](self, action) as section:
+        with CollectiveErrorSection[T](self, action) as section:
             if self.rank == 0:
                 section.value = function()
         return section.values[0]
@@ -93,7 +93,7 @@ class CheckpointPeerError(CheckpointError, PeerError):
         return peer_error.with_traceback(error.__traceback__)
 
 
-class CollectiveSection(Generic[T]):
+class CollectiveErrorSection(Generic[T]):
     """A block after which all ranks go on or all raise; see ``RankGroup.collective_section``.
 
     Attributes:
@@ -106,7 +106,7 @@ class CollectiveSection(Generic[T]):
         self.value: T | None = None
         self.values: list[T] = []
 
-    def __enter__(self) -> CollectiveSection[T]:
+    def __enter__(self) -> CollectiveErrorSection[T]:
         return self
 
     def __exit__(

@@ -25,7 +25,7 @@ from accelerate.checkpoint.parallel_io import CHUNK, is_plain, memory_of, read_a
 _ZIP = b"PK\x03\x04"
 
 
-class SliceReader(io.RawIOBase):
+class FileRangeReader(io.RawIOBase):
     """A range of an open file as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
@@ -100,7 +100,7 @@ class TensorLocator:
             CheckpointError: the file is damaged, or would run code.
         """
         with file_errors("read", source.path), source.path.open("rb", buffering=0) as file:
-            torch_file = cast(BinaryIO, SliceReader(file, source.offset, source.length))
+            torch_file = cast(BinaryIO, FileRangeReader(file, source.offset, source.length))
             if torch_file.read(len(_ZIP)) != _ZIP:
                 return None  # before torch 1.6
             torch_file.seek(0)

@@ -40,7 +40,7 @@ _CHUNK = 8 * 2**20
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
-class RemoteCheckpointStore:
+class RemoteCheckpointStorage:
     """A store behind a URL, the same for all machines.
 
     Args:
@@ -157,7 +157,7 @@ class RemoteCheckpointStore:
     def write(self, name: str, fill: Callable[[BinaryIO], object]) -> FileRecord:
         with remote_errors("write", self.label(name)):
             file = self._fs.open(self._key(name), "wb")
-            sink = _RemoteCheckpointFile(file)
+            sink = _RemoteCheckpointFileWriter(file)
             try:
                 fill(cast(BinaryIO, sink))
             except BaseException:
@@ -291,7 +291,7 @@ class RemoteCheckpointStore:
         self.remove(name)
 
 
-class _RemoteCheckpointFile(RawIOBase):
+class _RemoteCheckpointFileWriter(RawIOBase):
     """A remote file that is being written, with the digest of its bytes so far."""
 
     def __init__(self, file: Any) -> None:

@@ -17,10 +17,10 @@ from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.train_state import (
     OBJECT_FILES,
-    LoadContext,
+    CheckpointLoadContext,
+    CheckpointTrainState,
     RNGStates,
     StatefulAdapter,
-    TrainState,
     class_name,
     describe_object,
     sharded_state_of,
@@ -61,7 +61,7 @@ def verify_files(folder: Path, manifest: Manifest, ranks: RankGroup) -> None:
 
 
 @dataclass
-class CheckpointReader:
+class TrainingStateReader:
     """A reader of one checkpoint for one rank.
 
     Attributes:
@@ -91,7 +91,7 @@ class CheckpointReader:
     notes: list[str] = field(default_factory=list)
     step: int | None = None
 
-    def read(self, train_state: TrainState) -> None:
+    def read(self, train_state: CheckpointTrainState) -> None:
         """Read everything that ``train_state`` asks for; change nothing yet.
 
         Raises:
@@ -120,7 +120,7 @@ class CheckpointReader:
         for what, function in self.pending:
             _attempt(what, function)
 
-    def finish(self, train_state: TrainState) -> None:
+    def finish(self, train_state: CheckpointTrainState) -> None:
         """Load folders of own files, then random states: nothing draws a number after."""
         for part in train_state.own_files:
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
@@ -151,7 +151,7 @@ class CheckpointReader:
                 fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
             )
         trusted = not self.load_kwargs.get("weights_only", True)
-        context = LoadContext(self.strict, trusted, self.model_kwargs, self.missing, self.notes)
+        context = CheckpointLoadContext(self.strict, trusted, self.model_kwargs, self.missing, self.notes)
         with file_errors("read", folder):
             self.pending.append((f"load {what} from {folder}", sharded.prepare_load(folder, context)))
         return True
@@ -167,7 +167,7 @@ class CheckpointReader:
         if path is safe:
             with file_errors("read", safe):
                 state, aliases = tensors.read_safetensors(safe)
-                files = [parallel_io.MappedTensors.create(safe, state)]
+                files = [parallel_io.MappedTensorAddresses.create(safe, state)]
         else:
             kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
             state, aliases, files = pickles.read(path, **kwargs), {}, []
@@ -196,12 +196,12 @@ class CheckpointReader:
             and "mmap" not in kwargs
             and mapped_state.can_map(path, kwargs["map_location"])
         ):
-            load = partial(mapped_state.MappedState(path, **kwargs).load_into, item.load_state_dict)
+            load = partial(mapped_state.MappedOptimizerState(path, **kwargs).load_into, item.load_state_dict)
         else:
             load = partial(item.load_state_dict, pickles.read(path, **kwargs))
         self.pending.append((f"load {what} from {path}", load))
 
-    def check_custom_count(self, train_state: TrainState) -> None:
+    def check_custom_count(self, train_state: CheckpointTrainState) -> None:
         """Refuse a number of registered objects that differs from the saved number.
 
         Raises:
@@ -219,7 +219,7 @@ class CheckpointReader:
         file = names.loader_file(index, self.ranks.rank)
         return file if (self.folder / file).is_file() else names.loader_file(index)
 
-    def _read_positions(self, train_state: TrainState) -> None:
+    def _read_positions(self, train_state: CheckpointTrainState) -> None:
         saved = self.manifest.loaders if self.manifest else []
         for index, loader in enumerate(train_state.loaders):
             if index < len(saved):
@@ -234,7 +234,7 @@ class CheckpointReader:
                     names.MANIFEST_NAME, f"the position of {describe_object('loaders', index)}"
                 )
 
-    def _read_rng(self, train_state: TrainState) -> None:
+    def _read_rng(self, train_state: CheckpointTrainState) -> None:
         rng, rank = train_state.rng, self.ranks.rank
         if rng is None:
             return

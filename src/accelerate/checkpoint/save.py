@@ -18,9 +18,9 @@ from accelerate.checkpoint.addresses import Address, open_store, split_address
 from accelerate.checkpoint.manifest import Manifest, ManifestEntry
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.store import CheckpointStore, FileRecord
-from accelerate.checkpoint.store_channel import StoreChannel, open_channel
-from accelerate.checkpoint.train_state import StatefulAdapter, TrainState
+from accelerate.checkpoint.store import CheckpointStorage, FileRecord
+from accelerate.checkpoint.store_channel import CheckpointStoreChannel, open_channel
+from accelerate.checkpoint.train_state import CheckpointTrainState, StatefulAdapter
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ PartTable = dict[str, list[ManifestEntry]]
 
 
 def save(
-    train_state: TrainState,
+    train_state: CheckpointTrainState,
     directory: str | Path | None = None,
     *,
     project: ProjectConfiguration | None = None,
     safe_serialization: bool = True,
     before: Callable[[collect.ModelStates, Path], None] | None = None,
     ranks: RankGroup | None = None,
-    store: Callable[[Any], CheckpointStore] = open_store,
+    store: Callable[[Any], CheckpointStorage] = open_store,
     in_background: bool = False,
 ) -> Address:
     """Save ``train_state`` on all ranks together; return the folder or URL, as rank 0 named it.
@@ -85,7 +85,7 @@ def _open_transaction(
     directory: str | Path | None,
     project: ProjectConfiguration,
     action: str,
-    store: Callable[[Any], CheckpointStore],
+    store: Callable[[Any], CheckpointStorage],
 ) -> tuple[Address, commit.CommitTransaction]:
     """Return (the checkpoint's address, its transaction); nothing is written yet."""
     each_node = project.save_on_each_node
@@ -101,7 +101,7 @@ def _open_transaction(
     return address, commit.CommitTransaction(store(root), name, section.values[0][3], ranks, each_node)
 
 
-def _open_channel(transaction: commit.CommitTransaction) -> StoreChannel | None:
+def _open_channel(transaction: commit.CommitTransaction) -> CheckpointStoreChannel | None:
     """Return the channel of a save in the background; None where the ranks share no store."""
     ranks = transaction.ranks
     if ranks.size == 1:
@@ -128,7 +128,7 @@ class _SaveRun:
     """
 
     transaction: commit.CommitTransaction
-    train_state: TrainState
+    train_state: CheckpointTrainState
     action: str
     safe: bool
     iteration: int | None
@@ -242,7 +242,9 @@ def content_writer(content: bytes) -> Callable[[BinaryIO], None]:
 
 
 def _manifest_table(
-    train_state: TrainState, states: collect.CollectedStates, files: list[collect.CheckpointFile]
+    train_state: CheckpointTrainState,
+    states: collect.CollectedStates,
+    files: list[collect.CheckpointFileWrite],
 ) -> PartTable:
     """Return the saved objects by category; all shards of an object are one entry."""
     table: PartTable = {}

@@ -65,7 +65,7 @@ class LocalSavePlan:
         category: str,
         entry: ManifestEntry,
         ties: Mapping[KeyPath, KeyPath],
-    ) -> ShardFile:
+    ) -> RankShardFile:
         """Return the writer of this rank's shard file.
 
         Args:
@@ -83,7 +83,7 @@ class LocalSavePlan:
         plan = self._planner.finish_plan(global_plans[rank])
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        return ShardFile(
+        return RankShardFile(
             category=category,
             entry=entry,
             file=f"{entry.file}/{names.shard_file(rank)}" if plan.items else "",
@@ -122,7 +122,7 @@ def _pickle_bytes(value: Any) -> bytes:
 
 
 @dataclass
-class ShardFile:
+class RankShardFile:
     """A ``ShardWriter``: this rank's shard file, and the index of all.
 
     Attributes:

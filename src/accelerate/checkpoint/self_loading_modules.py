@@ -18,7 +18,7 @@ from accelerate.core.errors import CheckpointError
 
 
 @dataclass
-class SelfLoadingModules:
+class CustomStateDictModules:
     """Modules that load themselves, and the saved tensors for each.
 
     Attributes:
@@ -68,7 +68,7 @@ class SelfLoadingModules:
 
 def find_self_loading(
     model: nn.Module, saved_tensors: Mapping[str, LazyTensor], model_names: set[str]
-) -> SelfLoadingModules:
+) -> CustomStateDictModules:
     """Find the modules for which files hold more than the model's tensors, and which can use it.
 
     Args:
@@ -77,7 +77,7 @@ def find_self_loading(
         model_names: names of the model's tensors.
     """
     extra = [name for name in saved_tensors if name not in model_names]
-    self_loading = SelfLoadingModules()
+    self_loading = CustomStateDictModules()
     if not extra:
         return self_loading
     capable = {f"{name}." if name else "": m for name, m in model.named_modules() if _is_self_loading(m)}

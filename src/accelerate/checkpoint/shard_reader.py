@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.lazy_tensor import LazyTensor
-from accelerate.checkpoint.read_plan import FileSlice, ReadPlan, SliceReader, TensorLocator
+from accelerate.checkpoint.read_plan import FileRangeReader, FileSlice, ReadPlan, TensorLocator
 from accelerate.core.errors import CheckpointError
 
 PathKey = tuple[Any, ...]
@@ -59,11 +59,11 @@ _CLASSES = {
 }
 
 
-class _RefusedError(pickle.UnpicklingError):
+class _UnsafePickleClassError(pickle.UnpicklingError):
     """An index names a class that it has no need of."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _ShardIndexUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name in _CLASSES.get(module_name, ()):
             return super().find_class(module_name, global_name)
@@ -72,7 +72,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return dtype
         if module_name.partition(".")[0] == "pathlib" and global_name.endswith("Path"):
             return PurePosixPath  # the path where it was saved, of any operating system
-        raise _RefusedError(f"{module_name}.{global_name}")
+        raise _UnsafePickleClassError(f"{module_name}.{global_name}")
 
 
 def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
@@ -93,8 +93,8 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
         )
     with file_errors("read", path), path.open("rb") as file:
         try:
-            index = pickle.load(file) if trusted else _IndexUnpickler(file).load()
-        except _RefusedError as error:
+            index = pickle.load(file) if trusted else _ShardIndexUnpickler(file).load()
+        except _UnsafePickleClassError as error:
             raise CheckpointError(
                 f"{path} holds more than an index, and reading it could run code",
                 why=f"it names {error}",
@@ -105,7 +105,7 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
     return index
 
 
-class ShardReader:
+class ShardedCheckpointReader:
     """A folder of shards, open for reading.
 
     Args:
@@ -221,7 +221,7 @@ class ShardReader:
     def _read(self, source: FileSlice, **kwargs: Any) -> Any:
         with file_errors("read", source.path), source.path.open("rb", buffering=0) as file:
             return pickles.read(
-                cast(BinaryIO, SliceReader(file, source.offset, source.length)), "cpu", **kwargs
+                cast(BinaryIO, FileRangeReader(file, source.offset, source.length)), "cpu", **kwargs
             )
 
     def _file_slice(self, info: Any) -> FileSlice:
@@ -280,7 +280,7 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
     Raises:
         CheckpointError: shards are missing, or the index cannot be read.
     """
-    shards = ShardReader(find_model_folder(folder))
+    shards = ShardedCheckpointReader(find_model_folder(folder))
     entries = {name: entry for name in shards.paths if (entry := shards.tensor_metadata(name)) is not None}
     shards.check_files(entries)
     tops = {shards.paths[name][0] for name in entries}
@@ -293,5 +293,5 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
     return tensors
 
 
-def _read_later(shards: ShardReader, name: str) -> Callable[[], torch.Tensor]:
+def _read_later(shards: ShardedCheckpointReader, name: str) -> Callable[[], torch.Tensor]:
     return lambda: shards.read(name)

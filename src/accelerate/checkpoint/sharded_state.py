@@ -20,9 +20,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate.checkpoint import names, tensors
 from accelerate.checkpoint.manifest import ManifestEntry
 from accelerate.checkpoint.read_plan import ReadPlan
-from accelerate.checkpoint.save_plan import LocalSavePlan, ShardFile, only_distributed
-from accelerate.checkpoint.shard_reader import ShardReader
-from accelerate.checkpoint.train_state import LoadContext
+from accelerate.checkpoint.save_plan import LocalSavePlan, RankShardFile, only_distributed
+from accelerate.checkpoint.shard_reader import ShardedCheckpointReader
+from accelerate.checkpoint.train_state import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
@@ -80,7 +80,7 @@ class ShardedModelState:
             return state
         return {self.only[name]: value for name, value in state.items() if name in self.only}
 
-    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> ShardFile:
+    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> RankShardFile:
         """Return this rank's writer, see ``ShardedState``."""
         assert self._save_plan is not None
         entry = ManifestEntry(
@@ -92,9 +92,9 @@ class ShardedModelState:
         entry.tensors.update(share.table())
         return share
 
-    def prepare_load(self, folder: Path, context: LoadContext, /) -> Callable[[], Any]:
+    def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
         """Prepare the load, see ``ShardedState``. Tensors are read into the model's own memory."""
-        shards = ShardReader(folder, trusted=context.trusted)
+        shards = ShardedCheckpointReader(folder, trusted=context.trusted)
         state = self._state()
         entries = _entries_by_model_name(shards, state)
         self._compare_names(shards, entries, state, context)
@@ -104,10 +104,10 @@ class ShardedModelState:
 
     def _compare_names(
         self,
-        shards: ShardReader,
+        shards: ShardedCheckpointReader,
         entries: Mapping[str, list[str]],
         state: Mapping[str, Any],
-        context: LoadContext,
+        context: CheckpointLoadContext,
     ) -> None:
         ties = _find_ties(self.module)
         groups = {_clean_name(name): ties.get(_clean_name(name), _clean_name(name)) for name in state}
@@ -139,10 +139,10 @@ class ShardedModelState:
 
     def _plan_reads(
         self,
-        shards: ShardReader,
+        shards: ShardedCheckpointReader,
         entries: Mapping[str, list[str]],
         state: dict[str, Any],
-        context: LoadContext,
+        context: CheckpointLoadContext,
     ) -> Callable[[], Any]:
         ties, planned, read_plan = _find_ties(self.module), set[str](), ReadPlan()
         for name, group in entries.items():
@@ -155,7 +155,7 @@ class ShardedModelState:
                 state[name] = _read_nested(shards, group, 2)
         return partial(self._load, read_plan, state, context)
 
-    def _load(self, read_plan: ReadPlan, state: dict[str, Any], context: LoadContext) -> Any:
+    def _load(self, read_plan: ReadPlan, state: dict[str, Any], context: CheckpointLoadContext) -> Any:
         read_plan.run()
         if self.only is not None:
             return _IncompatibleKeys([], [])
@@ -202,7 +202,7 @@ class ShardedOptimizerState:
         self._save_plan = LocalSavePlan.create({"optimizer": whole}, dedup_to_lowest_rank=self.local_training)
         return self._save_plan.local_plan
 
-    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> ShardFile:
+    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> RankShardFile:
         """Return this rank's writer, see ``ShardedState``."""
         assert self._save_plan is not None
         entry = ManifestEntry(names.sharded_folder("optimizers", index), type(self.optimizer).__name__)
@@ -210,9 +210,9 @@ class ShardedOptimizerState:
         self._save_plan = None
         return share
 
-    def prepare_load(self, folder: Path, context: LoadContext, /) -> Callable[[], Any]:
+    def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
         """Prepare the load, see ``ShardedState``."""
-        shards = ShardReader(folder, trusted=context.trusted)
+        shards = ShardedCheckpointReader(folder, trusted=context.trusted)
         shards.check_files(shards.paths)
         read_plan = ReadPlan()
         return partial(self._load, read_plan, self._read(shards, context, read_plan))
@@ -221,7 +221,9 @@ class ShardedOptimizerState:
         read_plan.run()
         self.optimizer.load_state_dict(state)
 
-    def _read(self, shards: ShardReader, context: LoadContext, read_plan: ReadPlan) -> dict[str, Any]:
+    def _read(
+        self, shards: ShardedCheckpointReader, context: CheckpointLoadContext, read_plan: ReadPlan
+    ) -> dict[str, Any]:
         """Return the optimizer's future ``state_dict``; ``read_plan`` fills its tensors."""
         entries: dict[Any, list[str]] = {}
         other: dict[Any, list[str]] = {}
@@ -365,7 +367,7 @@ def _drop_non_tensors(state: Any) -> Any:
     return state if isinstance(state, torch.Tensor) else {}
 
 
-def _entries_by_model_name(shards: ShardReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
+def _entries_by_model_name(shards: ShardedCheckpointReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the index's entries by the model's names; an object may have several entries."""
     tops = {path[0] for path in shards.paths.values()}
     below = len(tops) == 1 and all(len(path) > 1 for path in shards.paths.values())
@@ -380,7 +382,10 @@ def _entries_by_model_name(shards: ShardReader, state: Mapping[str, Any]) -> dic
 
 
 def _note_untied(
-    shards: ShardReader, entries: Mapping[str, list[str]], module: nn.Module, context: LoadContext
+    shards: ShardedCheckpointReader,
+    entries: Mapping[str, list[str]],
+    module: nn.Module,
+    context: CheckpointLoadContext,
 ) -> None:
     ties, first = _find_ties(module), dict[Any, str]()
     for name, group in entries.items():
@@ -401,10 +406,10 @@ def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Ite
 
 
 def _read_nested(
-    shards: ShardReader,
+    shards: ShardedCheckpointReader,
     group: Iterable[str],
     depth: int,
-    make_tensor: Callable[[ShardReader, str, Sequence[Any]], Any] | None = None,
+    make_tensor: Callable[[ShardedCheckpointReader, str, Sequence[Any]], Any] | None = None,
 ) -> Any:
     """Read the value below the first ``depth`` keys from its entries."""
     flat = {shards.paths[name][depth:]: name for name in group}
@@ -419,7 +424,7 @@ def _read_nested(
     return _restore_lists(root)
 
 
-def _read_value(shards: ShardReader, name: str, path: Sequence[Any], make_tensor: Any) -> Any:
+def _read_value(shards: ShardedCheckpointReader, name: str, path: Sequence[Any], make_tensor: Any) -> Any:
     if make_tensor is None or shards.tensor_metadata(name) is None:
         return shards.read(name)
     return make_tensor(shards, name, path)
@@ -440,7 +445,7 @@ def _tensor_like_param(
     parameter: torch.Tensor,
     param_state: Mapping[str, Any],
     read_plan: ReadPlan,
-    shards: ShardReader,
+    shards: ShardedCheckpointReader,
     name: str,
     path: Sequence[Any],
 ) -> torch.Tensor:
@@ -471,11 +476,11 @@ def _is_reusable(present: Any, like: DTensor, dtype: torch.dtype) -> TypeGuard[D
 
 
 def _match_groups(
-    shards: ShardReader,
+    shards: ShardedCheckpointReader,
     groups: Sequence[Mapping[str, Any]],
     saved: Sequence[Mapping[str, Any]],
     param_names: list[list[str]],
-    context: LoadContext,
+    context: CheckpointLoadContext,
 ) -> list[dict[str, Any]]:
     """Return the saved groups in the order, and with the parameters, of the optimizer's own.
 

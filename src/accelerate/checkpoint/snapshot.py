@@ -1,7 +1,7 @@
 """Snapshots of states in host memory, while training goes on changing the originals.
 
 Memory that was never written to costs several times the copy itself, page by page. So the memory of a
-snapshot is kept for the next one (``StagingMemory``), and can be made ready before the first.
+snapshot is kept for the next one (``SnapshotHostMemory``), and can be made ready before the first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StateSnapshot:
             devices.get(device.type).synchronize(device.index)
 
 
-class StagingMemory:
+class SnapshotHostMemory:
     """Host memory for snapshots, one at a time, kept between them."""
 
     def __init__(self) -> None:
@@ -137,14 +137,14 @@ def _slice(block: torch.Tensor, start: int, size: int) -> torch.UntypedStorage:
     return torch.frombuffer(block.numpy(), dtype=torch.uint8, count=size, offset=start).untyped_storage()
 
 
-staging = StagingMemory()
+staging = SnapshotHostMemory()
 
 
 def _reset_after_fork() -> None:
     """Forget the memory in a forked process: it has none of it, and must not free it."""
     global staging
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(staging))
-    staging = StagingMemory()
+    staging = SnapshotHostMemory()
 
 
 if hasattr(os, "register_at_fork"):

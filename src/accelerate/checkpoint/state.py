@@ -1,7 +1,7 @@
 """Save and load a training state. Both are collective: every rank calls, and all succeed or all raise.
 
-    train_state = TrainState(models=[model], optimizers=[optimizer], schedulers=[scheduler], rng=rng,
-                             loaders=[loader], step=12, strategy="ddp", metadata={"epoch": 3})
+    train_state = CheckpointTrainState(models=[model], optimizers=[optimizer], schedulers=[scheduler],
+                                       rng=rng, loaders=[loader], step=12, metadata={"epoch": 3})
 
     path = state.save(train_state, "runs/a/last")     # replaces the folder in one step
     path = state.save(train_state, project=project)   # runs/a/checkpoints/checkpoint_<iteration>
@@ -20,27 +20,27 @@ may write files into it and take models out of its list, that of a load may take
 from __future__ import annotations
 
 from accelerate.checkpoint.discovery import latest_checkpoint
-from accelerate.checkpoint.load import LoadResult, load
+from accelerate.checkpoint.load import CheckpointLoadResult, load
 from accelerate.checkpoint.save import save
 from accelerate.checkpoint.train_state import (
+    CheckpointTrainState,
     FolderStateful,
     RNGStates,
     ShardedState,
     ShardWriter,
     Stateful,
     StatefulAdapter,
-    TrainState,
 )
 
 __all__ = [
+    "CheckpointLoadResult",
+    "CheckpointTrainState",
     "FolderStateful",
-    "LoadResult",
     "RNGStates",
     "ShardWriter",
     "ShardedState",
     "Stateful",
     "StatefulAdapter",
-    "TrainState",
     "latest_checkpoint",
     "load",
     "save",

@@ -1,4 +1,4 @@
-"""Stores of checkpoints: the protocol ``CheckpointStore``, and ``LocalCheckpointStore``, which is a folder.
+"""Checkpoint storage: the protocol ``CheckpointStorage``, and a local folder, ``LocalCheckpointStorage``.
 
 Names are relative to the store's root and use ``/``: ``"checkpoint_3/model.safetensors"``. A store makes a
 file durable before it says so: what ``write`` and ``seal`` return describes bytes that survive a crash. How a
@@ -18,7 +18,7 @@ from accelerate.checkpoint import atomic_replace
 from accelerate.checkpoint.digest import DigestingFile, FileRecord, file_digest
 from accelerate.checkpoint.errors import file_errors
 
-__all__ = ["CheckpointStore", "FileRecord", "LocalCheckpointStore", "WorkingFolder", "sync_file"]
+__all__ = ["CheckpointStorage", "FileRecord", "LocalCheckpointStorage", "WorkingFolder", "sync_file"]
 
 
 class WorkingFolder(NamedTuple):
@@ -37,7 +37,7 @@ class WorkingFolder(NamedTuple):
     folder: str
 
 
-class CheckpointStore(Protocol):
+class CheckpointStorage(Protocol):
     """A store of checkpoints. Every method raises CheckpointError, which names the file and the reason."""
 
     @property
@@ -141,7 +141,7 @@ def sync_file(path: Path) -> None:
         os.close(handle)
 
 
-class LocalCheckpointStore:
+class LocalCheckpointStorage:
     """A folder of this machine's file systems, network file systems included.
 
     Args:

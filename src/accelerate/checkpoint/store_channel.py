@@ -24,13 +24,13 @@ LINGER = 10.0  # seconds that rank 0 waits at most until the others have read it
 _SLICE = 0.5  # seconds between checks of the heartbeats
 
 
-def open_channel(rank: int, size: int, id: str) -> StoreChannel | None:
+def open_channel(rank: int, size: int, id: str) -> CheckpointStoreChannel | None:
     """Open the channel of one save; return None where the ranks share no store."""
     watch = watchdog.current()
-    return None if watch is None else StoreChannel(watch, rank, size, id)
+    return None if watch is None else CheckpointStoreChannel(watch, rank, size, id)
 
 
-class StoreChannel:
+class CheckpointStoreChannel:
     """Exchanges among the ranks of one save; entered and left by the thread that saves.
 
     Args:
@@ -52,7 +52,7 @@ class StoreChannel:
             target=self._send_heartbeats, name="accelerate-save-alive", daemon=True
         )
 
-    def __enter__(self) -> StoreChannel:
+    def __enter__(self) -> CheckpointStoreChannel:
         self._heartbeat_thread.start()
         return self
 

@@ -98,7 +98,7 @@ class ShardWriter(Protocol):
 
 
 @dataclass
-class LoadContext:
+class CheckpointLoadContext:
     """The options of a load, and what it could not restore.
 
     Attributes:
@@ -127,7 +127,7 @@ class ShardedState(Protocol):
         """Return this rank's writer for the object of that index; ``plans`` by rank. Not collective."""
         ...
 
-    def prepare_load(self, folder: Path, context: LoadContext, /) -> Callable[[], Any]:
+    def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
         """Check the state in ``folder`` against the object; return a function that loads it.
 
         Not collective, except for the object's own ``load_state_dict``.
@@ -155,7 +155,7 @@ class RNGStates(Protocol):
 
 
 @dataclass
-class TrainState:
+class CheckpointTrainState:
     """Everything that one save writes or one load restores.
 
     Attributes:

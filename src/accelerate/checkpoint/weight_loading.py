@@ -1,7 +1,7 @@
 """Loading of weights from files into a model, a tensor at a time.
 
 Names and shapes of all files are compared with the model before the first tensor is read. A
-``WeightPlacement`` says where a tensor goes: memory, a device, or the file itself. There is never a second
+``WeightPlacer`` says where a tensor goes: memory, a device, or the file itself. There is never a second
 copy of the model.
 """
 
@@ -28,7 +28,7 @@ _SHOWN = 12
 _HOST = torch.device("cpu")
 
 
-class WeightsError(CheckpointError, ValueError):
+class WeightsMismatchError(CheckpointError, ValueError):
     """The weights of a file do not fit a model (a ValueError too, as in the public package)."""
 
 
@@ -71,7 +71,7 @@ class ModelTensor:
         return self.tensor.shape
 
 
-class WeightPlacement(Protocol):
+class WeightPlacer(Protocol):
     """Places the tensors of a model: in memory, on a device, or in the file itself."""
 
     def check(self, pairs: Sequence[TensorMatch]) -> None:
@@ -111,7 +111,7 @@ class TensorMatch:
     dtype: torch.dtype
 
 
-class UnchangedDevicePlacement:
+class CurrentDeviceWeightPlacer:
     """Keeps tensors on their devices; those on the meta device are mapped into host memory."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ def load_weights(
     model: nn.Module,
     saved_tensors: Mapping[str, LazyTensor],
     source: Path,
-    placement: WeightPlacement,
+    placement: WeightPlacer,
     *,
     dtype: str | torch.dtype | None = None,
     keep_in_fp32: Iterable[str] = (),
@@ -201,7 +201,7 @@ def load_weights(
         local_shards: files hold this process's local shard of each DTensor.
 
     Raises:
-        WeightsError: names are missing, or shapes or kinds differ; the model is unchanged.
+        WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged.
     """
     targets = _model_tensors(model)
     self_loading = self_loading_modules.find_self_loading(
@@ -303,7 +303,7 @@ def _refuse_missing_keys(
         return
     lines = [_format_names("missing", (t.names[0] for t in (missing if strict else uninitialized)))]
     lines += [_format_names("not in the model", unexpected)] if unexpected else []
-    raise WeightsError(
+    raise WeightsMismatchError(
         f"{source} does not fit the model: " + "; ".join(line for line in lines if line),
         why="what is missing would stay random or on the meta device",
         fix="check that the file is this model's; to leave such weights as they are: allow_missing=True",
@@ -319,7 +319,7 @@ def _refuse_uninitialized(targets: list[ModelTensor], *, allow_missing: bool) ->
     if allow_missing:
         logger.warning("%s", line)
         return
-    raise WeightsError(
+    raise WeightsMismatchError(
         line,
         why="they are buffers with persistent=False: the model would compute with uninitialised memory",
         fix="make the model in 'with init_empty_weights():', which leaves buffers real, or give them values, "
@@ -339,7 +339,7 @@ def _refuse_mismatches(source: Path, pairs: list[TensorMatch], local_shards: boo
             wrong.append(f"{pair.name} is of {saved.dtype}, in the model of {current.dtype}")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise WeightsError(f"{source} does not fit the model", why="; ".join(wrong[:_SHOWN]) + more)
+        raise WeightsMismatchError(f"{source} does not fit the model", why="; ".join(wrong[:_SHOWN]) + more)
 
 
 def _format_names(what: str, names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from accelerate.core.units import show_bytes, show_seconds
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
 
 
-class _CheckpointGroup(click.Group):
+class _CheckpointCommandGroup(click.Group):
     """Its commands; a folder alone is none of them."""
 
     def resolve_command(
@@ -35,7 +35,7 @@ class _CheckpointGroup(click.Group):
 
 @click.group(
     "checkpoint",
-    cls=_CheckpointGroup,
+    cls=_CheckpointCommandGroup,
     invoke_without_command=True,
     short_help="List, verify, prune and export checkpoints.",
 )

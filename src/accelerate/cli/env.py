@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.options import SCRIPT_SETTINGS, TopicCommand, launch_settings, options
+from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, launch_settings, options
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
 from accelerate.launch import config_files
@@ -141,7 +141,7 @@ def _overridden_text(name: str, origin: Any) -> str:
     return f"{display_value(name, origin.value)} ({origin.where or 'default'})"
 
 
-PLUGIN = TopicCommand(
+PLUGIN = GroupedOptionsCommand(
     "env",
     callback=_run,
     params=[

@@ -52,7 +52,7 @@ class EstimateFlag(NamedTuple):
     training: bool = False
 
 
-_TRAINING = sums.TrainingSetup()
+_TRAINING = sums.MemoryEstimateConfig()
 FLAGS = {
     "library_name": EstimateFlag("whose model it is, where its configuration does not tell",
                          choices=("timm", "transformers", "diffusers")),
@@ -75,7 +75,7 @@ FLAGS = {
 }  # fmt: skip
 
 
-class _WordsCommand(click.Command):
+class _MultiValueOptionCommand(click.Command):
     """A command that takes ``--dtypes float32 float16`` as argparse does: words up to the next flag."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -129,13 +129,13 @@ def _print_estimate(model_name: str, given: Mapping[str, Any]) -> None:
     _print_tables(facts, below, rows, bills, given)
 
 
-def _training_setups(given: Mapping[str, Any]) -> list[sums.TrainingSetup]:
+def _training_setups(given: Mapping[str, Any]) -> list[sums.MemoryEstimateConfig]:
     """The ways of training that are asked for: one, or one for each format that trains."""
     options = {name: given[name] for name, flag in FLAGS.items() if flag.training}
     if given["mixed_precision"] != "no":
-        return [sums.TrainingSetup(**options)]
+        return [sums.MemoryEstimateConfig(**options)]
     dtypes = [name for name in given["dtypes"] if name in sums.TRAINING_DTYPES] or given["dtypes"][:1]
-    return [sums.TrainingSetup(dtype=dtype, **options) for dtype in dtypes]
+    return [sums.MemoryEstimateConfig(dtype=dtype, **options) for dtype in dtypes]
 
 
 def _model_facts(
@@ -160,7 +160,7 @@ def _model_facts(
     return base, notes
 
 
-def trace_activations(model_name: str, options: Mapping[str, Any], how: sums.TrainingSetup) -> Any:
+def trace_activations(model_name: str, options: Mapping[str, Any], how: sums.MemoryEstimateConfig) -> Any:
     """Trace the activations that a forward of this training keeps; None without a sample length.
 
     Args:
@@ -221,7 +221,7 @@ def _print_tables(
     facts: sums.ModelFacts,
     notes: list[str],
     rows: list[dict[str, Any]],
-    bills: list[sums.MemoryEstimate],
+    bills: list[sums.RankMemoryEstimate],
     given: Mapping[str, Any],
 ) -> None:
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
@@ -267,7 +267,7 @@ def _size_or_na(size: int) -> str:
     return size_text(size) if size >= 0 else "N/A"
 
 
-def _training_title(how: sums.TrainingSetup) -> str:
+def _training_title(how: sums.MemoryEstimateConfig) -> str:
     words = [f"Training with {how.optimizer}", f"batch {how.batch}"]
     words += [f"length {how.length}"] if how.length else []
     words += [f"{how.recompute} recomputation"] if how.recompute != "none" else []
@@ -275,7 +275,9 @@ def _training_title(how: sums.TrainingSetup) -> str:
     return ", ".join(words)
 
 
-def _chart_rows(rows: list[dict[str, Any]], bills: list[sums.MemoryEstimate]) -> dict[str, dict[str, int]]:
+def _chart_rows(
+    rows: list[dict[str, Any]], bills: list[sums.RankMemoryEstimate]
+) -> dict[str, dict[str, int]]:
     """Return the bars of a picture: the parts of a training, else the sizes of the model."""
     if bills:
         return {bill.training.title: bill.parts for bill in bills}
@@ -283,7 +285,7 @@ def _chart_rows(rows: list[dict[str, Any]], bills: list[sums.MemoryEstimate]) ->
 
 
 def _as_json(
-    facts: sums.ModelFacts, rows: list[dict[str, Any]], bills: list[sums.MemoryEstimate]
+    facts: sums.ModelFacts, rows: list[dict[str, Any]], bills: list[sums.RankMemoryEstimate]
 ) -> dict[str, Any]:
     told = {"model": facts.name, "class": facts.kind, "parameters": facts.parameters}
     summary: dict[str, Any] = {**told, "largest_layer_names": list(facts.largest[1]), "rows": rows}
@@ -317,7 +319,7 @@ def _run(model_name: str, **given: Any) -> None:
     _print_estimate(model_name, {**given, "dtypes": list(given["dtypes"])})
 
 
-PLUGIN = _WordsCommand(
+PLUGIN = _MultiValueOptionCommand(
     "estimate-memory",
     callback=_run,
     params=[

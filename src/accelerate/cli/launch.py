@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.options import SCRIPT_SETTINGS, TopicCommand, complete_files, options
+from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, complete_files, options
 from accelerate.launch.launch_request import read_request
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _run(**given: Any) -> None:
     launch(read_request(given, program, SCRIPT_SETTINGS), replace=True)
 
 
-PLUGIN = TopicCommand(
+PLUGIN = GroupedOptionsCommand(
     "launch",
     callback=_run,
     params=[

@@ -30,7 +30,7 @@ COMMANDS: Registry[click.Command] = Registry(
 )
 
 
-class CommandGroup(click.Group):
+class LazyCommandRegistry(click.Group):
     """The commands that exist; each is imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -64,7 +64,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group("accelerate", cls=CommandGroup, invoke_without_command=True)
+@click.group("accelerate", cls=LazyCommandRegistry, invoke_without_command=True)
 @click.version_option(package_name="accelerate", prog_name="accelerate")
 @click.pass_context
 def accelerate(ctx: click.Context) -> None:

@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from accelerate.core.setting import Setting, declared_settings
-from accelerate.facade.accumulation import GradientSettings
+from accelerate.facade.accumulation import GradientAccumulationSettings
 from accelerate.facade.option_report_settings import OptionReportSettings
 from accelerate.facade.resume_settings import ResumeSettings
 from accelerate.launch.kinds import KINDS
@@ -16,14 +16,14 @@ from accelerate.launch.launch_request import JobSettings, all_settings
 from accelerate.precision.recipes import RECIPES
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
 from accelerate.strategy.settings import SETTINGS
-from accelerate.world.settings import WorldSettings
+from accelerate.world.settings import ProcessDeviceSettings
 
 # What a launch hands on to the script, in the order of its help.
 SCRIPT_SETTINGS: tuple[type[Any], ...] = (
-    WorldSettings,
+    ProcessDeviceSettings,
     PrecisionSettings,
     *RECIPES,
-    GradientSettings,
+    GradientAccumulationSettings,
     *(cls for classes in SETTINGS for cls in classes),
     CompileSettings,
     ResumeSettings,
@@ -95,7 +95,7 @@ def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [CompletionItem(incomplete, type="file")]
 
 
-class TopicCommand(click.Command):
+class GroupedOptionsCommand(click.Command):
     """A command whose options stand under the topics of their settings.
 
     A topic of one way of training or of launching is folded: its switch is shown, and how many more flags

@@ -16,8 +16,8 @@ from accelerate.core.errors import SettingError
 from accelerate.core.units import show_count
 
 if TYPE_CHECKING:
-    from accelerate.offload.estimate.memory_estimate import MemoryEstimate, TrainingSetup
-    from accelerate.offload.estimate.parallel_layouts import ClusterSpec, ParallelLayout
+    from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, RankMemoryEstimate
+    from accelerate.offload.estimate.parallel_layouts import ClusterDeviceMemory, ParallelLayoutEstimate
 
 _HELP = """Show what each device holds under every way to spread a training, and which way to take.
 
@@ -65,12 +65,12 @@ def _flag_spellings(name: str) -> tuple[str, ...]:
 @click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
 def _plan(model: str, gpus: str, **given: Any) -> None:
     from accelerate.offload.estimate import parallel_layouts, skeleton
-    from accelerate.offload.estimate.memory_estimate import TrainingSetup, measure_model
+    from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, measure_model
 
     _refuse_existing(given["write"])
     cluster = parallel_layouts.parse_cluster(gpus)
     names = ("batch", "length", "accumulation", "mixed_precision", "optimizer")
-    training = TrainingSetup(**{name: given[name] for name in names})
+    training = MemoryEstimateConfig(**{name: given[name] for name in names})
     options = {"library": given["library"], "trust_remote_code": given["trust"]}
     facts = measure_model(skeleton.build_skeleton(model, **options), model)
     layouts = parallel_layouts.list_layouts(facts, training, cluster, _activation_tracer(model, options))
@@ -94,27 +94,29 @@ def _plan(model: str, gpus: str, **given: Any) -> None:
         click.echo(f"written to {path}: accelerate launch --config_file {path} your_script.py", err=True)
 
 
-def _activation_tracer(model: str, options: Mapping[str, Any]) -> Callable[[TrainingSetup], Any]:
+def _activation_tracer(model: str, options: Mapping[str, Any]) -> Callable[[MemoryEstimateConfig], Any]:
     """Return a function that traces activations, once for each kind of forward."""
     from accelerate.cli.estimate_memory import trace_activations
 
     @cache
     def trace(batch: int, length: int | None, dtype: str, mixed: str, narrow: bool, attention: str) -> Any:
-        from accelerate.offload.estimate.memory_estimate import TrainingSetup
+        from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig
 
         strategy = "zero1" if narrow else "single"
-        how = TrainingSetup(dtype, mixed, batch=batch, length=length, attention=attention, strategy=strategy)
+        how = MemoryEstimateConfig(
+            dtype, mixed, batch=batch, length=length, attention=attention, strategy=strategy
+        )
         return trace_activations(model, options, how)
 
-    def trace_once(how: TrainingSetup) -> Any:
+    def trace_once(how: MemoryEstimateConfig) -> Any:
         return trace(how.batch, how.length, how.dtype, how.mixed_precision, how.narrow_weights, how.attention)
 
     return trace_once
 
 
 def _select_layout(
-    layouts: Sequence[ParallelLayout], best: ParallelLayout | None, take: int | None
-) -> ParallelLayout | None:
+    layouts: Sequence[ParallelLayoutEstimate], best: ParallelLayoutEstimate | None, take: int | None
+) -> ParallelLayoutEstimate | None:
     if take is None:
         return best
     if not 1 <= take <= len(layouts):
@@ -126,7 +128,9 @@ def _select_layout(
 
 
 def print_layouts(
-    layouts: Sequence[ParallelLayout], cluster: ClusterSpec, best: ParallelLayout | None
+    layouts: Sequence[ParallelLayoutEstimate],
+    cluster: ClusterDeviceMemory,
+    best: ParallelLayoutEstimate | None,
 ) -> None:
     """Prints the table and the bars."""
     from accelerate.offload.estimate.memory_estimate import PARTS
@@ -149,15 +153,20 @@ def print_layouts(
     click.echo(f"note: {free}; in all that is printed, 1 GB is 1024^3 bytes.")
 
 
-def _layout_cells(layout: ParallelLayout, cluster: ClusterSpec, best: ParallelLayout | None) -> list[str]:
-    bill: MemoryEstimate = layout.estimate
+def _layout_cells(
+    layout: ParallelLayoutEstimate, cluster: ClusterDeviceMemory, best: ParallelLayoutEstimate | None
+) -> list[str]:
+    bill: RankMemoryEstimate = layout.estimate
     fits = "yes, take it" if layout is best else "yes" if layout.fits(cluster) else "no"
     host = size_text(bill.host) if bill.host else "-"
     return [size_text(bill.total), fits, *map(size_text, bill.parts.values()), host]
 
 
 def plan_as_json(
-    layouts: Sequence[ParallelLayout], cluster: ClusterSpec, best: ParallelLayout | None, why: str
+    layouts: Sequence[ParallelLayoutEstimate],
+    cluster: ClusterDeviceMemory,
+    best: ParallelLayoutEstimate | None,
+    why: str,
 ) -> dict[str, Any]:
     """The plan as JSON has it."""
     rows = [
@@ -187,7 +196,7 @@ def plan_as_json(
 
 
 def write_config(
-    path: Path, way: ParallelLayout, on: ClusterSpec, precision: str, accumulation: int = 1
+    path: Path, way: ParallelLayoutEstimate, on: ClusterDeviceMemory, precision: str, accumulation: int = 1
 ) -> None:
     """Writes a configuration of that way for ``accelerate launch``. A file that is there stays as it is.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.options import SCRIPT_SETTINGS, TopicCommand, options
+from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, options
 from accelerate.core.errors import SettingError
 from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import read_request
@@ -58,7 +58,7 @@ def _run(**given: Any) -> None:
         sys.exit(error.code)
 
 
-PLUGIN = TopicCommand(
+PLUGIN = GroupedOptionsCommand(
     "test",
     callback=_run,
     params=[*options()],

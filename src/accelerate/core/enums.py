@@ -29,5 +29,5 @@ class BaseEnum(str, Enum, metaclass=EnumWithContains):
         return [member.value for member in cls]
 
 
-class NamedEnum(str, Enum, metaclass=EnumWithContains):
+class StringEnum(str, Enum, metaclass=EnumWithContains):
     """A text enumeration that prints as Python's own do: ``str(Class.MEMBER) == "Class.MEMBER"``."""

@@ -11,7 +11,7 @@
     |-- CheckpointError            a checkpoint is missing, incomplete or damaged    (RuntimeError)
     |-- LaunchError                a job cannot be started, or a rank failed         (RuntimeError)
     |-- MissingExtraError          an optional package is needed                     (ImportError)
-    `-- NotBuiltError              promised, and not built yet                       (NotImplementedError)
+    `-- FeatureNotBuiltError       promised, and not built yet                       (NotImplementedError)
 
 The second bases are what users of the public package already catch.
 """
@@ -132,7 +132,7 @@ class MissingExtraError(AccelerateError, ImportError):
         super().__init__(f"{need} needs the package {package!r}", fix=f"pip install {package}")
 
 
-class NotBuiltError(AccelerateError, NotImplementedError):
+class FeatureNotBuiltError(AccelerateError, NotImplementedError):
     """A promised name or feature that is not built yet; the reason says what is planned."""
 
 

@@ -2,11 +2,11 @@
 
 The table maps a public module to its names, and a name to its *source*:
 
-    "package.module:attribute"     an object of this package, the package's own name left out
-    Factory(maker, *args, **kw)    the result of calling ``maker`` (a source): families of similar names
-    ConstantValue(constant)        a plain constant that needs no code
-    NotBuilt("what will come")     not built yet: usable in ``import``, ``isinstance`` and as a base class;
-                                   calling or using it raises NotBuiltError
+    "package.module:attribute"                 an object of this package, the package's own name left out
+    LazyCallSource(maker, *args, **kw)         the result of calling ``maker`` (a source): similar names
+    DirectObjectSource(constant)               a plain constant that needs no code
+    UnimplementedPublicName("what will come")  not built yet: usable in ``import``, ``isinstance`` and as a
+                                               base class; using it otherwise raises FeatureNotBuiltError
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from accelerate.core.errors import NotBuiltError, nearest
+from accelerate.core.errors import FeatureNotBuiltError, nearest
 
 T = TypeVar("T")
 
 
-class Factory:
+class LazyCallSource:
     """A source that makes its object by a call, once, when the name is first used.
 
     Args:
@@ -37,14 +37,14 @@ class Factory:
         self.maker, self.args, self.kwargs, self.then = maker, args, kwargs, then
 
 
-class ConstantValue:
+class DirectObjectSource:
     """A source that is the object itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-class NotBuilt:
+class UnimplementedPublicName:
     """The source of a public name that is not built.
 
     Args:
@@ -56,11 +56,11 @@ class NotBuilt:
         self.text, self.instead = text, instead
 
 
-NameSource = str | Factory | ConstantValue | NotBuilt
+NameSource = str | LazyCallSource | DirectObjectSource | UnimplementedPublicName
 NameTable = Mapping[str, Mapping[str, NameSource]]
 
 
-class NoSuchName(AttributeError):  # noqa: N818 (Python has such a name for it)
+class UnknownPublicNameError(AttributeError):
     """A public module has no such name. The nearest known name is searched only when the message is read.
 
     ``from accelerate import device`` asks for an attribute before it imports a submodule.
@@ -133,17 +133,17 @@ class PublicNames:
         if owner is None:
             if name in self.list_submodules(module):
                 return importlib.import_module(f"{module}.{name}")
-            raise NoSuchName(module, name, self.list_names(module))
+            raise UnknownPublicNameError(module, name, self.list_names(module))
         if owner != module:
             return getattr(importlib.import_module(owner), name)
         return self._load_object(self.sources[module][name], f"{module}.{name}")
 
     def _load_object(self, source: NameSource, path: str) -> Any:
-        if isinstance(source, NotBuilt):
+        if isinstance(source, UnimplementedPublicName):
             return make_placeholder(path, source)
-        if isinstance(source, ConstantValue):
+        if isinstance(source, DirectObjectSource):
             return source.value
-        if isinstance(source, Factory):
+        if isinstance(source, LazyCallSource):
             result = self._load_object(source.maker, path)(*source.args, **source.kwargs)
             result = result if source.then is None else source.then(result)
             if isinstance(result, FunctionType):
@@ -193,13 +193,13 @@ def get_override(module: str, name: str, default: T) -> T:
     return vars(sys.modules[module]).get(name, default) if module in sys.modules else default
 
 
-def make_placeholder(path: str, source: NotBuilt) -> Any:
+def make_placeholder(path: str, source: UnimplementedPublicName) -> Any:
     """Return a placeholder for a name that is not built; its spelling tells its kind (PEP 8)."""
     module, _, name = path.rpartition(".")
     state = "has no counterpart here" if source.instead else "is not built yet"
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotBuiltError(f"{path} {state}", why=source.text, fix=source.instead)
+        raise FeatureNotBuiltError(f"{path} {state}", why=source.text, fix=source.instead)
 
     if name.isupper():
         return _make_placeholder_constant(refuse)

@@ -196,7 +196,7 @@ def _union_members(kind: Any) -> tuple[Any, ...]:
 
 
 @frozen_dataclass
-class Origin:
+class SettingOrigin:
     """The origin of one value.
 
     Attributes:
@@ -231,9 +231,9 @@ class LoadedSettings(Generic[T]):
     """An instance of a settings class and, per field, every origin of a value, the winner first."""
 
     value: T
-    origins: dict[str, tuple[Origin, ...]]
+    origins: dict[str, tuple[SettingOrigin, ...]]
 
-    def origin(self, name: str) -> Origin:
+    def origin(self, name: str) -> SettingOrigin:
         """Return the origin of the value in use."""
         return self.origins[name][0]
 
@@ -280,9 +280,9 @@ def load_settings(
         "file": section.values(),
     }
     values: dict[str, Any] = {}
-    origins: dict[str, tuple[Origin, ...]] = {}
+    origins: dict[str, tuple[SettingOrigin, ...]] = {}
     for row in rows:
-        candidates: list[Origin] = []
+        candidates: list[SettingOrigin] = []
         for source, table in sources.items():
             value = table.get(row.name)
             if value is not None:
@@ -291,9 +291,9 @@ def load_settings(
                     section.describe_origin(row) if from_file else _describe_source(row, source, scheduler)
                 )
                 text = source in ("flag", "environment", "scheduler")
-                candidates.append(Origin(source, where, convert_value(row, value, where, text=text)))
+                candidates.append(SettingOrigin(source, where, convert_value(row, value, where, text=text)))
         if row.default is not dataclasses.MISSING:
-            candidates.append(Origin("default", "", row.default))
+            candidates.append(SettingOrigin("default", "", row.default))
         if not candidates:
             raise SettingError(f"{row.name} is needed and not given", fix=_suggest_source(row))
         values[row.name] = candidates[0].value

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
-from accelerate.core.lazy_names import NotBuilt, PublicNames
+from accelerate.core.lazy_names import PublicNames, UnimplementedPublicName
 
 COMMAND = "python -m accelerate.core.stubs accelerate.names"
 HEADER = f"# Written by `{COMMAND}` from the table of names. Do not edit.\n# ruff: noqa\n"
@@ -73,7 +73,7 @@ def _declaration(names: PublicNames, module: str, name: str) -> str:
         return f"from {owner} import {name} as {name}"
     return (
         _placeholder_declaration(name)
-        if isinstance(source, NotBuilt)
+        if isinstance(source, UnimplementedPublicName)
         else _value_declaration(name, names.resolve(module, name))
     )
 

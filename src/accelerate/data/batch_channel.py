@@ -136,7 +136,7 @@ def unpack(block: torch.Tensor) -> Any:
 # --- the group
 
 
-class _PendingMessage(NamedTuple):
+class _PendingTransfer(NamedTuple):
     """A message in flight: gloo reads or writes its buffer until the transfer ends.
 
     Wait for its work only once: a second wait would wait for another message.
@@ -163,10 +163,10 @@ class BatchChannel:
     default_group: Any
     loop_number: int = 0
     open_loops: set[int] = field(default_factory=lambda: set[int]())
-    pending: dict[int, list[_PendingMessage]] = field(
-        default_factory=lambda: dict[int, list[_PendingMessage]]()
+    pending: dict[int, list[_PendingTransfer]] = field(
+        default_factory=lambda: dict[int, list[_PendingTransfer]]()
     )
-    unread_notices: list[_PendingMessage] = field(default_factory=lambda: list[_PendingMessage]())
+    unread_notices: list[_PendingTransfer] = field(default_factory=lambda: list[_PendingTransfer]())
 
     def release(self, before: int) -> None:
         """Free the messages of loops that both sides have left: those of lower numbers than ``before``."""
@@ -181,7 +181,7 @@ class BatchChannel:
             self.pending.clear()
 
 
-def _wait_some_seconds(sent: list[_PendingMessage]) -> None:
+def _wait_some_seconds(sent: list[_PendingTransfer]) -> None:
     """Wait until messages are delivered, but not for ever: a rank that failed never receives them."""
 
     def wait_all() -> None:
@@ -256,7 +256,7 @@ class BatchSender:
         self.channel.open_loops.add(self.loop_number)
         ranks = range(1, collective.world_size())
         self._buffer_size = dict.fromkeys(ranks, _MIN_BUFFER)
-        self._pending = {rank: deque[_PendingMessage]() for rank in ranks}
+        self._pending = {rank: deque[_PendingTransfer]() for rank in ranks}
         self._active_ranks = set(ranks)
 
     def pack(self, value: Any) -> torch.Tensor:
@@ -310,7 +310,7 @@ class BatchSender:
         self.channel.open_loops.discard(self.loop_number)
         self.channel.pending[self.loop_number] = [item for sent in self._pending.values() for item in sent]
 
-    def _post(self, rank: int, block: torch.Tensor) -> list[_PendingMessage]:
+    def _post(self, rank: int, block: torch.Tensor) -> list[_PendingTransfer]:
         size = len(block)
         blocks = [block]
         if size > self._buffer_size[rank]:
@@ -318,7 +318,7 @@ class BatchSender:
         self._buffer_size[rank] = max(self._buffer_size[rank], _buffer_size(size))
         try:
             return [
-                _PendingMessage(self.channel.group.send([item], rank, self.loop_number), item)
+                _PendingTransfer(self.channel.group.send([item], rank, self.loop_number), item)
                 for item in blocks
             ]
         except RuntimeError as error:
@@ -341,7 +341,7 @@ class BatchReceiver:
         self.loop_number, self.loader_id, self.name, self.pin = self.channel.loop_number, loader_id, name, pin
         self.channel.loop_number += 1
         self._buffer_size = _MIN_BUFFER
-        self._pending: _PendingMessage | None = None
+        self._pending: _PendingTransfer | None = None
         self._post(self._buffer_size)
 
     def __iter__(self) -> BatchReceiver:
@@ -395,7 +395,7 @@ class BatchReceiver:
 
     def _post(self, buffer_size: int) -> None:
         block = torch.empty(buffer_size, dtype=torch.uint8, pin_memory=self.pin)
-        self._pending = _PendingMessage(self.channel.group.recv([block], 0, self.loop_number), block)
+        self._pending = _PendingTransfer(self.channel.group.recv([block], 0, self.loop_number), block)
 
     def close(self) -> None:
         """Close the loop; keep the buffer that rank 0 may still write into."""

@@ -23,8 +23,8 @@ from accelerate.data.position import Epoch, FetchedBatch
 from accelerate.data.rng_states import RNGSnapshot, capture_generators, find_generators, restore_generators
 from accelerate.data.sample_order import (
     END,
+    RankBatchSlicer,
     StepIndices,
-    StepSlicer,
     draw_seed,
     inner_sampler,
     mark_last,
@@ -272,7 +272,7 @@ def open_steps(sampler: Any, generators: list[Any], epoch: Epoch, workers: bool)
 
 
 def _slice_steps(
-    slicer: StepSlicer,
+    slicer: RankBatchSlicer,
     holder: Any,
     generators: list[Any],
     epoch: Epoch,

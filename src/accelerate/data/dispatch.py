@@ -29,9 +29,9 @@ from accelerate.data.batch_rows import count_rows, take_rows
 from accelerate.data.batch_source import fetch_batches, fetches_by_index, find_shard, stream_batches
 from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch
-from accelerate.data.rank_batches import AllRankSteps, SingleIndexSampler
+from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
 from accelerate.data.shard import BatchSamplerShard
-from accelerate.data.stream import StepCollate, supports_marks
+from accelerate.data.stream import GlobalBatchCollate, supports_marks
 from accelerate.world import collective
 from accelerate.world.tensors import concatenate, ignorant_find_batch_size, slice_tensors
 
@@ -124,7 +124,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     def total_batch_size(self) -> int:
         """The samples of one step, of all processes."""
         base = self.base_dataloader
-        if isinstance(base.collate_fn, StepCollate):
+        if isinstance(base.collate_fn, GlobalBatchCollate):
             return base.collate_fn.share * self._num_processes
         size = getattr(base.batch_sampler, "batch_size", None) or base.batch_size or 1
         return size if self.split_batches else size * self._num_processes
@@ -183,7 +183,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         if shard is not None:
             return self._index_steps(base, shard, epoch)
         group = 1
-        if isinstance(collate, StepCollate):
+        if isinstance(collate, GlobalBatchCollate):
             collate.first = []
         elif not self.split_batches:
             group = self._num_processes
@@ -193,7 +193,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             base, inner, self.total_batch_size // group, self._indexed_loader(base)
         )
         batches = (batch for batch, _ in marked_batches)
-        if isinstance(collate, StepCollate):
+        if isinstance(collate, GlobalBatchCollate):
             steps = map(self._unpack_collated, batches)
         elif self.slice_fn is not None:
             steps = self._slice_batches(batches, self.slice_fn)
@@ -205,7 +205,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         self, base: DataLoader[Any], shard: BatchSamplerShard, epoch: Epoch
     ) -> Iterator[RankBatches]:
         """Yield the ranks' batches of map-style data, sliced by index."""
-        opener = AllRankSteps(shard, single=base.batch_sampler is None)
+        opener = AllRankBatchSteps(shard, single=base.batch_sampler is None)
         step: RankBatches = []
         for fetched in fetch_batches(base, *self._indexed_loader(base), epoch, opener):
             rank = opener.ranks.popleft()
@@ -349,6 +349,6 @@ def with_rank_batches(
         step = size if split else size * count
         batches: Any = copy.copy(base.batch_sampler)
         batches.batch_size = step
-        collate = StepCollate(base.collate_fn, count, step // count, even)
+        collate = GlobalBatchCollate(base.collate_fn, count, step // count, even)
         return copy_loader(base, batch_sampler=batches, collate_fn=collate)
     return base

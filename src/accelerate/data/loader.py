@@ -30,7 +30,7 @@ from accelerate.data.epoch_order import DataShard
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, LoaderPosition
 from accelerate.data.sample_order import inner_sampler, sampler_chain
 from accelerate.data.shard import SkipBatchSampler, slicer_for
-from accelerate.data.stream import CountingCollate, IterableDatasetShard, StepCollate, unmark
+from accelerate.data.stream import CountingCollate, GlobalBatchCollate, IterableDatasetShard, unmark
 from accelerate.world.rng import synchronize_rng_states
 from accelerate.world.tensors import ignorant_find_batch_size, send_to_device
 
@@ -101,7 +101,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     def collate_fn(self) -> Any:  # type: ignore[override]
         """The user's collate function."""
         collate = self.base_dataloader.collate_fn
-        return collate.collate if isinstance(collate, CountingCollate | StepCollate) else collate
+        return collate.collate if isinstance(collate, CountingCollate | GlobalBatchCollate) else collate
 
     @property
     def multiprocessing_context(self) -> Any:  # type: ignore[override]

@@ -12,8 +12,8 @@ from torch.utils.data import Sampler
 from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
 from accelerate.data.position import Epoch
 from accelerate.data.sample_order import (
+    RankBatchSlicer,
     StepIndices,
-    StepSlicer,
     draw_seed,
     inner_sampler,
     mark_last,
@@ -25,7 +25,7 @@ from accelerate.data.shard import BatchSamplerShard, slicer_for
 RankSamples = tuple[list[Any], int]
 
 
-class AllRankSteps:
+class AllRankBatchSteps:
     """Opens the steps of all ranks, rank after rank, in place of ``batch_source.open_steps``.
 
     An incomplete step is divided equally and filled with the first samples again.
@@ -65,7 +65,7 @@ class AllRankSteps:
             offset = skip.batches * size if skip.samples is None else skip.samples
             epoch.length, epoch.samples = len(order), min(offset, len(order))
             first = [int(index) for index in order[: self.shard.num_processes]]
-            whole = StepSlicer(size, drop_last=slicer.drop_last).steps(order, offset)
+            whole = RankBatchSlicer(size, drop_last=slicer.drop_last).steps(order, offset)
             steps = self._divide_known(
                 finish_at_end(whole, inner, epoch.is_resumed and epoch.exhausted), first, slicer.rank_samples
             )

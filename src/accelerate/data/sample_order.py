@@ -138,7 +138,7 @@ def finish(sampler: Any, exhausted: bool = False) -> None:
 
 
 @dataclass(frozen=True)
-class StepSlicer:
+class RankBatchSlicer:
     """Slices a known order into the steps of one process.
 
     Attributes:

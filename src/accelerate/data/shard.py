@@ -17,9 +17,9 @@ from accelerate.core.errors import PrepareError
 from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
 from accelerate.data.rng_states import find_generators
 from accelerate.data.sample_order import (
+    RankBatchSlicer,
     SeedableRandomSampler,
     StepIndices,
-    StepSlicer,
     inner_sampler,
     is_known,
     sampler_chain,
@@ -206,24 +206,24 @@ def _clamp(value: int, most: int) -> int:
     return min(max(value, 0), most)
 
 
-def slicer_for(sampler: Any) -> StepSlicer | None:
+def slicer_for(sampler: Any) -> RankBatchSlicer | None:
     """Return the slicer of a sampler, if it is one of torch's in one of torch's batch samplers, else None.
 
     Args:
         sampler: a batch sampler, a ``BatchSamplerShard`` over one, or a sampler of single indices.
     """
     if is_known(sampler):
-        return StepSlicer(1, single=True)
+        return RankBatchSlicer(1, single=True)
     shard = sampler if type(sampler) is BatchSamplerShard else None
     batches = sampler if shard is None else shard.batch_sampler
     if type(batches) is not BatchSampler or not is_known(batches.sampler):
         return None
     if shard is None or shard.num_processes == 1:
-        return StepSlicer(batches.batch_size, drop_last=batches.drop_last)
+        return RankBatchSlicer(batches.batch_size, drop_last=batches.drop_last)
     share = shard.batch_size or 1
     if shard.split_batches:
         share //= shard.num_processes
-    return StepSlicer(
+    return RankBatchSlicer(
         share,
         shard.num_processes,
         shard.process_index,
@@ -249,7 +249,7 @@ class SkipBatchSampler(BatchSampler):
             return islice(iter(self.batch_sampler), self.skip_batches, None)
         return self._iterate_rest(slicer)
 
-    def _iterate_rest(self, slicer: StepSlicer) -> Iterator[list[Any]]:
+    def _iterate_rest(self, slicer: RankBatchSlicer) -> Iterator[list[Any]]:
         """Yield the batches after the skip; the skipped ones are not built."""
         sampler = inner_sampler(self)
         order, _ = open_order(

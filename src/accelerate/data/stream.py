@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate.core.errors import PrepareError
 
 
-class PartialStepSample(NamedTuple):
+class PartialGlobalBatchSample(NamedTuple):
     """A sample of an incomplete step.
 
     Attributes:
@@ -30,7 +30,7 @@ class PartialStepSample(NamedTuple):
     total: int
 
 
-class PartialStepBatch(NamedTuple):
+class PartialGlobalBatch(NamedTuple):
     """A batch of an incomplete step.
 
     Attributes:
@@ -55,13 +55,15 @@ class CountingCollate:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        """Collate the samples; return a ``PartialStepBatch`` if they were marked."""
-        if type(samples) is PartialStepSample:
-            return PartialStepBatch(self.collate(samples.sample), None if samples.real else 0, samples.total)
-        if not (type(samples) is list and samples and type(samples[0]) is PartialStepSample):
+        """Collate the samples; return a ``PartialGlobalBatch`` if they were marked."""
+        if type(samples) is PartialGlobalBatchSample:
+            return PartialGlobalBatch(
+                self.collate(samples.sample), None if samples.real else 0, samples.total
+            )
+        if not (type(samples) is list and samples and type(samples[0]) is PartialGlobalBatchSample):
             return self.collate(samples)
         real = sum(tail.real for tail in samples)
-        return PartialStepBatch(self.collate([tail.sample for tail in samples]), real, samples[0].total)
+        return PartialGlobalBatch(self.collate([tail.sample for tail in samples]), real, samples[0].total)
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -177,10 +179,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         filled = islice(chain(group, cycle(first)), self.step_size)
         if not self.marks:
             return list(filled)
-        return [PartialStepSample(sample, place < real, real) for place, sample in enumerate(filled)]
+        return [PartialGlobalBatchSample(sample, place < real, real) for place, sample in enumerate(filled)]
 
 
-class StepCollate:
+class GlobalBatchCollate:
     """A collate function for a whole step of a stream: it makes the batches of all ranks.
 
     An incomplete step is divided equally and filled with the first samples again.
@@ -197,7 +199,7 @@ class StepCollate:
         self.even_batches = even_batches
         self.first: list[Any] = []
 
-    def __call__(self, samples: list[Any]) -> list[PartialStepBatch | None]:
+    def __call__(self, samples: list[Any]) -> list[PartialGlobalBatch | None]:
         """Collate the batches of all ranks; None for a rank that gets nothing."""
         real, share = len(samples), self.share
         # Fewer fillers than ranks are ever needed.
@@ -211,10 +213,12 @@ class StepCollate:
             self._collate_part(samples, start, share, real) for start in range(0, share * self.count, share)
         ]
 
-    def _collate_part(self, samples: list[Any], start: int, share: int, real: int) -> PartialStepBatch | None:
+    def _collate_part(
+        self, samples: list[Any], start: int, share: int, real: int
+    ) -> PartialGlobalBatch | None:
         part = samples[start : start + share]
         mine = min(len(part), max(0, real - start))
-        return PartialStepBatch(self.collate(part), mine, real) if part else None
+        return PartialGlobalBatch(self.collate(part), mine, real) if part else None
 
 
 def supports_marks(loader: DataLoader[Any]) -> bool:
@@ -225,4 +229,4 @@ def supports_marks(loader: DataLoader[Any]) -> bool:
 
 def unmark(batch: Any) -> tuple[Any, int | None, int | None]:
     """Return a batch, its real rows and the real samples of its step; None means all."""
-    return batch if type(batch) is PartialStepBatch else (batch, None, None)
+    return batch if type(batch) is PartialGlobalBatch else (batch, None, None)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from accelerate.core.errors import DeviceError, nearest
 from accelerate.core.registry import Registry
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 
-__all__ = ["DEVICES", "Device", "Machine", "accelerators", "detect", "get", "probe_devices"]
+__all__ = ["DEVICES", "Device", "DeviceProbeHost", "accelerators", "detect", "get", "probe_devices"]
 
 DEVICES: Registry[Device] = Registry(
     "device", "accelerate.device", "accelerate.devices", exclude=("base", "machine")
@@ -71,13 +71,13 @@ def detect() -> Device:
     return get("cpu")
 
 
-def probe_devices(machine: Machine | None = None) -> tuple[Device, int]:
+def probe_devices(machine: DeviceProbeHost | None = None) -> tuple[Device, int]:
     """Return (device, count) that a new process would see, without importing torch; (CPU, 0) if none.
 
     It is a good guess from device nodes and variables. The driver has the last word: the process group
     asks it when it opens.
     """
-    machine = machine or Machine()
+    machine = machine or DeviceProbeHost()
     for device in accelerators():
         count = device.probe_count(machine)
         if count:

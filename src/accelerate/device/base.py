@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import DeviceError
-from accelerate.device.machine import Machine, count_visible
+from accelerate.device.machine import DeviceProbeHost, count_visible
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class Device:
             )
         return module
 
-    def is_installed(self, machine: Machine) -> bool:
+    def is_installed(self, machine: DeviceProbeHost) -> bool:
         """Return True when the software that drives the device is installed; it is not imported."""
         return not self.extension or machine.has_package(self.extension.partition(".")[0])
 
@@ -118,7 +118,7 @@ class Device:
         Raises:
             DeviceError: the machine has such devices and the extension that drives them is broken.
         """
-        machine = Machine()
+        machine = DeviceProbeHost()
         if not self.is_installed(machine):
             return False
         try:
@@ -146,18 +146,18 @@ class Device:
         """Call ``function(index, *args)`` for every device, each in a process of its own."""
         raise NotImplementedError(f"processes on {self.type} devices are started by the launcher")
 
-    def probe_count(self, machine: Machine | None = None) -> int:
+    def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         """Return how many devices a new process would see, without torch; 0 where that is unknown."""
-        machine = machine or Machine()
+        machine = machine or DeviceProbeHost()
         if not self.is_installed(machine):
             return 0
         return count_visible(self.count_physical(machine), self.visible_devices(machine))
 
-    def count_physical(self, machine: Machine) -> int:
+    def count_physical(self, machine: DeviceProbeHost) -> int:
         """Return how many devices the machine has, hidden ones included."""
         return len(machine.find_device_nodes(*self.node_patterns))
 
-    def visible_devices(self, machine: Machine) -> str | None:
+    def visible_devices(self, machine: DeviceProbeHost) -> str | None:
         """Return the value of the variable that hides devices; None when unset."""
         return machine.env.get(self.visible_variable) if self.visible_variable else None
 
@@ -231,7 +231,7 @@ class Device:
         count = self.count()
         if 0 <= index < count:
             return
-        limited = self.visible_devices(Machine()) is not None
+        limited = self.visible_devices(DeviceProbeHost()) is not None
         raise DeviceError(
             f"device {self.type}:{index} does not exist",
             why=f"this process sees {count} {self.type!r} device(s)"

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine, container_limit
+from accelerate.device.machine import DeviceProbeHost, container_limit
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Cpu(Device):
     def count(self) -> int:
         return 1
 
-    def probe_count(self, machine: Machine | None = None) -> int:
+    def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         """Return 0: the CPU is not an accelerator."""
         return 0
 
@@ -105,7 +105,7 @@ class Cpu(Device):
         return int(psutil.Process().memory_info().rss)
 
     def max_memory_allocated(self, index: int | None = None) -> int | None:
-        status = Machine().read("proc/self/status")
+        status = DeviceProbeHost().read("proc/self/status")
         for line in status.splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -136,7 +136,7 @@ class Cpu(Device):
             return super().host_memory(size)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
-        if Machine().exists("sys/kernel/mm/transparent_hugepage"):
+        if DeviceProbeHost().exists("sys/kernel/mm/transparent_hugepage"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
 

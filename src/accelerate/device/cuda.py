@@ -6,7 +6,7 @@ import re
 
 from accelerate.core import environ
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine, count_visible
+from accelerate.device.machine import DeviceProbeHost, count_visible
 
 
 class Cuda(Device):
@@ -38,8 +38,8 @@ class Cuda(Device):
         with environ.patch_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
             return super().is_usable()
 
-    def probe_count(self, machine: Machine | None = None) -> int:
-        machine = machine or Machine()
+    def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
+        machine = machine or DeviceProbeHost()
         if machine.build.get("hip"):
             # HIP counts the devices that ROCR leaves visible; CUDA's variable works where HIP's is unset.
             visible_to_hip = count_visible(_count_amd(machine), machine.env.get("ROCR_VISIBLE_DEVICES"))
@@ -47,7 +47,7 @@ class Cuda(Device):
             return count_visible(visible_to_hip, machine.env.get(name))
         return super().probe_count(machine) if machine.build.get("cuda") else 0
 
-    def count_physical(self, machine: Machine) -> int:
+    def count_physical(self, machine: DeviceProbeHost) -> int:
         nodes = super().count_physical(machine)
         if nodes:
             return nodes
@@ -79,7 +79,7 @@ class Cuda(Device):
         torch.backends.cudnn.benchmark = False
 
 
-def _count_amd(machine: Machine) -> int:
+def _count_amd(machine: DeviceProbeHost) -> int:
     """Count the GPUs of the KFD topology (gpu_id 0 is a CPU) whose render node this container has."""
     if not machine.exists("dev/kfd"):
         return 0

@@ -47,7 +47,7 @@ def _constants(source: str) -> Iterator[tuple[str, str | None]]:
 
 
 @frozen_dataclass
-class Machine:
+class DeviceProbeHost:
     """The machine as ``Device.probe_count`` sees it; tests pass a folder that looks like one.
 
     Attributes:
@@ -115,13 +115,13 @@ CGROUPS = (
 )
 
 
-def container_limit(machine: Machine | None = None) -> tuple[int, int] | None:
+def container_limit(machine: DeviceProbeHost | None = None) -> tuple[int, int] | None:
     """Return (free, total) bytes of this process's control group, or None when it has no limit.
 
     File cache that the kernel would drop counts as free. Source: Linux Documentation/admin-guide,
     cgroup-v2.rst (memory.max, memory.current, memory.stat) and cgroup-v1/memory.rst.
     """
-    machine = machine or Machine()
+    machine = machine or DeviceProbeHost()
     for limit, usage, stat, cache in CGROUPS:
         total, used = machine.read(f"sys/fs/cgroup/{limit}"), machine.read(f"sys/fs/cgroup/{usage}")
         if not (total.isdigit() and used.isdigit()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class Mps(Device):
 
         return bool(torch.backends.mps.is_available())
 
-    def count_physical(self, machine: Machine) -> int:
+    def count_physical(self, machine: DeviceProbeHost) -> int:
         # The wheel for Apple silicon always has Metal; Intel Macs have no torch since 2.3.
         return int(machine.exists("System/Library/Frameworks/Metal.framework"))
 

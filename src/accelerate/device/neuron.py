@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 
 
 class Neuron(Device):
@@ -29,7 +29,7 @@ class Neuron(Device):
     def is_usable(self) -> bool:
         return int(self.module.device_count()) > 0
 
-    def count_physical(self, machine: Machine) -> int:
+    def count_physical(self, machine: DeviceProbeHost) -> int:
         cores = 0
         for node in machine.find_device_nodes(*self.node_patterns):
             # The first Trainium has two cores per device, and older drivers do not say so.
@@ -40,7 +40,7 @@ class Neuron(Device):
         default = 2 if has_many_cores else 1
         return cores // (int(config) if config.isdigit() and int(config) else default)
 
-    def visible_devices(self, machine: Machine) -> str | None:
+    def visible_devices(self, machine: DeviceProbeHost) -> str | None:
         """Return the cores as a list; the variable holds numbers and ranges, ``"0-3,8"``."""
         text = super().visible_devices(machine)
         return None if text is None else re.sub(r"(\d+)-(\d+)", _expand_range, text)

@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 
 if TYPE_CHECKING:
     import torch
 
 
-class NullDevice(Device):
+class FakeTestDevice(Device):
     """A fake device: never detected, selected by name. ``calls`` counts every call.
 
     Args:
@@ -50,7 +50,7 @@ class NullDevice(Device):
     def count(self) -> int:
         return self.size
 
-    def probe_count(self, machine: Machine | None = None) -> int:
+    def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         """Return 0: it is not an accelerator."""
         return 0
 
@@ -136,4 +136,4 @@ class NullDevice(Device):
         self.calls["empty_cache"] += 1
 
 
-PLUGIN: Device = NullDevice()
+PLUGIN: Device = FakeTestDevice()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Xla(Device):
         self.load_extension()
         return importlib.import_module("torch_xla.runtime")
 
-    def is_installed(self, machine: Machine) -> bool:
+    def is_installed(self, machine: DeviceProbeHost) -> bool:
         return environ.get_flag("USE_TORCH_XLA", default=True) and super().is_installed(machine)
 
     def is_usable(self) -> bool:
@@ -57,7 +57,7 @@ class Xla(Device):
     def count(self) -> int:
         return int(self.runtime.addressable_device_count()) if self.is_available() else 0
 
-    def count_physical(self, machine: Machine) -> int:
+    def count_physical(self, machine: DeviceProbeHost) -> int:
         count = 0
         for vendor in machine.root.glob("sys/bus/pci/devices/*/vendor"):
             chip = machine.read(vendor.with_name("device"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from accelerate.device.base import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 
 INTEL = "0x8086"  # the vendor's number on the PCI bus
 
@@ -25,12 +25,12 @@ class Xpu(Device):
     priority = 30
     out_of_memory_messages = ("XPU out of memory", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY")
 
-    def probe_count(self, machine: Machine | None = None) -> int:
-        machine = machine or Machine()
+    def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
+        machine = machine or DeviceProbeHost()
         built = machine.build.get("xpu") or machine.has_package("intel_extension_for_pytorch")
         return super().probe_count(machine) if built else 0
 
-    def count_physical(self, machine: Machine) -> int:
+    def count_physical(self, machine: DeviceProbeHost) -> int:
         count = 0
         for node in machine.find_device_nodes("dev/dri/renderD*"):
             device = f"sys/class/drm/{node.name}/device"
@@ -39,7 +39,7 @@ class Xpu(Device):
                 count += max(1, len(machine.find_device_nodes(f"{device}/tile*")))
         return count
 
-    def visible_devices(self, machine: Machine) -> str | None:
+    def visible_devices(self, machine: DeviceProbeHost) -> str | None:
         """Return the cards of the mask; ``0.0,0.1`` are two tiles, each one device."""
         mask = super().visible_devices(machine)
         if mask is None or "." not in mask:
@@ -50,7 +50,7 @@ class Xpu(Device):
 
     def group_backend(self) -> str:
         # Before torch had xccl, a package of Intel's brought ccl.
-        if Machine().has_package("oneccl_bindings_for_pytorch"):
+        if DeviceProbeHost().has_package("oneccl_bindings_for_pytorch"):
             self.load_extension("oneccl_bindings_for_pytorch")
         return super().group_backend()
 

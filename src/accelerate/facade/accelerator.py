@@ -18,7 +18,7 @@ from accelerate.facade.checkpoint_methods import CheckpointMixin
 from accelerate.facade.collectives import CollectivesMixin
 from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
 from accelerate.facade.handler_properties import HandlerPropertiesMixin
-from accelerate.facade.mesh import MeshMixin
+from accelerate.facade.mesh import DeviceMeshMixin
 from accelerate.facade.option_report import OptionReportMixin
 from accelerate.facade.preemption import PreemptionMixin
 from accelerate.facade.preparation import PreparationMixin
@@ -44,7 +44,7 @@ class Accelerator(
     PreemptionMixin,
     TrackingMixin,
     OptionReportMixin,
-    MeshMixin,
+    DeviceMeshMixin,
     CollectivesMixin,
 ):
     """Runs a training loop on whatever it is launched on.
@@ -70,7 +70,7 @@ class Accelerator(
     Raises:
         SettingError: a value is wrong, or two contradict each other.
         WorldError: the environment does not describe a world.
-        NotBuiltError: a requested feature is not built yet.
+        FeatureNotBuiltError: a requested feature is not built yet.
     """
 
     def __init__(

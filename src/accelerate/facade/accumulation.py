@@ -7,7 +7,7 @@ from accelerate.core.setting import setting
 
 
 @frozen_dataclass
-class GradientSettings:
+class GradientAccumulationSettings:
     """The settings of gradient accumulation."""
 
     __topic__ = "Training"

@@ -13,16 +13,16 @@ from torch import nn
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.lazy_weights import open_weights
 from accelerate.checkpoint.rank0_weights import weights_from_rank0
-from accelerate.checkpoint.weight_loading import MismatchedKeys, WeightPlacement, load_weights
+from accelerate.checkpoint.weight_loading import MismatchedKeys, WeightPlacer, load_weights
 from accelerate.core import packages
 from accelerate.core.errors import (
     CheckpointError,
+    FeatureNotBuiltError,
     MissingExtraError,
-    NotBuiltError,
     PrepareError,
     UnknownNameError,
 )
-from accelerate.facade.placements import Device, DeviceMapPlacement, NoDeviceMapPlacement
+from accelerate.facade.placements import CurrentDevicePlacement, Device, DeviceMapPlacement
 from accelerate.offload.device_maps import get_balanced_memory, infer_auto_device_map
 from accelerate.offload.dispatch import dispatch_model
 
@@ -76,13 +76,13 @@ def load_checkpoint_in_model(
         Names that did not meet.
 
     Raises:
-        WeightsError: names are missing, or shapes or kinds differ; the model is unchanged.
+        WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged.
         CheckpointError: a file is missing, damaged, would run code, or leads out of its folder.
         SettingError: the map leaves a weight out, or names a module that the model does not have.
         DeviceError: the map names a device that is not here.
     """
     _refuse_bnb(offload_8bit_bnb)
-    home: WeightPlacement = NoDeviceMapPlacement()
+    home: WeightPlacer = CurrentDevicePlacement()
     if device_map is not None:
         home = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
     path, weights = _find_weights(checkpoint, broadcast_from_rank0)
@@ -141,7 +141,7 @@ def load_checkpoint_and_dispatch(
         device_map = _make_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype=dtype, buffers=offload_buffers
         )
-    home: WeightPlacement = NoDeviceMapPlacement()
+    home: WeightPlacer = CurrentDevicePlacement()
     if device_map is not None:
         home = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
     load_weights(
@@ -217,7 +217,9 @@ def _refuse_bnb(offload_8bit_bnb: bool) -> None:
         return
     if not packages.is_installed("bitsandbytes"):
         raise MissingExtraError("bitsandbytes", "offload_8bit_bnb=True")
-    raise NotBuiltError("offload_8bit_bnb=True is not built yet", why="models quantized by bitsandbytes")
+    raise FeatureNotBuiltError(
+        "offload_8bit_bnb=True is not built yet", why="models quantized by bitsandbytes"
+    )
 
 
 def _refuse_dispatched(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from accelerate.checkpoint import async_save, snapshot
 from accelerate.checkpoint import state as checkpoints
 from accelerate.checkpoint.addresses import parse_address
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.state import LoadResult, TrainState
+from accelerate.checkpoint.state import CheckpointLoadResult, CheckpointTrainState
 from accelerate.checkpoint.weight_files import save as save_object
 from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
@@ -192,7 +192,7 @@ class CheckpointMixin(ProcessMixin):
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
-    ) -> LoadResult:
+    ) -> CheckpointLoadResult:
         """Load what ``save_state`` saved, after verifying it. All processes must call it.
 
         Args:
@@ -238,9 +238,9 @@ class CheckpointMixin(ProcessMixin):
         self.gradient_state.step = loaded.step
         return loaded
 
-    def _train_state(self) -> TrainState:
+    def _train_state(self) -> CheckpointTrainState:
         models, strategy = self._models, self.strategy
-        return TrainState(
+        return CheckpointTrainState(
             models=[model_adapter(strategy, model) for model in models],
             optimizers=[optimizer_adapter(strategy, each, models) for each in self._optimizers],
             schedulers=list(self._schedulers),
@@ -253,7 +253,10 @@ class CheckpointMixin(ProcessMixin):
         )
 
     def _exclude_engine_objects(
-        self, engine_files: list[Any], train_state: TrainState, models: list[nn.Module] | None = None
+        self,
+        engine_files: list[Any],
+        train_state: CheckpointTrainState,
+        models: list[nn.Module] | None = None,
     ) -> None:
         """Leave out of ``train_state`` what DeepSpeed or Megatron-LM saves and loads by itself."""
         engine_object_ids = {id(each) for files in engine_files for each in files.objects}

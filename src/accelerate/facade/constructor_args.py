@@ -8,7 +8,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.data.configuration import DataLoaderConfiguration
-from accelerate.facade.accumulation import GradientSettings
+from accelerate.facade.accumulation import GradientAccumulationSettings
 from accelerate.facade.compilation import TorchDynamoPlugin
 from accelerate.facade.gradient import GradientAccumulationPlugin
 from accelerate.precision import PRECISIONS
@@ -27,14 +27,16 @@ def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> Par
     Raises:
         SettingError: ``config`` is no ``ParallelismConfig``, or the two differ in ``tp_size``.
     """
-    from accelerate.strategy.settings.parallelism import ParallelismSwitch
+    from accelerate.strategy.settings.parallelism import UseParallelismConfigSetting
 
     if config is not None and not hasattr(config, "total_size"):
         raise SettingError(
             f"parallelism_config is a {type(config).__name__}", fix="give a ParallelismConfig, or None"
         )
     tp_size = getattr(tp_plugin, "tp_size", 1)
-    if config is None and (tp_size > 1 or load_settings(ParallelismSwitch).value.use_parallelism_config):
+    if config is None and (
+        tp_size > 1 or load_settings(UseParallelismConfigSetting).value.use_parallelism_config
+    ):
         from accelerate.strategy.parallelism.config import ParallelismConfig
 
         return ParallelismConfig(tp_size=tp_size) if tp_size > 1 else ParallelismConfig()
@@ -105,7 +107,7 @@ def resolve_accumulation(
         _check_steps(1 if plugin.num_steps is None else plugin.num_steps)
         return plugin
     code_values = {"gradient_accumulation_steps": steps if steps != 1 else None}
-    loaded = load_settings(GradientSettings, code=code_values)
+    loaded = load_settings(GradientAccumulationSettings, code=code_values)
     count = loaded.value.gradient_accumulation_steps
     origin = loaded.origin("gradient_accumulation_steps")
     if engine_steps is not None and origin.source == "default":

@@ -28,7 +28,7 @@ from accelerate.offload.estimate.memory_estimate import OPTIMIZERS
 from accelerate.offload.estimate.skeleton import build_skeleton
 from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy import choose_strategy
-from accelerate.strategy.base import Bundle, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, StrategyRequest
 from accelerate.world.world import World
 
 
@@ -54,7 +54,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class DryRunReport:
+class PrepareDryRunReport:
     """The result of a dry run.
 
     Attributes:
@@ -105,7 +105,7 @@ def dry_run_model(
     parallelism: Any = None,
     precision: str = "no",
     optimizer: str = "adamw",
-) -> DryRunReport:
+) -> PrepareDryRunReport:
     """Prepare a model on the meta device for ``size`` processes, as each of ``ranks``.
 
     Args:
@@ -121,7 +121,7 @@ def dry_run_model(
     Raises:
         AccelerateError: the model cannot be prepared so; the error of a real ``prepare``.
     """
-    report: DryRunReport | None = None
+    report: PrepareDryRunReport | None = None
     for rank in ranks:
         world = World.fake(size, rank, nodes=nodes)
         with fake_process_group(rank, size):
@@ -136,7 +136,7 @@ def dry_run_model(
     return report
 
 
-def _dry_run_rank(model: nn.Module, request: StrategyRequest, optimizer: str) -> DryRunReport:
+def _dry_run_rank(model: nn.Module, request: StrategyRequest, optimizer: str) -> PrepareDryRunReport:
     if any(not parameter.is_meta for parameter in model.parameters()):
         raise PrepareError(
             f"the {type(model).__name__} has weights",
@@ -154,7 +154,7 @@ def _dry_run_rank(model: nn.Module, request: StrategyRequest, optimizer: str) ->
     for plugin in strategy.plugins.values():
         if hasattr(plugin, "param_init_fn") and plugin.param_init_fn is None:
             plugin.param_init_fn = _keep_empty
-    bundle = Bundle([model], ["model"], place_on_device=[True])
+    bundle = PrepareBundle([model], ["model"], place_on_device=[True])
     step_lines = []
     for step in strategy.prepare_steps(bundle):
         step_lines.append(f"{step.name}: {step.reason}")
@@ -167,7 +167,9 @@ def _dry_run_rank(model: nn.Module, request: StrategyRequest, optimizer: str) ->
         _class_name(part) for part in trained.modules() if hasattr(part, "set_requires_gradient_sync")
     )
     part = _count_rank_memory(trained, request.world.rank, place, optimizer)
-    return DryRunReport(_class_name(trained), total, strategy.name, sizes, step_lines, dict(wrapped), [part])
+    return PrepareDryRunReport(
+        _class_name(trained), total, strategy.name, sizes, step_lines, dict(wrapped), [part]
+    )
 
 
 def _keep_empty(module: nn.Module) -> None:
@@ -202,7 +204,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- as a program
 
 
-def format_report(report: DryRunReport) -> str:
+def format_report(report: PrepareDryRunReport) -> str:
     """Format the report as text."""
     sizes = " x ".join(f"{name} {size}" for name, size in report.mesh.items()) or "none"
     wrapped = ", ".join(f"{count} x {name}" for name, count in report.wrapped.items()) or "no FSDP unit"

@@ -10,19 +10,19 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from accelerate import device as devices
-from accelerate.core.enums import BaseEnum, NamedEnum
+from accelerate.core.enums import BaseEnum, StringEnum
 from accelerate.precision import PRECISIONS
 from accelerate.track import TRACKERS
 
 
-class ComputeEnvironment(NamedEnum):
+class ComputeEnvironment(StringEnum):
     """The place where a job runs: this machine or SageMaker."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class DistributedType(NamedEnum):
+class DistributedType(StringEnum):
     """The kind of distributed training: one per device type, and FSDP, DeepSpeed, Megatron-LM."""
 
     _ignore_ = ["each"]  # noqa: RUF012 - the enumeration's own protocol
@@ -78,7 +78,7 @@ class PrecisionType(BaseEnum):
         vars()[each.upper()] = each
 
 
-class FP8BackendType(NamedEnum):
+class FP8BackendType(StringEnum):
     """The library that computes in 8-bit floats."""
 
     NO = "NO"
@@ -121,7 +121,7 @@ class LoggerType(BaseEnum):
         vars()[each.replace("_", "").upper()] = each
 
 
-class SageMakerDistributedType(NamedEnum):
+class SageMakerDistributedType(StringEnum):
     """How a SageMaker job is distributed."""
 
     NO = "NO"

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.train_state import LoadContext
+from accelerate.checkpoint.train_state import CheckpointLoadContext
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.facade.checkpoint_adapters import (
@@ -100,7 +100,7 @@ def load_fsdp_model(
     folder = _find_sharded_folder(Path(input_dir), "models", model_index)
     if folder is not None:
         return sharded_model_state(accelerator.strategy, model, names_in_file).prepare_load(
-            folder, LoadContext()
+            folder, CheckpointLoadContext()
         )()
     path = Path(input_dir) / names.gathered_file(model_index)
     ranks = RankGroup.current()
@@ -175,7 +175,7 @@ def load_fsdp_optimizer(
     inner, strategy = getattr(optimizer, "optimizer", optimizer), accelerator.strategy
     folder = _find_sharded_folder(Path(input_dir), "optimizers", optimizer_index)
     if folder is not None:
-        sharded_optimizer_state(strategy, inner, [model]).prepare_load(folder, LoadContext())()
+        sharded_optimizer_state(strategy, inner, [model]).prepare_load(folder, CheckpointLoadContext())()
         return
     path = Path(input_dir) / names.optimizer_file(optimizer_index)
     _refuse_missing(path, names.sharded_folder("optimizers", optimizer_index))

@@ -30,7 +30,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     step_scheduler_once: bool = False
 
 
-class _SharedState:
+class _SharedStateDescriptor:
     """The descriptor ``Class._shared_state``: the current instance as a dict, empty without one."""
 
     def __get__(self, instance: object, owner: type[Any]) -> dict[str, Any]:
@@ -46,13 +46,13 @@ class GradientState:
     """
 
     _current: ClassVar[GradientState | None] = None
-    _shared_state = _SharedState()
+    _shared_state = _SharedStateDescriptor()
 
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     loaders: ActiveLoaders
     step: int
-    # The Window that is being iterated, or None; and the description of one that was left early.
+    # The window that is being iterated, or None; and the description of one that was left early.
     window: Any
     abandoned_window: str
     # The LossWeighting of ``backward(loss, num_items=...)``, None before its first use; and whether

@@ -12,7 +12,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.shard import BatchSamplerShard
-from accelerate.data.stream import IterableDatasetShard, StepCollate
+from accelerate.data.stream import GlobalBatchCollate, IterableDatasetShard
 
 
 @contextmanager
@@ -71,5 +71,5 @@ def _even_batches_holders(loaders: Iterable[Any]) -> list[Any]:
             loader.base_dataloader.collate_fn,
         )
     ]
-    kinds = (DataLoaderDispatcher, BatchSamplerShard, IterableDatasetShard, StepCollate)
+    kinds = (DataLoaderDispatcher, BatchSamplerShard, IterableDatasetShard, GlobalBatchCollate)
     return [part for part in parts if isinstance(part, kinds)]

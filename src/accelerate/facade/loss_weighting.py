@@ -28,7 +28,7 @@ _GradVersion = tuple[torch.Tensor, int]
 
 
 @dataclass
-class GradientGroup:
+class LossWeightingGroup:
     """The parameters weighted together: of a model, of models that share some, or of no prepared model.
 
     Attributes:
@@ -94,7 +94,7 @@ class LossWeighting:
 
     def __init__(self, gradients: GradientState, strategy: Strategy, precision: Precision) -> None:
         self.gradients, self.strategy, self.precision = gradients, strategy, precision
-        self.groups: list[GradientGroup] = []
+        self.groups: list[LossWeightingGroup] = []
         self.reference, self.next_reference = 0.0, 0.0
         self._prepared_counts: tuple[int, int] = (0, 0)
 
@@ -203,8 +203,12 @@ class LossWeighting:
         self.reference = self.next_reference
 
     def _run_backward(
-        self, trained_groups: list[GradientGroup], loss: torch.Tensor, items: float, kwargs: dict[str, Any]
-    ) -> list[GradientGroup]:
+        self,
+        trained_groups: list[LossWeightingGroup],
+        loss: torch.Tensor,
+        items: float,
+        kwargs: dict[str, Any],
+    ) -> list[LossWeightingGroup]:
         """Run the backward; return the groups whose gradients it changed."""
         if items == 0:
             return self._run_zero_backward(trained_groups, loss)
@@ -223,8 +227,8 @@ class LossWeighting:
         return [group for group, old in zip(trained_groups, before, strict=True) if group.has_changed(old)]
 
     def _run_zero_backward(
-        self, trained_groups: list[GradientGroup], loss: torch.Tensor
-    ) -> list[GradientGroup]:
+        self, trained_groups: list[LossWeightingGroup], loss: torch.Tensor
+    ) -> list[LossWeightingGroup]:
         """Run a backward that adds zero: the loss, a mean over nothing, is not used.
 
         It matters only where gradients are reduced: other ranks wait for this one's.
@@ -250,10 +254,10 @@ class LossWeighting:
             self.strategy.backward_zero(models, trained, params_in_graph, loss)
         return changed
 
-    def _is_synchronizing(self, group: GradientGroup) -> bool:
+    def _is_synchronizing(self, group: LossWeightingGroup) -> bool:
         return self.gradients.sync_gradients and all(map(self.strategy.reduces_gradients, group.models))
 
-    def _divide_by_items(self, groups: list[GradientGroup]) -> None:
+    def _divide_by_items(self, groups: list[LossWeightingGroup]) -> None:
         """Divide complete gradients by the number of items of all ranks."""
         totals = self._sum_over_ranks([group.items for group in groups])
         for group, total in zip(groups, totals, strict=True):
@@ -301,15 +305,17 @@ def _mixed_weighting_error() -> PrepareError:
 
 def _make_groups(
     models: Sequence[nn.Module], optimizers: Sequence[Any], strategy: Strategy
-) -> list[GradientGroup]:
+) -> list[LossWeightingGroup]:
     """Return a group for each model, one for models that share parameters, and one for other parameters."""
-    groups: list[GradientGroup] = []
+    groups: list[LossWeightingGroup] = []
     for model in models:
-        new = GradientGroup([model], dict.fromkeys(strategy.parameters(model)), strategy)
+        new = LossWeightingGroup([model], dict.fromkeys(strategy.parameters(model)), strategy)
         for group in [p for p in groups if not p.parameters.keys().isdisjoint(new.parameters)]:
             groups.remove(group)
-            new = GradientGroup(group.models + new.models, {**group.parameters, **new.parameters}, strategy)
+            new = LossWeightingGroup(
+                group.models + new.models, {**group.parameters, **new.parameters}, strategy
+            )
         groups.append(new)
     held = {p: None for o in optimizers for p in strategy.optimizer_params(getattr(o, "optimizer", o))}
     rest = {p: None for p in held if not any(p in group.parameters for group in groups)}
-    return [*groups, *([GradientGroup([], rest, strategy)] if rest else [])]
+    return [*groups, *([LossWeightingGroup([], rest, strategy)] if rest else [])]

@@ -13,7 +13,7 @@ from accelerate.strategy.base import Strategy
 from accelerate.world import collective
 
 
-class MeshMixin(ProcessMixin):
+class DeviceMeshMixin(ProcessMixin):
     """Ranks on the mesh dimensions, and context parallelism."""
 
     strategy: Strategy

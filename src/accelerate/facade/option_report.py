@@ -33,7 +33,7 @@ from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.option_report import loader_option_statuses
 from accelerate.facade import compilation, option_report_settings
-from accelerate.facade.accumulation import GradientSettings
+from accelerate.facade.accumulation import GradientAccumulationSettings
 from accelerate.facade.gradient import GradientState
 from accelerate.facade.processes import ProcessMixin
 from accelerate.precision import PRECISIONS
@@ -162,7 +162,8 @@ class OptionReportMixin(ProcessMixin):
         steps = self._constructor_options.get("gradient_accumulation_steps")
         options = requested_options(
             load_settings(
-                GradientSettings, code={"gradient_accumulation_steps": steps if steps != 1 else None}
+                GradientAccumulationSettings,
+                code={"gradient_accumulation_steps": steps if steps != 1 else None},
             )
         )
         plugin = self._constructor_options.get("gradient_accumulation_plugin")

@@ -19,9 +19,9 @@ from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.mapped_files import FileRegion, MappedFiles
 from accelerate.checkpoint.tensors import is_distributed
 from accelerate.checkpoint.weight_loading import (
+    CurrentDeviceWeightPlacer,
     ModelTensor,
     TensorMatch,
-    UnchangedDevicePlacement,
     copy_into,
     host_tensor,
 )
@@ -41,7 +41,7 @@ _HOST = torch.device("cpu")
 _SHOWN = 8
 
 
-class FileSource(TensorSource):
+class MmapWeightSource(TensorSource):
     """The source of a weight in a memory-mapped file.
 
     Args:
@@ -65,7 +65,7 @@ class FileSource(TensorSource):
         return self.host_tensor().to(device)
 
 
-class NoDeviceMapPlacement(UnchangedDevicePlacement):
+class CurrentDevicePlacement(CurrentDeviceWeightPlacer):
     """A ``Home`` without a device map: tensors stay where they are, and views know their file."""
 
     def place_tensor(self, target: ModelTensor, saved: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -172,7 +172,9 @@ class DeviceMapPlacement:
         view = host_tensor(saved, saved.dtype, self.maps)
         if view.dtype == dtype:
             return _with_file_source(target, view, saved, dtype)
-        return make_stand_in(target.tensor, FileSource(target.names[0], view, dtype), self.execution_device)
+        return make_stand_in(
+            target.tensor, MmapWeightSource(target.names[0], view, dtype), self.execution_device
+        )
 
     def _write_to_folder(self, name: str, value: torch.Tensor) -> LazyTensor:
         """Write the tensor to a file of the offload folder; return it as a lazy tensor."""
@@ -204,7 +206,7 @@ def _with_file_source(
     """Attach the file source to a view of a file; return any other tensor as it is."""
     if value is target.tensor or saved.region is None or saved.dtype != dtype:
         return value
-    return with_values(target.tensor, value, FileSource(target.names[0], value, dtype))
+    return with_values(target.tensor, value, MmapWeightSource(target.names[0], value, dtype))
 
 
 def _device_tier(home: PlacementDevice) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accelerate import device as devices
-from accelerate.core.errors import NotBuiltError
+from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
@@ -43,11 +43,11 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
         kwargs: arguments of ``torch.amp.GradScaler``.
 
     Raises:
-        NotBuiltError: ``distributed_type`` shards gradients.
+        FeatureNotBuiltError: ``distributed_type`` shards gradients.
     """
     replicated = {DistributedType.NO, *(device.distributed_type for device in devices.DEVICES)}
     if distributed_type is not None and distributed_type not in replicated:
-        raise NotBuiltError(
+        raise FeatureNotBuiltError(
             f"a gradient scaler for {DistributedType(distributed_type).value} is not built yet",
             why="it has to agree on overflows over shards, and comes with the strategy",
         )

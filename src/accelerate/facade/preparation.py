@@ -22,7 +22,7 @@ from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.trainable_check import check_trainable
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import Bundle, Strategy
+from accelerate.strategy.base import PrepareBundle, Strategy
 
 
 class PreparationMixin(ProcessMixin):
@@ -119,7 +119,7 @@ class PreparationMixin(ProcessMixin):
         self._report_options()
         return prepared
 
-    def _prepare(self, bundle: Bundle) -> None:
+    def _prepare(self, bundle: PrepareBundle) -> None:
         for model in bundle.objects_of("model"):
             self._check_device_map(model)
             check_trainable(model, several=self.use_distributed, trained=bool(bundle.objects_of("optimizer")))
@@ -138,7 +138,7 @@ class PreparationMixin(ProcessMixin):
         """Return the prepared object of a model that is prepared again, else the model itself."""
         return next((prepared for prepared in self._models if self.strategy.unwrap(prepared) is model), model)
 
-    def _make_plan(self, bundle: Bundle) -> prepare_plan.PreparePlan:
+    def _make_plan(self, bundle: PrepareBundle) -> prepare_plan.PreparePlan:
         wrappers = prepare_plan.PrepareWrappers(self._wrap_optimizer, self._wrap_scheduler, self._wrap_loader)
         compiler = self.state.dynamo_plugin
         return prepare_plan.make_plan(bundle, self.world, self.precision, self.strategy, wrappers, compiler)

@@ -19,7 +19,7 @@ from accelerate.facade.compilation import TorchDynamoPlugin, compile_regions
 from accelerate.facade.optimizer import move_to_device
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import Bundle, ObjectKind, PrepareStep, Strategy
+from accelerate.strategy.base import ObjectKind, PrepareBundle, PrepareStep, Strategy
 from accelerate.world.world import World
 
 
@@ -50,7 +50,7 @@ class PreparePlan:
         ]
         return "\n".join(rows) or "nothing to do"
 
-    def apply(self, bundle: Bundle) -> None:
+    def apply(self, bundle: PrepareBundle) -> None:
         """Apply all steps to the bundle."""
         for step in self.steps:
             step.apply(bundle)
@@ -96,7 +96,7 @@ def _looks_like_scheduler(value: Any) -> bool:
 
 def make_bundle(
     objects: tuple[Any, ...], place: list[bool] | None, default: bool, training: bool = True
-) -> Bundle:
+) -> PrepareBundle:
     """Return the bundle of one ``prepare`` call.
 
     Args:
@@ -112,11 +112,11 @@ def make_bundle(
     if place is not None and len(place) != len(objects):
         raise PrepareError(f"device_placement has {len(place)} entries for {len(objects)} objects")
     placed = [default if wish is None else wish for wish in place or [None] * len(objects)]
-    return Bundle(list(objects), [object_kind(item) for item in objects], training, placed)
+    return PrepareBundle(list(objects), [object_kind(item) for item in objects], training, placed)
 
 
 def make_plan(
-    bundle: Bundle,
+    bundle: PrepareBundle,
     world: World,
     precision: Precision,
     strategy: Strategy,
@@ -144,7 +144,7 @@ def make_plan(
 
 
 def _model_steps(
-    bundle: Bundle, world: World, precision: Precision, strategy: Strategy
+    bundle: PrepareBundle, world: World, precision: Precision, strategy: Strategy
 ) -> Iterator[PrepareStep]:
     device, models = world.device, bundle.objects_of("model")
     # A strategy that shards places its own shards: the whole model might not fit.
@@ -167,7 +167,7 @@ def _model_steps(
     yield from strategy.prepare_steps(bundle)
 
 
-def _wrapping_steps(bundle: Bundle, world: World, wrappers: PrepareWrappers) -> Iterator[PrepareStep]:
+def _wrapping_steps(bundle: PrepareBundle, world: World, wrappers: PrepareWrappers) -> Iterator[PrepareStep]:
     if bundle.objects_of("optimizer"):
         reason = "steps only when gradients are complete"
         yield PrepareStep("optimizer", reason, lambda b: b.replace("optimizer", wrappers.optimizer))
@@ -195,7 +195,7 @@ def _bytes_on_device(models: list[nn.Module], device: torch.device) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t.device.type == device.type)
 
 
-def _place_models(bundle: Bundle, device: torch.device) -> None:
+def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
     """Move the models, and keep the optimizers on their parameters."""
     for index in bundle.positions("model"):
         model = bundle.objects[index]
@@ -239,7 +239,7 @@ def _move_state(optimizer: Optimizer) -> None:
         }
 
 
-def _check_trainable(bundle: Bundle, precision: Precision) -> None:
+def _check_trainable(bundle: PrepareBundle, precision: Precision) -> None:
     """Refuse parameters that cannot be trained: of the models, and those only in optimizers."""
     for model in bundle.objects_of("model"):
         precision.check_trainable(model.named_parameters())
@@ -250,7 +250,7 @@ def _check_trainable(bundle: Bundle, precision: Precision) -> None:
         precision.check_trainable((name, p) for name, p in rest if p not in named)
 
 
-def _refuse_dummies(bundle: Bundle, strategy: Strategy) -> None:
+def _refuse_dummies(bundle: PrepareBundle, strategy: Strategy) -> None:
     """Refuse dummy optimizers and schedulers, which only DeepSpeed and Megatron-LM replace."""
     for item in bundle.objects:
         if hasattr(type(item), "prepared_as"):
@@ -261,7 +261,7 @@ def _refuse_dummies(bundle: Bundle, strategy: Strategy) -> None:
             )
 
 
-def _attach_precision(bundle: Bundle, precision: Precision) -> None:
+def _attach_precision(bundle: PrepareBundle, precision: Precision) -> None:
     for model in bundle.objects_of("model"):
         if precision.replaces_attached(model):
             warnings.warn(
@@ -273,7 +273,7 @@ def _attach_precision(bundle: Bundle, precision: Precision) -> None:
 
 
 def _compile_models(
-    bundle: Bundle, compiler: TorchDynamoPlugin, strategy: Strategy, precision: Precision
+    bundle: PrepareBundle, compiler: TorchDynamoPlugin, strategy: Strategy, precision: Precision
 ) -> None:
     """Compile the models in place: class, names and state stay, and there is nothing to unwrap."""
     for model in map(strategy.unwrap, bundle.objects_of("model")):
@@ -284,6 +284,6 @@ def _compile_models(
             precision.adapt_to_compile(model)
 
 
-def _wrap_loaders(bundle: Bundle, wrappers: PrepareWrappers) -> None:
+def _wrap_loaders(bundle: PrepareBundle, wrappers: PrepareWrappers) -> None:
     for index in bundle.positions("loader"):
         bundle.objects[index] = wrappers.loader(bundle.objects[index], bundle.place_on_device[index])

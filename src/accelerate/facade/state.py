@@ -11,7 +11,7 @@ from accelerate.core.errors import UnknownNameError, WorldError
 from accelerate.core.setting import load_settings
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient import GradientState as GradientState
-from accelerate.facade.gradient import _SharedState
+from accelerate.facade.gradient import _SharedStateDescriptor
 from accelerate.facade.processes import ProcessMixin
 from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy import STRATEGIES
@@ -52,7 +52,7 @@ _STATE_NAMES = (
 )
 
 
-class _PartialSharedState:
+class _PartialSharedStateDescriptor:
     """The descriptor ``PartialState._shared_state``: a dict, empty exactly when no world is open."""
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class PartialState(ProcessMixin):
         WorldError: the environment contradicts itself.
     """
 
-    _shared_state = _PartialSharedState()
+    _shared_state = _PartialSharedStateDescriptor()
     _overrides: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -103,7 +103,7 @@ class PartialState(ProcessMixin):
         """
         world = worlds.current()
         if world is None:
-            raise _ClosedError(
+            raise _ClosedWorldAttributeError(
                 "there is no open world any more", fix="create a PartialState or Accelerator anew"
             )
         return world
@@ -181,7 +181,7 @@ class AcceleratorState(ProcessMixin):
     """
 
     _current: ClassVar[AcceleratorState | None] = None
-    _shared_state = _SharedState()
+    _shared_state = _SharedStateDescriptor()
 
     _partial: PartialState
     _mixed_precision: str
@@ -211,7 +211,7 @@ class AcceleratorState(ProcessMixin):
         if not has_arguments and alive is not None:
             return alive
         if not has_arguments:
-            raise _NoStateError(
+            raise _NoAcceleratorError(
                 "there is no Accelerator yet",
                 why="AcceleratorState() shows the choices of an Accelerator",
                 fix="create Accelerator() first, or use PartialState() for ranks and devices",
@@ -307,9 +307,9 @@ def _refuse_unbuilt(world: World) -> None:
             strategy(request).check()
 
 
-class _ClosedError(WorldError, AttributeError):
+class _ClosedWorldAttributeError(WorldError, AttributeError):
     """The error of attributes after the world was closed: ``hasattr`` is False then."""
 
 
-class _NoStateError(WorldError, ValueError):
+class _NoAcceleratorError(WorldError, ValueError):
     """The error without an ``Accelerator``: clients catch a ValueError."""

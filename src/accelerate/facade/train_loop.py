@@ -15,7 +15,7 @@ from accelerate.facade.gradient import GradientState
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.processes import ProcessMixin
-from accelerate.facade.window import Windows
+from accelerate.facade.window import GradientAccumulationWindows
 from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES
@@ -82,7 +82,7 @@ class TrainLoopMixin(ProcessMixin):
 
     def windows(
         self, loader: Any, n: int | None = None, *, models: nn.Module | Iterable[nn.Module] | None = None
-    ) -> Windows:
+    ) -> GradientAccumulationWindows:
         """Iterate ``loader`` once in windows of ``n`` micro-batches, each for one optimizer step.
 
         Gradients stay local until the last micro-batch of a window. A loss is divided by the number of
@@ -115,7 +115,7 @@ class TrainLoopMixin(ProcessMixin):
             held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
             return dict.fromkeys([*(p for m in given or self._models for p in m.parameters()), *held])
 
-        return Windows(
+        return GradientAccumulationWindows(
             self.gradient_state,
             self.strategy,
             loader,

@@ -18,7 +18,7 @@ from accelerate.strategy.base import Strategy
 _END = object()
 
 
-class Windows:
+class GradientAccumulationWindows:
     """The windows of one pass over a loader; iterate it once per epoch. Its length is their number.
 
     Args:
@@ -57,14 +57,14 @@ class Windows:
     def __len__(self) -> int:
         return -(-len(self.loader) // self.n)
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[GradientAccumulationWindow]:
         self.gradients.refuse_abandoned("windows() began")
         source = _BatchCursor(self.loader)
         # The first batch of a window is read before the window is yielded, or an empty window could
         # follow the last. This prefetches nothing: the window before it has ended.
         try:
             while source.advance():
-                window = Window(self, source)
+                window = GradientAccumulationWindow(self, source)
                 yield window
                 self.gradients.refuse_abandoned("the next window began")
                 if not window.done:
@@ -97,7 +97,7 @@ class _BatchCursor:
         return self.count >= len(self.loader)
 
 
-class Window:
+class GradientAccumulationWindow:
     """The micro-batches between two optimizer steps. Gradients stay local until the last of them.
 
     Attributes:
@@ -106,7 +106,7 @@ class Window:
         done: its last micro-batch was yielded.
     """
 
-    def __init__(self, windows: Windows, source: _BatchCursor) -> None:
+    def __init__(self, windows: GradientAccumulationWindows, source: _BatchCursor) -> None:
         self.gradients, self.strategy = windows.gradients, windows.strategy
         self.n, self.count, self.done = windows.n, 0, False
         self._windows, self._source = windows, source

@@ -11,9 +11,9 @@ from pathlib import Path
 from accelerate import device as devices
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError, nearest
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import Origin
+from accelerate.core.setting import SettingOrigin
 from accelerate.device import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch import conflicts
 from accelerate.launch.conflicts import NOT_DISTRIBUTED, describe_setting
 from accelerate.launch.launch_request import LaunchRequest
@@ -22,7 +22,7 @@ CPU_GROUP = "MULTI_CPU"
 
 
 @frozen_dataclass
-class DeviceAllocation:
+class LaunchDeviceSelection:
     """The devices and the number of processes of this machine.
 
     Attributes:
@@ -104,7 +104,7 @@ def check_program(request: LaunchRequest) -> None:
     )
 
 
-def allocate_devices(request: LaunchRequest, machine: Machine) -> DeviceAllocation:
+def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> LaunchDeviceSelection:
     """Chooses the devices and the number of processes.
 
     Raises:
@@ -120,10 +120,12 @@ def allocate_devices(request: LaunchRequest, machine: Machine) -> DeviceAllocati
             why="each process needs a device of its own",
             fix=f"start {count}, or use the CPU: accelerate launch --cpu ...",
         )
-    return DeviceAllocation(device, count, ",".join(map(str, ids)) if ids is not None else None, processes)
+    return LaunchDeviceSelection(
+        device, count, ",".join(map(str, ids)) if ids is not None else None, processes
+    )
 
 
-def select_devices(request: LaunchRequest, machine: Machine) -> tuple[Device, int, list[int] | None]:
+def select_devices(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[Device, int, list[int] | None]:
     """The device that was asked for, how many of them are to be used, and their numbers if not all.
 
     Raises:
@@ -136,7 +138,7 @@ def select_devices(request: LaunchRequest, machine: Machine) -> tuple[Device, in
     return device, count, ids
 
 
-def _select_device(request: LaunchRequest, machine: Machine) -> tuple[Device, int]:
+def _select_device(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[Device, int]:
     kind = request.origin("distributed_type")
     cpu = devices.get("cpu")
     if request.get("use_cpu") or (_is_type(kind, CPU_GROUP) and not request.settings.multi_gpu):
@@ -151,7 +153,7 @@ def _select_device(request: LaunchRequest, machine: Machine) -> tuple[Device, in
     return device, count
 
 
-def _why_no_accelerator(machine: Machine) -> str:
+def _why_no_accelerator(machine: DeviceProbeHost) -> str:
     """Why there is no accelerator: this machine has none, or a variable hides them."""
     for device in devices.accelerators():
         if device.count_physical(machine) and device.visible_devices(machine) is not None:
@@ -159,11 +161,11 @@ def _why_no_accelerator(machine: Machine) -> str:
     return "none was found on this machine"
 
 
-def _is_type(kind: Origin, word: str) -> bool:
+def _is_type(kind: SettingOrigin, word: str) -> bool:
     return str(kind.value).upper() == word
 
 
-def _device_of_type(request: LaunchRequest, machine: Machine) -> tuple[Device, int] | None:
+def _device_of_type(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[Device, int] | None:
     """The device that ``distributed_type`` stands for; None where it stands for none in particular."""
     kind = request.origin("distributed_type")
     known: dict[str, list[Device]] = {}
@@ -210,7 +212,7 @@ def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> l
     return ids
 
 
-def _count_processes(request: LaunchRequest, machine: Machine, count: int) -> int:
+def _count_processes(request: LaunchRequest, machine: DeviceProbeHost, count: int) -> int:
     wanted = request.local_processes.value
     if isinstance(wanted, int):
         return wanted
@@ -223,7 +225,7 @@ def _count_processes(request: LaunchRequest, machine: Machine, count: int) -> in
 
 
 def _describe_device_limit(
-    request: LaunchRequest, device: Device, machine: Machine, ids: list[int] | None
+    request: LaunchRequest, device: Device, machine: DeviceProbeHost, ids: list[int] | None
 ) -> str:
     if ids is not None:
         return request.origin("gpu_ids").where
@@ -231,7 +233,7 @@ def _describe_device_limit(
     return "on this machine" if value is None else f"{device.visible_variable}={value}"
 
 
-def count_cores(machine: Machine) -> int:
+def count_cores(machine: DeviceProbeHost) -> int:
     """How many cores this process may use: those it is bound to, and no more than its container's share.
 
     The share is ``quota / period`` of cgroup v2's ``cpu.max``. Source: kernel.org, admin-guide/cgroup-v2.

@@ -12,7 +12,7 @@ NOT_DISTRIBUTED = "NO"
 
 
 @frozen_dataclass
-class SettingConflict:
+class SettingConflictRule:
     """Two settings of which only one can be on.
 
     Attributes:
@@ -29,11 +29,11 @@ class SettingConflict:
 
 
 CONFLICTS = (
-    SettingConflict("use_cpu", "multi_gpu", "one asks for the CPU, the other insists on accelerators"),
-    SettingConflict("use_cpu", "tpu", "each asks for another device"),
-    SettingConflict("multi_gpu", "tpu", "each asks for another device"),
-    SettingConflict("use_cpu", "gpu_ids", "a CPU has no device numbers", flags_only=True),
-    SettingConflict("module", "no_python", "a module is started by Python, a program by itself"),
+    SettingConflictRule("use_cpu", "multi_gpu", "one asks for the CPU, the other insists on accelerators"),
+    SettingConflictRule("use_cpu", "tpu", "each asks for another device"),
+    SettingConflictRule("multi_gpu", "tpu", "each asks for another device"),
+    SettingConflictRule("use_cpu", "gpu_ids", "a CPU has no device numbers", flags_only=True),
+    SettingConflictRule("module", "no_python", "a module is started by Python, a program by itself"),
 )
 
 

@@ -13,7 +13,7 @@ from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import declared_settings
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.option_report import LaunchOption, display_value
+from accelerate.launch.option_report import LaunchOptionOrigin, display_value
 from accelerate.launch.plan import LaunchPlan, PlannedCommand
 from accelerate.strategy.settings import SETTINGS
 
@@ -35,7 +35,7 @@ class DryRunSection:
     column_titles: Row = ()
 
 
-def print_plan(request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOption]) -> None:
+def print_plan(request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOptionOrigin]) -> None:
     """Prints a plan on stdout: tables on a terminal, else plain aligned text."""
     parts = [part for part in plan_sections(request, plan, asked) if part.rows]
     if sys.stdout.isatty():
@@ -73,7 +73,7 @@ def _world_size(request: LaunchRequest, plan: LaunchPlan) -> int:
 
 
 def plan_sections(
-    request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOption]
+    request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOptionOrigin]
 ) -> Iterator[DryRunSection]:
     """Yield the sections of a plan, in order; some may be empty."""
     yield DryRunSection("A dry run: nothing is started", tuple(_fact_rows(request, plan)))
@@ -190,7 +190,7 @@ def _join_names(words: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def _option_row(one: LaunchOption) -> Row:
+def _option_row(one: LaunchOptionOrigin) -> Row:
     others = "; ".join(
         f"{display_value(one.setting.name, other.value)} ({other.where})" for other in one.overridden
     )

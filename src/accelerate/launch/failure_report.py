@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.launch.errors import RankError
-from accelerate.launch.supervisor import GracefulStopNotice, JobOutcome, ProcessExit
+from accelerate.launch.supervisor import GracefulStopRegistration, JobOutcome, ProcessExit
 
 # A process that dies without a word is noticed a moment later, when its peers may have complained already.
 DETECTION_DELAY = 100_000_000  # ns
@@ -61,7 +61,7 @@ def code_file(folder: Path) -> Path:
     return folder / "script.code"
 
 
-def read_graceful_stop(folder: Path, pid: int) -> GracefulStopNotice | None:
+def read_graceful_stop(folder: Path, pid: int) -> GracefulStopRegistration | None:
     """Read the graceful stop that a process has announced in ``folder``; None without one.
 
     The other side is ``world/preemption.py``, which gets the folder as ``ACCELERATE_STOP_FOLDER``.
@@ -70,7 +70,7 @@ def read_graceful_stop(folder: Path, pid: int) -> GracefulStopNotice | None:
     if not file.is_file():
         return None
     code, *signals = map(int, file.read_text(encoding="utf-8").split())
-    return GracefulStopNotice(code, tuple(signals))
+    return GracefulStopRegistration(code, tuple(signals))
 
 
 def has_traceback(folder: Path, rank: int, pid: int) -> bool:

@@ -17,8 +17,8 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import (
     SOURCES,
     LoadedSettings,
-    Origin,
     Setting,
+    SettingOrigin,
     declared_settings,
     load_settings,
     setting,
@@ -27,7 +27,7 @@ from accelerate.launch import config_files, config_sections
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.multi_machine import MULTI_MACHINE
-from accelerate.launch.scheduler import SchedulerContext, detect_scheduler
+from accelerate.launch.scheduler import JobSchedulerContext, detect_scheduler
 
 S = TypeVar("S")
 
@@ -179,20 +179,20 @@ class LaunchRequest:
     loaded: Mapping[type[Any], LoadedSettings[Any]]
     program: tuple[str, ...]
     file: ConfigFile | None = None
-    scheduler: SchedulerContext | None = None
+    scheduler: JobSchedulerContext | None = None
 
     def __contains__(self, name: str) -> bool:
         """Return whether there is a setting of that name."""
         return any(name in loaded.origins for loaded in self.loaded.values())
 
-    def origins(self, name: str) -> tuple[Origin, ...]:
+    def origins(self, name: str) -> tuple[SettingOrigin, ...]:
         """Every source that gave a value for a setting, the winner first."""
         for loaded in self.loaded.values():
             if name in loaded.origins:
                 return loaded.origins[name]
         raise KeyError(name)
 
-    def origin(self, name: str) -> Origin:
+    def origin(self, name: str) -> SettingOrigin:
         """Return the source of a setting's value."""
         return self.origins(name)[0]
 
@@ -226,7 +226,7 @@ class LaunchRequest:
         return least, most
 
     @property
-    def local_processes(self) -> Origin:
+    def local_processes(self) -> SettingOrigin:
         """How many processes each machine starts, and who says so: a number, a word, or None.
 
         ``num_processes`` counts those of all machines, ``nproc_per_node`` those of each. Of two sources the
@@ -254,7 +254,9 @@ class LaunchRequest:
                 why="it counts the processes of all machines together, and each starts as many as the others",
                 fix="say how many each of them starts: --nproc_per_node",
             )
-        return Origin(total.source, f"{total.where} {total.value} on {most} machines", total.value // most)
+        return SettingOrigin(
+            total.source, f"{total.where} {total.value} on {most} machines", total.value // most
+        )
 
     @property
     def distributed_types(self) -> tuple[str, ...]:
@@ -262,9 +264,9 @@ class LaunchRequest:
         return tuple(name for cls in self.loaded if (name := getattr(cls, "__distributed_type__", "")))
 
     @property
-    def strategy_switches(self) -> dict[str, Origin]:
+    def strategy_switches(self) -> dict[str, SettingOrigin]:
         """The switches of strategies that are on, each with the place that turns it on."""
-        switches: dict[str, Origin] = {}
+        switches: dict[str, SettingOrigin] = {}
         for cls, loaded in self.loaded.items():
             if getattr(cls, "__distributed_type__", ""):
                 (switch,) = (row.name for row in declared_settings(cls))
@@ -403,7 +405,7 @@ def _load_class(
     flags: Mapping[str, Any],
     file: ConfigFile | None,
     env: Mapping[str, str],
-    scheduler: SchedulerContext | None,
+    scheduler: JobSchedulerContext | None,
 ) -> LoadedSettings[Any]:
     told = (
         scheduler.settings_unless_in(file.values if file else {})

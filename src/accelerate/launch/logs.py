@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 STDOUT, STDERR = 1, 2
 
 
-class RankLogs:
+class RankLogSettings:
     """Which output of which rank is marked and logged.
 
     Args:

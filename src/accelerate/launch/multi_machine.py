@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class _MoreThanOne:
+class _MachineCountAboveOne:
     """Holds every number of machines beyond one, ``"1:4"`` too."""
 
     def __contains__(self, value: object) -> bool:
@@ -11,4 +11,4 @@ class _MoreThanOne:
         return last.isdigit() and int(last) > 1
 
 
-MULTI_MACHINE = {"num_machines": _MoreThanOne()}
+MULTI_MACHINE = {"num_machines": _MachineCountAboveOne()}

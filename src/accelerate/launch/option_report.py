@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import Origin, Setting, declared_settings
+from accelerate.core.setting import Setting, SettingOrigin, declared_settings
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest, format_value, launcher_settings
 from accelerate.launch.plan import LaunchPlan
@@ -24,7 +24,7 @@ _SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
 
 
 @frozen_dataclass
-class LaunchOption:
+class LaunchOptionOrigin:
     """One setting that some source gave a value.
 
     Attributes:
@@ -36,8 +36,8 @@ class LaunchOption:
     """
 
     setting: Setting
-    origin: Origin
-    overridden: tuple[Origin, ...]
+    origin: SettingOrigin
+    overridden: tuple[SettingOrigin, ...]
     effect: str
     unused_reason: str = ""
 
@@ -53,7 +53,7 @@ class LaunchOption:
         return f"{self.origin.where} has no effect: {self.unused_reason}"
 
 
-def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tuple[LaunchOption, ...]:
+def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tuple[LaunchOptionOrigin, ...]:
     """Every setting that some source gave a value, in the order of the help.
 
     Args:
@@ -63,7 +63,7 @@ def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tu
     """
     idle = {**dict(_settings_of_other_kinds(kind)), **dict(plan.unused_settings)}
     effects = dict(plan.setting_effects)
-    options: list[LaunchOption] = []
+    options: list[LaunchOptionOrigin] = []
     for cls, loaded in request.loaded.items():
         for row in declared_settings(cls):
             first, *rest = loaded.origins[row.name]
@@ -75,7 +75,7 @@ def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tu
             effect = effects.get(row.name) or _describe_effect(
                 row, first.value, handed=cls not in launcher_settings()
             )
-            options.append(LaunchOption(row, first, others, effect, why))
+            options.append(LaunchOptionOrigin(row, first, others, effect, why))
     return tuple(options)
 
 
@@ -105,7 +105,7 @@ def display_value(name: str, value: object) -> str:
     return "***" if _SECRET.search(name) and value else format_value(value)
 
 
-def unused_option_lines(settings: tuple[LaunchOption, ...]) -> list[str]:
+def unused_option_lines(settings: tuple[LaunchOptionOrigin, ...]) -> list[str]:
     """One line for each setting that was asked for and does nothing."""
     return [one.unused_text for one in settings if one.unused_reason and one.is_explicit]
 

@@ -20,7 +20,7 @@ from collections.abc import Container, Mapping
 from dataclasses import field
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import ClusterSchedulerValue, Origin
+from accelerate.core.setting import ClusterSchedulerValue, SettingOrigin
 from accelerate.world import clusters
 from accelerate.world.clusters import ClusterEnvironment
 
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @frozen_dataclass
-class SchedulerContext:
+class JobSchedulerContext:
     """The job of the scheduler that started this launcher.
 
     Attributes:
@@ -59,7 +59,7 @@ class SchedulerContext:
         return {n: told for n, told in self.settings.items() if not (n in self.default_names and n in file)}
 
 
-def detect_scheduler(env: Mapping[str, str]) -> SchedulerContext | None:
+def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
     """Detect the scheduler that started this launcher; None without one.
 
     Args:
@@ -74,7 +74,7 @@ def detect_scheduler(env: Mapping[str, str]) -> SchedulerContext | None:
     return context
 
 
-def _read_torchrun_nodes(env: Mapping[str, str]) -> SchedulerContext | None:
+def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext | None:
     """One launcher per machine, as torchrun's own variables say it (``PET_NNODES`` stands for --nnodes).
 
     Source: PyTorch documentation, "torchrun (Elastic Launch)"; Kubeflow Trainer sets them in each pod.
@@ -96,10 +96,10 @@ def _read_torchrun_nodes(env: Mapping[str, str]) -> SchedulerContext | None:
     }
     most = nodes.rpartition(":")[2]
     size, rank = (int(text) if text.isdecimal() else 0 for text in (most, node))
-    return SchedulerContext("torchrun", rank, size, 0, 1, rank, size, False, "PET_NNODES", told)
+    return JobSchedulerContext("torchrun", rank, size, 0, 1, rank, size, False, "PET_NNODES", told)
 
 
-def _read_cluster(env: Mapping[str, str]) -> SchedulerContext | None:
+def _read_cluster(env: Mapping[str, str]) -> JobSchedulerContext | None:
     """A process that a scheduler, an MPI or torchrun started."""
     cluster = clusters.detect_outer_scheduler(env)
     if cluster is None:
@@ -110,7 +110,7 @@ def _read_cluster(env: Mapping[str, str]) -> SchedulerContext | None:
     if is_rank:
         told["num_processes"] = ClusterSchedulerValue(size, cluster.find_variable(cluster.size_names))
     mark = cluster.find_variable(cluster.rank_names)
-    return SchedulerContext(
+    return JobSchedulerContext(
         cluster.name, rank, size, local_rank, local_size, node, nodes, is_rank, mark, told, derived
     )
 
@@ -143,7 +143,7 @@ def _cluster_settings(
 
 
 def overridden_lines(
-    scheduler: SchedulerContext, origins: Mapping[str, tuple[Origin, ...]]
+    scheduler: JobSchedulerContext, origins: Mapping[str, tuple[SettingOrigin, ...]]
 ) -> tuple[str, ...]:
     """One line for each value of a configuration file that a scheduler knows better.
 

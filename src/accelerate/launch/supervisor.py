@@ -4,9 +4,9 @@ The first that fails ends the job: the others get a moment to fail by themselves
 asked to stop, and killed after ``stop_timeout``. A signal to the launcher goes on to them. Nothing outlives
 ``run``, and when the launcher itself is killed, its guard (guard.py) ends them.
 
-A rank may announce that it stops gracefully on a signal (``GracefulStopNotice``). If all do, they get the
-time that they need; a second signal ends them at once. A failing job does not ask them, for it would end
-too late.
+A rank may announce that it stops gracefully on a signal (``GracefulStopRegistration``). If all do, they get
+the time that they need; a second signal ends them at once. A failing job does not ask them, for it would
+end too late.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ProcessSpec:
 
 
 @frozen_dataclass
-class GracefulStopNotice:
+class GracefulStopRegistration:
     """The announcement of a rank that it stops gracefully on some signals.
 
     Attributes:
@@ -124,7 +124,7 @@ class WorkerSupervisor:
         *,
         stop_timeout: float,
         has_traceback: Callable[[int, int], bool] = lambda rank, pid: False,
-        graceful_stop: Callable[[int], GracefulStopNotice | None] = lambda pid: None,
+        graceful_stop: Callable[[int], GracefulStopRegistration | None] = lambda pid: None,
         grace_period: float | None = None,
         on_start: Callable[[int, subprocess.Popen[bytes]], None] = lambda rank, process: None,
         first_rank: int = 0,
@@ -146,10 +146,10 @@ class WorkerSupervisor:
         Raises:
             OSError: a program cannot be started.
         """
-        with GuardProcess(self.stop_timeout) as guard, SignalListener() as signals:
+        with GuardProcess(self.stop_timeout) as guard, SignalAndChildExitWaiter() as signals:
             return self.run_with(guard, signals)
 
-    def run_with(self, guard: GuardProcess, signals: SignalListener) -> JobOutcome:
+    def run_with(self, guard: GuardProcess, signals: SignalAndChildExitWaiter) -> JobOutcome:
         """Run all processes under a guard and a listener that the launcher shares between attempts."""
         try:
             self._start(guard)
@@ -296,13 +296,13 @@ class GuardProcess:
         self.process.wait()
 
 
-class SignalListener:
+class SignalAndChildExitWaiter:
     """Signals to this process, and ends of its children, as something to wait for.
 
     Only the main thread may handle signals; in another one this waits in small steps.
     """
 
-    def __enter__(self) -> SignalListener:
+    def __enter__(self) -> SignalAndChildExitWaiter:
         self.before: dict[int, Any] = {}
         self.main = threading.current_thread() is threading.main_thread()
         if self.main:

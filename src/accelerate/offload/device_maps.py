@@ -271,7 +271,7 @@ def clean_device_map(device_map: MutableMapping[str, Device], module_name: str =
         device_map: it is changed, and returned.
         module_name: begin at this module.
     """
-    root = _DeviceMapTree()
+    root = _DeviceMapNameTree()
     for name, device in device_map.items():
         root.add(name, device)
     start, above = root, None
@@ -286,17 +286,17 @@ def clean_device_map(device_map: MutableMapping[str, Device], module_name: str =
     return device_map
 
 
-class _DeviceMapTree:
+class _DeviceMapNameTree:
     """The names of a device map as a tree; ``home`` is the device of the name, or None."""
 
     def __init__(self) -> None:
         self.home: Device | None = None
-        self.children: dict[str, _DeviceMapTree] = {}
+        self.children: dict[str, _DeviceMapNameTree] = {}
 
     def add(self, name: str, device: Device) -> None:
         node = self
         for key in name.split(".") if name else ():
-            node = node.children.setdefault(key, _DeviceMapTree())
+            node = node.children.setdefault(key, _DeviceMapNameTree())
         node.home = device
 
     def merge_names(self, above: Device | None) -> None:

@@ -24,7 +24,7 @@ from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
 from accelerate.offload.module_tensors import as_device, table_of
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.offload.pager import Pager
-from accelerate.offload.tensor_mover import TensorMover
+from accelerate.offload.tensor_mover import ModuleInputOutputMover
 from accelerate.offload.tensor_source import OffloadError
 from accelerate.offload.weight_block import WeightBlock, move_tensor
 from accelerate.offload.weight_store import with_values
@@ -52,7 +52,7 @@ class DispatchHook(AlignDevicesHook):
         offload: bool = False,
         offload_buffers: bool = False,
         skip_keys: Keys = None,
-        mover: TensorMover | None = None,
+        mover: ModuleInputOutputMover | None = None,
         root: bool = False,
         pager: Pager | None = None,
     ) -> None:
@@ -287,7 +287,7 @@ def hook_of(module: nn.Module) -> DispatchHook | None:
 
 def _dispatched_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a dispatched module; ``torch.compile`` does not trace into it."""
-    if not _CompilerRules.is_told and "torch._dynamo" in sys.modules:
+    if not _DynamoSkipRegistration.is_told and "torch._dynamo" in sys.modules:
         _skip_in_compiler()
     hook = hook_of(module)
     if hook is None:
@@ -298,7 +298,7 @@ def _dispatched_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 _dispatched_forward._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class _CompilerRules:
+class _DynamoSkipRegistration:
     """True in ``is_told`` after the compiler was given the modules to skip."""
 
     is_told = False
@@ -309,6 +309,6 @@ def _skip_in_compiler() -> None:
     """Exclude the modules that move weights from compilation; the forwards that they call are compiled."""
     import torch._dynamo.trace_rules as rules
 
-    _CompilerRules.is_told = True
+    _DynamoSkipRegistration.is_told = True
     for room in ("accelerate.offload", "accelerate.device", "accelerate.core"):
         rules.add(room)

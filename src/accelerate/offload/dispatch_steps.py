@@ -24,8 +24,8 @@ from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hoo
 from accelerate.offload.offload_folder import PrefixedDataset
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
 from accelerate.offload.pager import Pager
-from accelerate.offload.pages import HostMemory, WeightPage
-from accelerate.offload.tensor_mover import TensorMover
+from accelerate.offload.pages import HostPageAllocator, WeightPage
+from accelerate.offload.tensor_mover import ModuleInputOutputMover
 from accelerate.offload.tensor_source import HostSource, TensorSource
 from accelerate.offload.weight_block import WeightBlock, is_callable, move_tensor
 from accelerate.offload.weight_store import WeightStore, with_values
@@ -36,7 +36,7 @@ Home = torch.device | Literal["cpu", "disk"]
 
 
 @dataclass(eq=False)
-class DeviceMappedTensor:
+class DeviceMapTensorSlot:
     """The slot of one tensor in one module.
 
     Attributes:
@@ -87,9 +87,9 @@ class DispatchOptions:
 
 def list_tensor_slots(
     model: nn.Module, home: Callable[[str], Home | None], main: torch.device
-) -> list[DeviceMappedTensor]:
+) -> list[DeviceMapTensorSlot]:
     """Return the slot of every parameter and buffer of a model, with its home."""
-    slots: list[DeviceMappedTensor] = []
+    slots: list[DeviceMapTensorSlot] = []
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for table in (module._parameters, module._buffers):
@@ -97,14 +97,14 @@ def list_tensor_slots(
                 if tensor is not None:
                     home_device = home(prefix + key)
                     device = home_device if isinstance(home_device, torch.device) else main
-                    slots.append(DeviceMappedTensor(prefix + key, module, table, key, home_device, device))
+                    slots.append(DeviceMapTensorSlot(prefix + key, module, table, key, home_device, device))
     return slots
 
 
 # ------------------------------------------------------------------------------------------------ on the CPU
 
 
-def place_on_cpu(slots: Sequence[DeviceMappedTensor], values: WeightStore, options: DispatchOptions) -> None:
+def place_on_cpu(slots: Sequence[DeviceMapTensorSlot], values: WeightStore, options: DispatchOptions) -> None:
     """Put the values of tensors that compute on the CPU into memory, or map them from files.
 
     Buffers that are in memory stay there, like those that would stay on an accelerator.
@@ -149,7 +149,7 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def place_resident_tensors(
-    slots: Sequence[DeviceMappedTensor], values: WeightStore, options: DispatchOptions
+    slots: Sequence[DeviceMapTensorSlot], values: WeightStore, options: DispatchOptions
 ) -> None:
     """Move resident tensors to their devices: those of the map, and buffers of offloaded modules."""
     stays = _resident_keys(slots, options)
@@ -169,7 +169,9 @@ def place_resident_tensors(
         slot.table[slot.name_in_table] = placed[key]
 
 
-def _on_device(slot: DeviceMappedTensor, old: torch.Tensor, values: WeightStore, first: bool) -> torch.Tensor:
+def _on_device(
+    slot: DeviceMapTensorSlot, old: torch.Tensor, values: WeightStore, first: bool
+) -> torch.Tensor:
     if _is_on(old, slot.device):
         return old
     if old.is_meta or isinstance(old, OffloadedTensor):
@@ -178,7 +180,7 @@ def _on_device(slot: DeviceMappedTensor, old: torch.Tensor, values: WeightStore,
 
 
 def _resident_keys(
-    slots: Sequence[DeviceMappedTensor], options: DispatchOptions
+    slots: Sequence[DeviceMapTensorSlot], options: DispatchOptions
 ) -> set[tuple[int, torch.device]]:
     """Return (id, device) of the tensors that stay on the device all the time.
 
@@ -197,15 +199,15 @@ def _resident_keys(
     return resident
 
 
-def _is_kept_buffer(slot: DeviceMappedTensor, options: DispatchOptions) -> bool:
+def _is_kept_buffer(slot: DeviceMapTensorSlot, options: DispatchOptions) -> bool:
     """Return True for a buffer that is not offloaded with the weights of its module."""
     lasting = slot.name_in_table not in slot.module._non_persistent_buffers_set
     return slot.is_buffer and not (options.offload_buffers and lasting)
 
 
 def replace_with_stand_ins(
-    slots: Sequence[DeviceMappedTensor], values: WeightStore
-) -> list[DeviceMappedTensor]:
+    slots: Sequence[DeviceMapTensorSlot], values: WeightStore
+) -> list[DeviceMapTensorSlot]:
     """Offload the other tensors: replace them with stand-ins.
 
     Returns:
@@ -229,7 +231,7 @@ def replace_with_stand_ins(
 
 
 def make_blocks(
-    model: nn.Module, pager: Pager, paged: Sequence[DeviceMappedTensor], options: DispatchOptions
+    model: nn.Module, pager: Pager, paged: Sequence[DeviceMapTensorSlot], options: DispatchOptions
 ) -> dict[str, WeightBlock]:
     """Divide a model into blocks: the largest callable modules that are not too large.
 
@@ -249,7 +251,7 @@ def make_blocks(
         shared.update(
             {id(s): WeightPage([s], shared=True) for s in each if counts[id(s)] > 1 and id(s) not in shared}
         )
-    pager.memory = HostMemory(pager.driver, sum(t.source.nbytes for t in sizes.tensors.values()))
+    pager.memory = HostPageAllocator(pager.driver, sum(t.source.nbytes for t in sizes.tensors.values()))
     for name, block in blocks.items():
         block.make_pages(block_stand_ins[name], shared)
     pager.blocks = list(blocks.values())
@@ -270,7 +272,7 @@ def _block_limit(pager: Pager) -> int:
 class _OffloadedSizes:
     """The offloaded bytes of the modules of a model."""
 
-    def __init__(self, model: nn.Module, paged: Sequence[DeviceMappedTensor]) -> None:
+    def __init__(self, model: nn.Module, paged: Sequence[DeviceMapTensorSlot]) -> None:
         self.model = model
         self.tensors: dict[int, OffloadedTensor] = {
             id(p.tensor): p.tensor for p in paged if isinstance(p.tensor, OffloadedTensor)
@@ -340,7 +342,7 @@ class _OffloadedSizes:
 
 def attach_hooks(
     model: nn.Module,
-    slots: Sequence[DeviceMappedTensor],
+    slots: Sequence[DeviceMapTensorSlot],
     blocks: dict[str, WeightBlock],
     pager: Pager | None,
     values: WeightStore,
@@ -348,7 +350,7 @@ def attach_hooks(
 ) -> None:
     """Attach hooks to the model, where execution changes device, around blocks, and to offloaded modules."""
     devices = {p.device for p in slots if p.home is not None} or {options.main_device}
-    mover = TensorMover({d for d in devices if d.type != "cpu"} | {options.main_device})
+    mover = ModuleInputOutputMover({d for d in devices if d.type != "cpu"} | {options.main_device})
     entries = dict(_device_changes(model, slots, options)) if len(devices) > 1 else {}
     modules = dict(model.named_modules())
     around_blocks = _modules_around_blocks(modules, blocks)
@@ -411,7 +413,7 @@ def _make_hook(
 
 
 def _device_changes(
-    model: nn.Module, slots: Sequence[DeviceMappedTensor], options: DispatchOptions
+    model: nn.Module, slots: Sequence[DeviceMapTensorSlot], options: DispatchOptions
 ) -> Iterator[tuple[str, torch.device]]:
     """Return (name, device) of the modules at which execution changes device.
 

@@ -54,17 +54,17 @@ _SIMPLE_ARGUMENTS = frozenset({"size", "fill_value", "dtype", "device"})
 _NUMBERS = frozenset({int, float, bool, str, type(None)})
 
 
-class _ThreadContexts(threading.local):
+class _ThreadEmptyInitContexts(threading.local):
     """The contexts that this thread is in; the innermost one is last and is the active one."""
 
     def __init__(self) -> None:
         self.contexts: list[_InitContext] = []
 
 
-_thread = _ThreadContexts()
+_thread = _ThreadEmptyInitContexts()
 
 
-class _DeferredTensor:
+class _DeferredInitTensor:
     """A tensor that is created later: by a function of its shape and dtype, and then filled.
 
     Attributes:
@@ -101,7 +101,7 @@ class _InitContext(TorchFunctionMode):
     def __init__(self, device: torch.device, buffers: bool) -> None:
         super().__init__()
         self.device, self.buffers = device, buffers
-        self.deferred: dict[int, _DeferredTensor] = {}
+        self.deferred: dict[int, _DeferredInitTensor] = {}
         self.cleanup_threshold = 64
         self.is_paused = False  # a deferred tensor is being materialized
         self.device_copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -137,7 +137,7 @@ class _InitContext(TorchFunctionMode):
         if len(self.deferred) >= self.cleanup_threshold:
             self._drop_dead()
             self.cleanup_threshold = 64 + 2 * len(self.deferred)
-        self.deferred[id(tensor)] = _DeferredTensor(tensor, func, extra_args, device)
+        self.deferred[id(tensor)] = _DeferredInitTensor(tensor, func, extra_args, device)
         return tensor
 
     def _drop_dead(self) -> None:

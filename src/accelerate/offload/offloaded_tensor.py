@@ -21,7 +21,7 @@ from torch._utils import _rebuild_parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accelerate.offload.hooks import _compiler_disable
-from accelerate.offload.tensor_source import TensorSource, ViewSource
+from accelerate.offload.tensor_source import TensorSource, TensorViewSource
 
 _aten: Any = torch.ops.aten
 _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
@@ -139,7 +139,7 @@ def _stand_ins_for_views(whole: OffloadedTensor, views: Any) -> Any:
     """Return stand-ins for views of a weight, so that what is written to them is not lost."""
 
     def stand_in(view: torch.Tensor) -> OffloadedTensor:
-        return OffloadedTensor(ViewSource(whole.source, view), whole.execution_device, view.stride())
+        return OffloadedTensor(TensorViewSource(whole.source, view), whole.execution_device, view.stride())
 
     return tree_map_only(torch.Tensor, stand_in, views)
 

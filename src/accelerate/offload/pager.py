@@ -25,17 +25,17 @@ import torch
 from accelerate import device as devices
 from accelerate.core.units import show_bytes, show_seconds
 from accelerate.device.base import Device
-from accelerate.offload.pages import HostMemory, StagingBuffers, WeightPage, read_page
+from accelerate.offload.pages import HostPageAllocator, StagingBuffers, WeightPage, read_page
 
 
-class PagedBlock(Protocol):
+class PagerBlockProtocol(Protocol):
     """The interface of a block that a pager needs; see ``weight_block.py``."""
 
     pages: list[WeightPage]
     users: int
 
     @property
-    def next_block(self) -> PagedBlock | None:
+    def next_block(self) -> PagerBlockProtocol | None:
         """The next block in the order of definition."""
         ...
 
@@ -119,11 +119,11 @@ class ResidentPage:
     is_ready: bool = False
 
 
-class _ThreadState(threading.local):
+class _PagerThreadState(threading.local):
     """The state of a thread: the depth of its forwards, and its last two blocks."""
 
     depth: int = 0
-    recent: tuple[PagedBlock | None, PagedBlock | None] = (None, None)
+    recent: tuple[PagerBlockProtocol | None, PagerBlockProtocol | None] = (None, None)
 
 
 class Pager:
@@ -143,12 +143,14 @@ class Pager:
         self.driver = driver or devices.get(device.type)
         self.blocks: list[Any] = []
         self.stats = PagerStats()
-        self.memory = HostMemory(self.driver, 0)
+        self.memory = HostPageAllocator(self.driver, 0)
         self.lock = threading.RLock()
         self.resident: dict[WeightPage, ResidentPage] = {}
         self.backward_pages: dict[WeightPage, ResidentPage] = {}
-        self._order: dict[tuple[PagedBlock | None, PagedBlock | None], PagedBlock | None] = {}
-        self._thread = _ThreadState()
+        self._order: dict[
+            tuple[PagerBlockProtocol | None, PagerBlockProtocol | None], PagerBlockProtocol | None
+        ] = {}
+        self._thread = _PagerThreadState()
         self._running_forwards = 0
         self._copy_stream: Any = None
         self._staging: StagingBuffers | None = None
@@ -162,7 +164,7 @@ class Pager:
 
     # --- blocks
 
-    def open_block(self, block: PagedBlock) -> None:
+    def open_block(self, block: PagerBlockProtocol) -> None:
         """Put the weights of a block into its modules, and prefetch those of the next block.
 
         Raises:
@@ -190,7 +192,7 @@ class Pager:
             if next_block is not None and self._thread.depth:
                 self._prefetch(next_block)
 
-    def close_block(self, block: PagedBlock) -> None:
+    def close_block(self, block: PagerBlockProtocol) -> None:
         """Put the stand-ins back, and drop the weights.
 
         Raises:
@@ -222,7 +224,7 @@ class Pager:
             if not self._running_forwards:
                 self._drop_unused(keep=set())
 
-    def _predict_next(self, block: PagedBlock) -> PagedBlock | None:
+    def _predict_next(self, block: PagerBlockProtocol) -> PagerBlockProtocol | None:
         """Record that ``block`` runs now, and return the block that is expected next."""
         thread = self._thread
         self._order[thread.recent] = block
@@ -264,7 +266,7 @@ class Pager:
                 del self.resident[page]
                 self._wait_ready(resident_page)  # the copy must not write into memory that others have got
 
-    def _prefetch(self, block: PagedBlock) -> None:
+    def _prefetch(self, block: PagerBlockProtocol) -> None:
         """Begin to copy a block's pages, if there is room for them now."""
         for page in block.pages:
             if page not in self.resident:
@@ -365,14 +367,16 @@ class Pager:
         def pack(tensor: torch.Tensor) -> Any:
             saved = self._pack(tensor)
             return (
-                _HookedSavedTensor(outer_hooks[0](tensor))
-                if outer_hooks and not isinstance(saved, _SavedWeight)
+                _OuterHookSavedTensor(outer_hooks[0](tensor))
+                if outer_hooks and not isinstance(saved, _AutogradWeightReference)
                 else saved
             )
 
         def unpack(saved: Any) -> torch.Tensor:
             return (
-                outer_hooks[1](saved.value) if isinstance(saved, _HookedSavedTensor) else self._unpack(saved)
+                outer_hooks[1](saved.value)
+                if isinstance(saved, _OuterHookSavedTensor)
+                else self._unpack(saved)
             )
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -388,11 +392,11 @@ class Pager:
         for page, resident_page in resident_pages:
             if resident_page.buffer.data_ptr() == address and page.nbytes:
                 where = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-                return _SavedWeight(page, where)
+                return _AutogradWeightReference(page, where)
         return tensor.detach()
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _SavedWeight):
+        if not isinstance(saved, _AutogradWeightReference):
             return saved
         dtype, size, stride, offset = saved.view_args
         with torch.no_grad():
@@ -412,14 +416,14 @@ class Pager:
 
 
 @dataclass(frozen=True)
-class _HookedSavedTensor:
+class _OuterHookSavedTensor:
     """The value that the saved tensor hooks around a block returned for a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class _SavedWeight:
+class _AutogradWeightReference:
     """The reference to a weight that autograd saves instead of the weight."""
 
     page: WeightPage

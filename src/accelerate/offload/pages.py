@@ -20,7 +20,7 @@ ALIGNMENT = 512  # bytes between the starts of two weights; kernels like it, and
 SLAB = 2**29  # bytes of host memory that are asked for at once
 
 
-class PageEntry:
+class PagedWeight:
     """One weight of a page.
 
     Attributes:
@@ -57,10 +57,10 @@ class WeightPage:
     """
 
     def __init__(self, stand_ins: Iterable[OffloadedTensor], shared: bool = False) -> None:
-        self.entries: list[PageEntry] = []
+        self.entries: list[PagedWeight] = []
         self.nbytes = 0
         for stand_in in stand_ins:
-            self.entries.append(PageEntry(stand_in, self.nbytes))
+            self.entries.append(PagedWeight(stand_in, self.nbytes))
             self.nbytes += -(-self.entries[-1].nbytes // ALIGNMENT) * ALIGNMENT
         self.host: torch.Tensor | None = None
         self.shared = shared
@@ -70,7 +70,7 @@ class WeightPage:
         """The identities of its weights."""
         return tuple(id(entry.stand_in) for entry in self.entries)
 
-    def views(self, buffer: torch.Tensor) -> Iterator[tuple[PageEntry, torch.Tensor]]:
+    def views(self, buffer: torch.Tensor) -> Iterator[tuple[PagedWeight, torch.Tensor]]:
         """Return each entry with its weight as a view of ``buffer``, the bytes of the page on some device."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         for entry in self.entries:
@@ -78,7 +78,7 @@ class WeightPage:
                 typed[entry.dtype] = buffer.view(entry.dtype)
             yield entry, entry.view(typed[entry.dtype])
 
-    def move_to_host(self, memory: HostMemory) -> None:
+    def move_to_host(self, memory: HostPageAllocator) -> None:
         """Move the values into host memory of the page's own, and free the tensors that held them."""
         self.host = region = memory.allocate(self.nbytes)
         raw = region.numpy()
@@ -97,7 +97,7 @@ def is_movable(stand_in: OffloadedTensor) -> bool:
     return isinstance(stand_in.source, HostSource)
 
 
-class HostMemory:
+class HostPageAllocator:
     """Host memory for pages, allocated in large slabs where it is pinned.
 
     Torch rounds pinned memory up to powers of two: asking for such sizes wastes none.

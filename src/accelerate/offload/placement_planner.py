@@ -19,7 +19,7 @@ from accelerate.core.errors import SettingError, nearest
 from accelerate.core.units import parse_bytes
 from accelerate.offload.placement import CPU, DISK, Device, Placement, format_size
 from accelerate.offload.placement_search import CandidatePlacement, PlacementRules, PlacementSearch
-from accelerate.offload.size_tree import ModuleNode, UnitGroup, group_tied_units, split_into_units
+from accelerate.offload.size_tree import ModuleNode, TiedUnitGroup, group_tied_units, split_into_units
 
 __all__ = ["PlacementRules", "merge_names", "plan_placement", "read_budgets"]
 
@@ -118,7 +118,7 @@ def merge_names(part: ModuleNode, homes: Mapping[str, Device]) -> list[tuple[str
     return pairs
 
 
-def _unit_sizes(groups: Sequence[UnitGroup], homes: Mapping[str, Device]) -> dict[str, int]:
+def _unit_sizes(groups: Sequence[TiedUnitGroup], homes: Mapping[str, Device]) -> dict[str, int]:
     """Map each unit to its bytes; a tied weight counts at the first of its group."""
     sizes = dict.fromkeys(homes, 0)
     for group in groups:
@@ -130,7 +130,7 @@ def _unit_sizes(groups: Sequence[UnitGroup], homes: Mapping[str, Device]) -> dic
     return sizes
 
 
-def _tied_names(groups: Iterable[UnitGroup]) -> Iterator[tuple[str, ...]]:
+def _tied_names(groups: Iterable[TiedUnitGroup]) -> Iterator[tuple[str, ...]]:
     for group in groups:
         names: dict[object, list[str]] = {}
         for unit in group.units if len(group.units) > 1 else ():

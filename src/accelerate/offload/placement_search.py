@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from accelerate.core.errors import SettingError
 from accelerate.offload.placement import CPU, DISK, Device, DeviceBudget, format_size
-from accelerate.offload.size_tree import UnitGroup
+from accelerate.offload.size_tree import TiedUnitGroup
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class CandidatePlacement:
     computing_devices: Sequence[Device]
     executor: Device | None
     homes: list[Device | None] = field(default_factory=list)
-    offloaded: list[UnitGroup] = field(default_factory=list)
+    offloaded: list[TiedUnitGroup] = field(default_factory=list)
     pinned: int = 0
-    unplaced: UnitGroup | None = None
+    unplaced: TiedUnitGroup | None = None
 
 
 class PlacementSearch:
@@ -63,7 +63,7 @@ class PlacementSearch:
     """
 
     def __init__(
-        self, groups: Sequence[UnitGroup], limits: Mapping[Device, float], rules: PlacementRules
+        self, groups: Sequence[TiedUnitGroup], limits: Mapping[Device, float], rules: PlacementRules
     ) -> None:
         self.groups, self.limits, self.rules = groups, limits, rules
         self.room = {device: limit - rules.reserve.get(device, 0) for device, limit in limits.items()}
@@ -185,7 +185,11 @@ class PlacementSearch:
         return trial
 
     def _offload_group(
-        self, trial: CandidatePlacement, group: UnitGroup, stores: Sequence[Device], left: dict[Device, float]
+        self,
+        trial: CandidatePlacement,
+        group: TiedUnitGroup,
+        stores: Sequence[Device],
+        left: dict[Device, float],
     ) -> Device | None:
         need = group.size - self._resident_buffer_bytes(group, trial.executor)
         trial.offloaded.append(group)
@@ -199,7 +203,7 @@ class PlacementSearch:
         trial.unplaced = trial.unplaced or group
         return None
 
-    def _resident_buffer_bytes(self, group: UnitGroup, executor: Device | None) -> int:
+    def _resident_buffer_bytes(self, group: TiedUnitGroup, executor: Device | None) -> int:
         """Return the bytes of an offloaded group that stay on the executor."""
         return 0 if self.rules.offload_buffers or executor is None else group.buffers
 
@@ -261,7 +265,7 @@ class PlacementSearch:
                 + (f" and the buffers of others (up to {format_size(buffers)})" if buffers else "")
             )
 
-    def _group_name(self, group: UnitGroup) -> str:
+    def _group_name(self, group: TiedUnitGroup) -> str:
         return max(group.units, key=lambda unit: unit.size).name or "the model"
 
     def _describe_budgets(self) -> str:

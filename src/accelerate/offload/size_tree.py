@@ -63,7 +63,7 @@ class PlacementUnit(NamedTuple):
         return _distinct_bytes(self.weights)
 
 
-class UnitGroup(NamedTuple):
+class TiedUnitGroup(NamedTuple):
     """Units that share weights, or one unit alone; all sizes in bytes.
 
     Attributes:
@@ -121,7 +121,7 @@ def _collect_units(part: ModuleNode, closed: frozenset[str], cache: Mapping[str,
     return collected
 
 
-def group_tied_units(units: Sequence[PlacementUnit]) -> list[UnitGroup]:
+def group_tied_units(units: Sequence[PlacementUnit]) -> list[TiedUnitGroup]:
     """Group units that share weights, in the order of the first unit of each group."""
     lead = list(range(len(units)))  # unit -> an earlier unit of its group, or itself
 
@@ -143,11 +143,11 @@ def group_tied_units(units: Sequence[PlacementUnit]) -> list[UnitGroup]:
     return [_make_group(tuple(each)) for each in members.values()]
 
 
-def _make_group(members: tuple[PlacementUnit, ...]) -> UnitGroup:
+def _make_group(members: tuple[PlacementUnit, ...]) -> TiedUnitGroup:
     alone = len(members) == 1
     weights = members[0].weights if alone else [weight for unit in members for weight in unit.weights]
     size = _distinct_bytes(weights)
-    return UnitGroup(
+    return TiedUnitGroup(
         members,
         size,
         sum([weight.size for weight in weights if weight.buffer]),  # buffers are never tied

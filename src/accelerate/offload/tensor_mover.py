@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 @dataclass
-class _DeviceCopy:
+class _VersionedTensorCopy:
     """A tensor and its copy on another device, with the versions that belong together."""
 
     source: torch.Tensor
@@ -44,7 +44,7 @@ class _DeviceCopy:
 
 
 @dataclass
-class _WatchedContainer:
+class _InputContainerCopy:
     """A container among a module's inputs: the caller's, the one passed to the module, and its content."""
 
     original: Any
@@ -54,26 +54,26 @@ class _WatchedContainer:
 
 
 @dataclass
-class _ModuleCall:
+class _ActiveModuleForward:
     """One running call of a module."""
 
     module: nn.Module
     input_device: torch.device | None
-    watched: list[_WatchedContainer] = field(default_factory=list[_WatchedContainer])
-    copies: list[_DeviceCopy] = field(default_factory=list[_DeviceCopy])
+    watched: list[_InputContainerCopy] = field(default_factory=list[_InputContainerCopy])
+    copies: list[_VersionedTensorCopy] = field(default_factory=list[_VersionedTensorCopy])
 
 
-class _ForwardState(threading.local):
+class _ThreadForwardCopies(threading.local):
     """The calls and copies of a thread's running forward of the model."""
 
     def __init__(self) -> None:
-        self.calls: list[_ModuleCall] = []
-        self.copies: dict[tuple[int, torch.device], _DeviceCopy] = {}
+        self.calls: list[_ActiveModuleForward] = []
+        self.copies: dict[tuple[int, torch.device], _VersionedTensorCopy] = {}
         self.objects: dict[tuple[int, torch.device], tuple[Any, Any]] = {}
         self.caches: dict[int, Any] = {}
 
 
-class TensorMover:
+class ModuleInputOutputMover:
     """The moves of inputs and outputs between the devices of one model.
 
     Args:
@@ -88,10 +88,10 @@ class TensorMover:
         self.devices = devices
         self.moves = 0
         self.caches: set[tuple[type, Path]] = set()
-        self._state = _ForwardState()
+        self._state = _ThreadForwardCopies()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorMover:
-        twin = memo[id(self)] = TensorMover(set(self.devices))
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleInputOutputMover:
+        twin = memo[id(self)] = ModuleInputOutputMover(set(self.devices))
         twin.caches = set(self.caches)
         return twin
 
@@ -119,7 +119,7 @@ class TensorMover:
             outermost: it is the model itself. What lies on one of its devices, inside of containers, is left
                 there: the module that needs it will move it.
         """
-        call = _ModuleCall(module, None)
+        call = _ActiveModuleForward(module, None)
         walk = _ArgumentWalk(self, call, device, skip, outermost)
         if outermost:
             call.input_device = walk.first_device((args, kwargs))
@@ -157,7 +157,7 @@ class TensorMover:
             run.objects.clear()
             run.caches.clear()
 
-    def _write_back_changes(self, call: _ModuleCall) -> None:
+    def _write_back_changes(self, call: _ActiveModuleForward) -> None:
         """Apply the module's changes of copies to the caller's tensors and containers."""
         for watched in call.watched:
             if _is_changed(watched):
@@ -172,14 +172,16 @@ class TensorMover:
                     moved.source.copy_(moved.copy)
                 moved.source_version, moved.copy_version = _version(moved.source), version
 
-    def move_tensor(self, tensor: torch.Tensor, device: torch.device, call: _ModuleCall) -> torch.Tensor:
+    def move_tensor(
+        self, tensor: torch.Tensor, device: torch.device, call: _ActiveModuleForward
+    ) -> torch.Tensor:
         """Return the tensor on ``device``: the copy of this forward, or a new one."""
         key = id(tensor), device
         tensor_copy = self._state.copies.get(key)
         if tensor_copy is None or not tensor_copy.is_current():
             copy = _copy(tensor, device)
             self.moves += 1
-            tensor_copy = _DeviceCopy(tensor, _version(tensor), copy, _version(copy))
+            tensor_copy = _VersionedTensorCopy(tensor, _version(tensor), copy, _version(copy))
             self._state.copies[key] = tensor_copy
         call.copies.append(tensor_copy)
         return tensor_copy.copy
@@ -191,7 +193,7 @@ class TensorMover:
             pair = self._state.objects[id(value), device] = value, value.to(device)
         return pair[1]
 
-    def is_cache(self, container: Any, path: Path, call: _ModuleCall) -> bool:
+    def is_cache(self, container: Any, path: Path, call: _ActiveModuleForward) -> bool:
         """Return True when the module writes to the container, or another one has in this forward."""
         return id(container) in self._state.caches or (type(call.module), path) in self.caches
 
@@ -201,8 +203,8 @@ class _ArgumentWalk:
 
     def __init__(
         self,
-        mover: TensorMover,
-        call: _ModuleCall,
+        mover: ModuleInputOutputMover,
+        call: _ActiveModuleForward,
         device: torch.device,
         skip: frozenset[str],
         outermost: bool,
@@ -271,7 +273,7 @@ class _ArgumentWalk:
 
     def _watch_container(self, original: Any, passed: Any, content: Any, path: Path) -> None:
         if not self.is_output:
-            self.call.watched.append(_WatchedContainer(original, passed, content, path))
+            self.call.watched.append(_InputContainerCopy(original, passed, content, path))
 
     def move_object(self, value: Any) -> Any:
         """Return an argument that is moved by its own ``to``."""
@@ -296,7 +298,7 @@ def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
 
 
-def _is_changed(watched: _WatchedContainer) -> bool:
+def _is_changed(watched: _InputContainerCopy) -> bool:
     """Return True when an item of a container was added, removed or replaced."""
     now, before = watched.passed, watched.content
     if len(now) != len(before):
@@ -306,7 +308,7 @@ def _is_changed(watched: _WatchedContainer) -> bool:
     return not all(map(_is, now, before))
 
 
-def _write_back(watched: _WatchedContainer) -> None:
+def _write_back(watched: _InputContainerCopy) -> None:
     """Copy the module's changes to the caller's container; items that were only moved stay as they were."""
     original, now, before = watched.original, watched.passed, watched.content
     if isinstance(before, dict):

@@ -78,7 +78,7 @@ class HostSource(TensorSource):
                 self.tensor.copy_(value)
 
 
-class ViewSource(HostSource):
+class TensorViewSource(HostSource):
     """A view of another source's values: what is written to it is written there.
 
     Args:

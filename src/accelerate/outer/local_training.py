@@ -16,7 +16,7 @@ from accelerate.world import collective
 from accelerate.world import world as worlds
 
 
-class UnsuitedStrategyError(PrepareError, NotImplementedError):
+class LocalTrainingStrategyError(PrepareError, NotImplementedError):
     """Ranks cannot train locally under this strategy."""
 
 
@@ -65,7 +65,7 @@ class LocalTrainingContext(ABC):
         """Return the prepared model, also for the user's own model, whose gradients would be all-reduced."""
         strategy = self.accelerator.strategy
         if strategy.owns_step or not strategy.replicates_model:
-            raise UnsuitedStrategyError(
+            raise LocalTrainingStrategyError(
                 f"{type(self).__name__} does not work with the strategy {strategy.name!r}",
                 why="every process must hold a whole copy of the model and step by itself",
                 fix="use it with plain data parallel training, or pass enabled=False",

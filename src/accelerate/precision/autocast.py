@@ -45,7 +45,7 @@ def autocast(
     return torch.autocast(device.type, dtype=dtype, enabled=options.enabled, cache_enabled=cache)
 
 
-class _AutocastContexts(threading.local):
+class _AutocastContextStack(threading.local):
     """The entered contexts of a thread and unused ones to reuse: making a context is slow."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _AutocastScope:
 
     def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
         self.device, self.dtype, self.options = device, dtype, options
-        self.contexts = _AutocastContexts()
+        self.contexts = _AutocastContextStack()
         # Enter autocast around the compiled call: inside, it would split the graph.
         self.around_compiled_call = False
 
@@ -94,7 +94,7 @@ class _AutocastPreHook:
             self.scope.enter()
 
 
-class _AutocastHook:
+class _AutocastExitHook:
     """The forward hook that exits autocast; ``upcast`` converts half precision outputs to float32."""
 
     def __init__(self, around: _AutocastScope, upcast: bool) -> None:
@@ -127,7 +127,7 @@ def attach_autocast(
     scope = _AutocastScope(device, dtype, options)
     module.register_forward_pre_hook(_AutocastPreHook(scope), prepend=True)
     # always_call: autocast must be exited also when the forward raises.
-    module.register_forward_hook(_AutocastHook(scope, upcast), always_call=True)
+    module.register_forward_hook(_AutocastExitHook(scope, upcast), always_call=True)
 
 
 def attach_around_compiled_call(module: nn.Module) -> None:
@@ -153,7 +153,7 @@ def attach_around_compiled_call(module: nn.Module) -> None:
 def get_attached_autocast(module: nn.Module) -> tuple[torch.dtype, AutocastKwargs | None, bool] | None:
     """Return (dtype, options, upcast) of the attached autocast; None without ``attach_autocast``."""
     for hook in module._forward_hooks.values():
-        if isinstance(hook, _AutocastHook):
+        if isinstance(hook, _AutocastExitHook):
             return hook.scope.dtype, hook.scope.options, hook.upcast
     return None
 
@@ -161,12 +161,14 @@ def get_attached_autocast(module: nn.Module) -> tuple[torch.dtype, AutocastKwarg
 def detach_autocast(module: nn.Module) -> None:
     """Remove the hooks of ``attach_autocast``; do nothing where there are none."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _AutocastPreHook | _AutocastHook)]:
+        for key in [
+            key for key, hook in hooks.items() if isinstance(hook, _AutocastPreHook | _AutocastExitHook)
+        ]:
             del hooks[key]
             module._forward_hooks_always_called.pop(key, None)
 
 
-class HalfPrecision(Precision):
+class HalfPrecisionAutocast(Precision):
     """Autocast to a 16-bit dtype; the weights keep their dtype."""
 
     dtype: ClassVar[torch.dtype]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core.errors import NotBuiltError
+from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
@@ -44,10 +44,12 @@ class Precision(ABC):
 
         Raises:
             DeviceError: the device lacks this format.
-            NotBuiltError: this precision is not built yet.
+            FeatureNotBuiltError: this precision is not built yet.
         """
         if self.planned_feature:
-            raise NotBuiltError(f"mixed_precision={self.name!r} is not built yet", why=self.planned_feature)
+            raise FeatureNotBuiltError(
+                f"mixed_precision={self.name!r} is not built yet", why=self.planned_feature
+            )
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

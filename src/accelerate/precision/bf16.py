@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from accelerate.precision.autocast import HalfPrecision
+from accelerate.precision.autocast import HalfPrecisionAutocast
 
 
-class BFloat16(HalfPrecision):
+class BFloat16(HalfPrecisionAutocast):
     """Autocast to bfloat16; the weights keep their dtype."""
 
     name: ClassVar[str] = "bf16"

@@ -14,7 +14,7 @@ import torch
 from accelerate.core.errors import PrepareError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.device.base import Device
-from accelerate.precision.autocast import AutocastKwargs, HalfPrecision
+from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _SyncedGradScaler(torch.amp.GradScaler):
         return {inv_scale.device: flag}
 
 
-class Float16(HalfPrecision):
+class Float16(HalfPrecisionAutocast):
     """Autocast to float16; the loss is scaled so that small gradients do not underflow."""
 
     name: ClassVar[str] = "fp16"

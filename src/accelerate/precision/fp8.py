@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from accelerate.precision.base import Precision, no_context
 
 
-class Float8(Precision):
+class FP8MixedPrecision(Precision):
     """The precision fp8, which ``check`` refuses."""
 
     name: ClassVar[str] = "fp8"
@@ -21,4 +21,4 @@ class Float8(Precision):
         return no_context()
 
 
-PLUGIN = Float8
+PLUGIN = FP8MixedPrecision

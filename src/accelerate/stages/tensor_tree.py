@@ -1,6 +1,6 @@
 """Trees of tensors, flattened to a list of tensors and a structure that can be sent and compared.
 
-The structure is the tree with a ``TensorIndex`` in the place of each tensor; other leaves are plain values.
+The structure is the tree with a ``TensorLeafIndex`` for each tensor; other leaves are plain values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, enum.Enum)
 _PLAIN += (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
-class TensorIndex(int):
+class TensorLeafIndex(int):
     """The index of a tensor in the list of tensors."""
 
     def __repr__(self) -> str:
@@ -41,7 +41,7 @@ def flatten_tree(value: Any, label: str) -> tuple[Any, list[torch.Tensor]]:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         tensors.append(leaf)
-        return TensorIndex(len(tensors) - 1)
+        return TensorLeafIndex(len(tensors) - 1)
 
     for path, leaf in tree.iterate_leaves(value):
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
@@ -55,4 +55,4 @@ def flatten_tree(value: Any, label: str) -> tuple[Any, list[torch.Tensor]]:
 
 def unflatten_tree(structure: Any, tensors: Sequence[Any]) -> Any:
     """Return the tree of a structure and a list of tensors."""
-    return tree.map_tree(lambda leaf: tensors[leaf] if isinstance(leaf, TensorIndex) else leaf, structure)
+    return tree.map_tree(lambda leaf: tensors[leaf] if isinstance(leaf, TensorLeafIndex) else leaf, structure)

@@ -14,20 +14,20 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accelerate.core.errors import NotBuiltError
+from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
 from accelerate.strategy.protocol.data_sharding import NO_CONTEXT, DataSharding, RankDataShard
-from accelerate.strategy.protocol.request import Bundle, ObjectKind, PrepareStep, StrategyRequest
-from accelerate.strategy.protocol.state_handling import EngineCheckpoint, StateHandling
-from accelerate.strategy.protocol.training_loop import TrainingLoop, graph_leaves
+from accelerate.strategy.protocol.request import ObjectKind, PrepareBundle, PrepareStep, StrategyRequest
+from accelerate.strategy.protocol.state_handling import EngineCheckpoint, StrategyStateMethods
+from accelerate.strategy.protocol.training_loop import StrategyTrainingMethods, graph_leaves
 from accelerate.world.world import World
 
 __all__ = [
     "NO_CONTEXT",
-    "Bundle",
     "EngineCheckpoint",
     "ObjectKind",
+    "PrepareBundle",
     "PrepareStep",
     "RankDataShard",
     "Strategy",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Strategy(DataSharding, TrainingLoop, StateHandling, ABC):
+class Strategy(DataSharding, StrategyTrainingMethods, StrategyStateMethods, ABC):
     """The way in which one training is distributed over processes.
 
     Attributes:
@@ -110,11 +110,11 @@ class Strategy(DataSharding, TrainingLoop, StateHandling, ABC):
         """Refuse, with the reason, what cannot work here.
 
         Raises:
-            SettingError, WorldError, NotBuiltError: by what is wrong.
+            SettingError, WorldError, FeatureNotBuiltError: by what is wrong.
         """
         if self.planned_feature:
             what = f"the strategy {self.name} is not built yet"
-            raise NotBuiltError(what, why=self.planned_feature, fix=self.alternative)
+            raise FeatureNotBuiltError(what, why=self.planned_feature, fix=self.alternative)
 
     def check_compiler(self) -> None:
         """Refuse models that are to be compiled, where they cannot be.
@@ -124,7 +124,7 @@ class Strategy(DataSharding, TrainingLoop, StateHandling, ABC):
         """
 
     @abstractmethod
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return what will be done to ``bundle``, in order; it must not change anything by itself."""
 
     @property

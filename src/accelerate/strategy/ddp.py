@@ -25,7 +25,7 @@ from accelerate.core.enums import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
-from accelerate.strategy.base import NO_CONTEXT, Bundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import NO_CONTEXT, PrepareBundle, PrepareStep, Strategy, StrategyRequest
 
 _PREFIX = "module."
 
@@ -201,7 +201,7 @@ class DDP(Strategy):
                     next(filter(None, (_describe_difference(option, r) for r in replicas)), "")
                 )
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return the step that replicates every model that trains."""
         if bundle.training and any(_has_trained_params(model) for model in bundle.objects_of("model")):
             size = self.world.size
@@ -209,7 +209,7 @@ class DDP(Strategy):
                 "replicate", f"{size} processes average their gradients during backward", self._replicate_all
             )
 
-    def _replicate_all(self, bundle: Bundle) -> None:
+    def _replicate_all(self, bundle: PrepareBundle) -> None:
         bundle.replace("model", self._replicate_model)
 
     def _replicate_model(self, model: nn.Module) -> nn.Module:

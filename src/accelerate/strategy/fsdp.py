@@ -8,17 +8,17 @@ from typing import ClassVar
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import StrategyRequest
-from accelerate.strategy.settings.fsdp import FSDPSwitch
+from accelerate.strategy.settings.fsdp import UseFSDPSetting
 from accelerate.strategy.sharding.base import find_plugin, fsdp_options
-from accelerate.strategy.sharding.fsdp2 import FSDP2Strategy
+from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
 from accelerate.world.world import World
 
 
 def _is_requested(request: StrategyRequest) -> bool:
-    return find_plugin(request) is not None or load_settings(FSDPSwitch).value.use_fsdp
+    return find_plugin(request) is not None or load_settings(UseFSDPSetting).value.use_fsdp
 
 
-class FSDP(FSDP2Strategy):
+class FSDP2Strategy(FSDP2StrategyBase):
     """FSDP2 over all ranks, by torch's ``fully_shard``."""
 
     name: ClassVar[str] = "fsdp"
@@ -47,4 +47,4 @@ class FSDP(FSDP2Strategy):
         return "FSDP"
 
 
-PLUGIN = FSDP
+PLUGIN = FSDP2Strategy

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from accelerate.strategy.base import Bundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy, StrategyRequest
 from accelerate.world.world import World
 
 
-class Single(Strategy):
+class SingleProcessStrategy(Strategy):
     """Training of one process on one device."""
 
     name: ClassVar[str] = "single"
@@ -25,9 +25,9 @@ class Single(Strategy):
         """Return ``"NO"``."""
         return "NO"
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return no steps."""
         return iter(())
 
 
-PLUGIN = Single
+PLUGIN = SingleProcessStrategy

@@ -125,7 +125,7 @@ class _BatchSizeSearch:
         while self.size > 0:
             clear_device_cache(garbage_collection=True)
             undo = _capture_state()
-            with _Attempt() as attempt:
+            with _BatchSizeTrial() as attempt:
                 attempt.result = self.function(self.size, *args, **kwargs)
             last = attempt.error or last
             smaller = self._propose_smaller() if attempt.outcome == "full" else self.size
@@ -169,14 +169,14 @@ def _restore(states: dict[str, Any]) -> None:
     rng.restore(states)
 
 
-class _Attempt:
+class _BatchSizeTrial:
     """One call of the function and its outcome. An error is held until the ranks have agreed."""
 
     outcome: Outcome = "done"
     result: Any = None
     error: Exception | None = None
 
-    def __enter__(self) -> _Attempt:
+    def __enter__(self) -> _BatchSizeTrial:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:

@@ -40,7 +40,7 @@ MOMENTS = 3000
 
 
 @dataclass(frozen=True)
-class Timeline:
+class DeviceMemoryTimeline:
     """The memory of one device.
 
     Attributes:
@@ -59,7 +59,7 @@ class Timeline:
         return np.sum(list(self.bytes.values()), axis=0)
 
 
-def read_timelines(profiler: profile) -> list[Timeline]:
+def read_timelines(profiler: profile) -> list[DeviceMemoryTimeline]:
     """Return one timeline per device with allocations while ``profiler`` recorded.
 
     Where torch knows the category of a tensor (it needs recorded shapes and stacks), memory is split by it,
@@ -83,11 +83,11 @@ def read_timelines(profiler: profile) -> list[Timeline]:
     return _total_timelines(profiler)
 
 
-def _timelines_by_kind(memory: Any) -> list[Timeline]:
+def _timelines_by_kind(memory: Any) -> list[DeviceMemoryTimeline]:
     from torch.profiler._memory_profiler import _CATEGORY_TO_INDEX, MemoryProfileTimeline
 
     devices = sorted({str(key.device) for _, _, (key, _), _ in memory.timeline})
-    timelines: list[Timeline] = []
+    timelines: list[DeviceMemoryTimeline] = []
     for device in devices:
         moments, sizes = MemoryProfileTimeline(memory)._coalesce_timeline(device)  # in microseconds
         table = np.asarray(sizes, dtype=np.int64)
@@ -99,7 +99,7 @@ def _timelines_by_kind(memory: Any) -> list[Timeline]:
     return timelines
 
 
-def _total_timelines(profiler: profile) -> list[Timeline]:
+def _total_timelines(profiler: profile) -> list[DeviceMemoryTimeline]:
     results: Any = profiler.profiler
     rows: dict[str, list[tuple[int, int]]] = {}
     for event in results.kineto_results.events():
@@ -107,7 +107,7 @@ def _total_timelines(profiler: profile) -> list[Timeline]:
             kind = str(event.device_type()).rpartition(".")[2].lower()
             device = kind if event.device_index() < 0 else f"{kind}:{event.device_index()}"
             rows.setdefault(device, []).append((event.start_ns(), event.nbytes()))
-    timelines: list[Timeline] = []
+    timelines: list[DeviceMemoryTimeline] = []
     for device, changes in sorted(rows.items()):
         moments, steps = np.asarray(sorted(changes)).T
         timelines.append(_make_timeline(device, moments / 1e9, {"other": np.cumsum(steps)}))
@@ -116,7 +116,7 @@ def _total_timelines(profiler: profile) -> list[Timeline]:
 
 def _make_timeline(
     device: str, seconds: NDArray[np.float64], sizes: dict[str, NDArray[np.int64]]
-) -> Timeline:
+) -> DeviceMemoryTimeline:
     """Return a timeline of the kinds that occur, in drawing order, thinned to ``MOMENTS``."""
     kinds = {name: sizes[name] for name in KINDS if name in sizes and sizes[name].any()}
     seconds = seconds - seconds.min()
@@ -125,10 +125,10 @@ def _make_timeline(
         groups = np.array_split(np.arange(len(seconds)), MOMENTS)
         shown = np.array([group[np.argmax(total[group])] for group in groups])
         seconds, kinds = seconds[shown], {name: values[shown] for name, values in kinds.items()}
-    return Timeline(device, seconds, kinds)
+    return DeviceMemoryTimeline(device, seconds, kinds)
 
 
-def draw_timelines(timelines: list[Timeline], path: Path) -> None:
+def draw_timelines(timelines: list[DeviceMemoryTimeline], path: Path) -> None:
     """Draw a PNG at ``path``: one panel per device, kinds stacked over time, the peak marked."""
     from matplotlib.figure import Figure  # a figure without a window: needs no display
 
@@ -142,7 +142,7 @@ def draw_timelines(timelines: list[Timeline], path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _draw_panel(axes: Any, line: Timeline) -> None:
+def _draw_panel(axes: Any, line: DeviceMemoryTimeline) -> None:
     unit, scale = _choose_unit(int(line.total.max()))
     below = np.zeros(len(line.seconds))
     milliseconds = line.seconds * 1e3

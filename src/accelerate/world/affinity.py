@@ -16,9 +16,9 @@ from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import WorldError
 from accelerate.core.setting import load_settings
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.world import world as worlds
-from accelerate.world.settings import WorldSettings
+from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
     from accelerate.device.base import Device
@@ -35,7 +35,7 @@ def parse_cpu_list(text: str) -> list[int]:
     return cores
 
 
-def near_cores(device: Device, index: int, local_size: int, machine: Machine) -> list[int]:
+def near_cores(device: Device, index: int, local_size: int, machine: DeviceProbeHost) -> list[int]:
     """Return the cores that process ``index`` of this machine should use; empty when unknown.
 
     A process with a PCI device gets the cores near it. Without one, the processes of the machine are dealt
@@ -83,7 +83,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     world = worlds.current()
     device = world.hardware if world else devices.detect()
     local_size = world.local_size if world else 1
-    near = set(near_cores(device, local_process_index, local_size, Machine()))
+    near = set(near_cores(device, local_process_index, local_size, DeviceProbeHost()))
     # A container or a scheduler may have taken cores away: only what is allowed already can be bound.
     cores = near & os.sched_getaffinity(0)
     if not cores:
@@ -106,5 +106,5 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 def bind_if_enabled(local_rank: int) -> None:
     """Bind this process if ``ACCELERATE_CPU_AFFINITY`` is set; repeated calls do nothing."""
-    if load_settings(WorldSettings).value.enable_cpu_affinity:
+    if load_settings(ProcessDeviceSettings).value.enable_cpu_affinity:
         set_numa_affinity(local_rank)

@@ -23,7 +23,7 @@ from accelerate.world.variables import DEFAULT_PORT, Env, derive_node, is_loopba
 
 
 @frozen_dataclass
-class Cluster:
+class ClusterRankInfo:
     """The rank and machine of one process in a launched group, and the rendezvous address.
 
     Attributes:
@@ -100,7 +100,7 @@ class ClusterEnvironment:
     def port(self) -> int | None:
         return read_number(self.env, "MASTER_PORT")
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ClusterRankInfo:
         """Return the complete and validated values.
 
         Raises:
@@ -118,7 +118,7 @@ class ClusterEnvironment:
         port = self.port()
         port = DEFAULT_PORT if port is None else port
         return _validate(
-            Cluster(
+            ClusterRankInfo(
                 self.name, rank, size, local_rank, local_size, node, nodes, address, port, self.hides_devices
             )
         )
@@ -385,7 +385,7 @@ class KubeflowEnvironment(ClusterEnvironment):
         return self.size()
 
 
-class NodeLevelTorchrunEnvironment(KubeflowEnvironment):
+class TorchrunNodeRankEnvironment(KubeflowEnvironment):
     """A launcher per machine that gets the index of its machine in torchrun's variables, as in pods."""
 
     name = TorchrunEnvironment.name
@@ -408,7 +408,7 @@ SCHEDULERS: tuple[type[ClusterEnvironment], ...] = (
 )
 
 
-def detect(env: Env) -> Cluster | None:
+def detect(env: Env) -> ClusterRankInfo | None:
     """Detect rank and machine of this process; None when it was started alone.
 
     The only task of a scheduler's job counts as started alone; torchrun's protocol with ``WORLD_SIZE=1``
@@ -453,7 +453,7 @@ def detect_outer_scheduler(env: Env) -> ClusterEnvironment | None:
     exported = "TORCHELASTIC_RUN_ID" not in env
     if scheduler is not None and exported and (scheduler.rank(), scheduler.size()) == (rank, size):
         return scheduler
-    return torchrun if env.get("LOCAL_RANK") else NodeLevelTorchrunEnvironment(env)
+    return torchrun if env.get("LOCAL_RANK") else TorchrunNodeRankEnvironment(env)
 
 
 def torchrun_protocol(env: Env) -> ClusterEnvironment:
@@ -471,7 +471,7 @@ def torchrun_protocol(env: Env) -> ClusterEnvironment:
     return torchrun
 
 
-def _torchrun_variables(cluster: Cluster) -> dict[str, str]:
+def _torchrun_variables(cluster: ClusterRankInfo) -> dict[str, str]:
     return {
         "LOCAL_RANK": str(cluster.local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.local_size),
@@ -497,7 +497,7 @@ def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
     )
 
 
-def _validate(cluster: Cluster) -> Cluster:
+def _validate(cluster: ClusterRankInfo) -> ClusterRankInfo:
     values = {item.name: getattr(cluster, item.name) for item in fields(cluster)}
     for part, whole in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):
         if not 0 <= values[part] < values[whole]:

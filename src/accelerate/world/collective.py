@@ -92,7 +92,9 @@ def _concatenate(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
 
 
-def _gather_leaf(packed: PackedTree, messages: control_channel.GatheredMessages, index: int) -> torch.Tensor:
+def _gather_leaf(
+    packed: PackedTree, messages: control_channel.GatheredControlMessages, index: int
+) -> torch.Tensor:
     if messages.inline:
         return _concatenate(packed.all_rank_values(messages, index))
     leaf = _at_least_1d(packed.leaves[index])
@@ -171,7 +173,7 @@ def _send_object(
     *,
     sends: bool = True,
     label: str = "",
-) -> control_channel.GatheredMessages:
+) -> control_channel.GatheredControlMessages:
     """Exchange pickled values; some ranks may send none."""
     problem, data = None, b""
     try:
@@ -293,7 +295,9 @@ def _sum_over_ranks(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.stack(parts).sum(0, dtype=parts[0].dtype)
 
 
-def _reduce_leaf(packed: PackedTree, messages: control_channel.GatheredMessages, index: int) -> torch.Tensor:
+def _reduce_leaf(
+    packed: PackedTree, messages: control_channel.GatheredControlMessages, index: int
+) -> torch.Tensor:
     leaf = packed.leaves[index]
     if messages.inline:
         return _sum_over_ranks(packed.all_rank_values(messages, index))

@@ -66,7 +66,7 @@ USER_OPERATIONS = frozenset(
 NOT_ON_HOST = -1  # size of values that are not in host memory, so cannot be inline
 
 
-class GatheredMessages(NamedTuple):
+class GatheredControlMessages(NamedTuple):
     """The control messages of all ranks, valid until the next exchange.
 
     Attributes:
@@ -120,7 +120,7 @@ def _encode_label(operation: str, site: CallSite) -> bytes:
     return text if len(text) <= _LABEL_SIZE else text[: _LABEL_SIZE - 3] + b"..."
 
 
-class MessageBuffers:
+class ControlMessageBuffers:
     """The send and receive buffers of an exchange.
 
     Attributes:
@@ -156,7 +156,7 @@ class MessageBuffers:
         return group._allgather_base(self.recv_rows, self.send_rows)
 
 
-class CachedMessageLayout:
+class ControlMessageLayout:
     """The reusable layout of a control message for one operation with tensors of known dtypes and shapes.
 
     Attributes:
@@ -215,11 +215,11 @@ class ControlChannel:
         self.watchdog, self.rank, self.size = watch, watch.rank, watch.size
         self.lock = threading.RLock()
         self.message_size = MIN_MESSAGE_SIZE
-        self.layouts: dict[Any, CachedMessageLayout | None] = {}
-        self._last_sent: tuple[CachedMessageLayout, CallSite] | None = None
+        self.layouts: dict[Any, ControlMessageLayout | None] = {}
+        self._last_sent: tuple[ControlMessageLayout, CallSite] | None = None
         self._wasted_bytes, self._too_small = 0, False
         self._group: Any = None
-        self._buffers: dict[int, MessageBuffers] = {}
+        self._buffers: dict[int, ControlMessageBuffers] = {}
         watch.add_shutdown_action(self.close)
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class ControlChannel:
         any_size: bool = False,
         label: str = "",
         already_sent: bool = False,
-    ) -> GatheredMessages:
+    ) -> GatheredControlMessages:
         """All-gather the control messages: send this rank's and return those of all ranks.
 
         Args:
@@ -297,7 +297,7 @@ class ControlChannel:
                 recv_buffer[r * message_size + HEADER_SIZE : r * message_size + HEADER_SIZE + n] == first
                 for r, n in enumerate(description_sizes)
             )
-        return GatheredMessages(
+        return GatheredControlMessages(
             message_size, description_sizes, value_sizes, structures, same, inline, recv_buffer
         )
 
@@ -312,7 +312,7 @@ class ControlChannel:
             self.watchdog.active_call = None
             raise _mismatch_error(texts, f"the ranks called {operation} in different places")
 
-    def exchange_cached(self, layout: CachedMessageLayout, tensors: Sequence[torch.Tensor]) -> bool:
+    def exchange_cached(self, layout: ControlMessageLayout, tensors: Sequence[torch.Tensor]) -> bool:
         """Send a message with a cached layout; return True if all ranks used it, so it holds all values.
 
         Otherwise the messages are received, and ``exchange`` with ``already_sent`` reads them.
@@ -372,17 +372,19 @@ class ControlChannel:
         }
         self.layouts.clear()
 
-    def buffers(self, message_size: int) -> MessageBuffers:
+    def buffers(self, message_size: int) -> ControlMessageBuffers:
         """Return buffers for messages of ``message_size`` bytes."""
         buffers = self._buffers.get(message_size)
         if buffers is None:
             with torch.inference_mode(False):  # it outlives the caller's inference mode
-                buffers = MessageBuffers(message_size, self.size)
+                buffers = ControlMessageBuffers(message_size, self.size)
             if message_size <= 2 * MAX_INLINE_SIZE:
                 self._buffers[message_size] = buffers
         return buffers
 
-    def layout(self, key: Any, make: Callable[[], CachedMessageLayout | None]) -> CachedMessageLayout | None:
+    def layout(
+        self, key: Any, make: Callable[[], ControlMessageLayout | None]
+    ) -> ControlMessageLayout | None:
         """Return the layout cached under ``key``; it is built when the key is used for the second time."""
         layout = self.layouts.get(key, self)
         if layout is self or (

@@ -14,9 +14,9 @@ from accelerate.core.option_report import (
     requested_options,
 )
 from accelerate.core.setting import load_settings
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.world.affinity import near_cores
-from accelerate.world.world import InitProcessGroupKwargs, World, WorldSettings
+from accelerate.world.world import InitProcessGroupKwargs, ProcessDeviceSettings, World
 
 
 def world_option_statuses(
@@ -34,7 +34,7 @@ def world_option_statuses(
         launched: options that only the launcher read, by name.
         cpu: the script's own argument.
     """
-    for option in requested_options(load_settings(WorldSettings, code={"use_cpu": cpu or None})):
+    for option in requested_options(load_settings(ProcessDeviceSettings, code={"use_cpu": cpu or None})):
         if option.name == "enable_cpu_affinity":
             yield _affinity_status(option, world)
         elif option.name == "debug":
@@ -53,7 +53,9 @@ def _affinity_status(option: RequestedOption, world: World) -> OptionStatus:
     if allowed is None:
         return option.report_not_applied("this system cannot bind a process to cores")
     near = set(
-        near_cores(world.hardware, world.device.index or world.local_rank, world.local_size, Machine())
+        near_cores(
+            world.hardware, world.device.index or world.local_rank, world.local_size, DeviceProbeHost()
+        )
     )
     if not near:
         if world.device.type == "cpu":

@@ -77,7 +77,7 @@ class PackedTree:
         problem = _unsupported_leaf_error(operation, others[0]) if others else None
         return cls(control_channel.channel(), operation, data, leaves, structure, problem)
 
-    def exchange_cached(self) -> control_channel.CachedMessageLayout | None:
+    def exchange_cached(self) -> control_channel.ControlMessageLayout | None:
         """Exchange the values with a cached layout; return it if all ranks used it, else None.
 
         After None, ``exchange`` continues.
@@ -95,18 +95,18 @@ class PackedTree:
         self.already_sent = True
         return None
 
-    def _build_layout(self) -> control_channel.CachedMessageLayout | None:
+    def _build_layout(self) -> control_channel.ControlMessageLayout | None:
         description = _encode_descriptions(self.leaves)
         needed = control_channel.body_start(len(description)) + sum(
             control_channel.align(leaf.nbytes) for leaf in self.leaves
         )
         if not self.channel.fits_inline(needed):
             return None
-        return control_channel.CachedMessageLayout(
+        return control_channel.ControlMessageLayout(
             self.channel, self.operation, self.structure, description, self.leaves
         )
 
-    def exchange(self, *, values: bool = True) -> control_channel.GatheredMessages:
+    def exchange(self, *, values: bool = True) -> control_channel.GatheredControlMessages:
         """Exchange the descriptions of all ranks, with the values inline if they fit.
 
         Raises:
@@ -144,21 +144,27 @@ class PackedTree:
 
     # --- received values
 
-    def descriptions(self, messages: control_channel.GatheredMessages, rank: int) -> list[TensorDescription]:
+    def descriptions(
+        self, messages: control_channel.GatheredControlMessages, rank: int
+    ) -> list[TensorDescription]:
         """Return the descriptions of a rank's tensors."""
         return list(_decode_descriptions(messages.description(rank)))
 
-    def shape(self, messages: control_channel.GatheredMessages, rank: int, index: int) -> tuple[int, ...]:
+    def shape(
+        self, messages: control_channel.GatheredControlMessages, rank: int, index: int
+    ) -> tuple[int, ...]:
         """Return the shape of a rank's tensor."""
         return self.descriptions(messages, rank)[index].shape
 
     def all_rank_values(
-        self, messages: control_channel.GatheredMessages, index: int
+        self, messages: control_channel.GatheredControlMessages, index: int
     ) -> tuple[torch.Tensor, ...]:
         """Return the values of a tensor on all ranks, in rank order, as views of the receive buffer."""
         return tuple(self.rank_value(messages, rank, index) for rank in range(self.channel.size))
 
-    def rank_value(self, messages: control_channel.GatheredMessages, rank: int, index: int) -> torch.Tensor:
+    def rank_value(
+        self, messages: control_channel.GatheredControlMessages, rank: int, index: int
+    ) -> torch.Tensor:
         """Return a rank's values of a tensor as a view of the receive buffer."""
         descriptions = self.descriptions(messages, rank)
         description = descriptions[index]
@@ -180,7 +186,9 @@ class PackedTree:
 
     # --- mismatches
 
-    def check_agreement(self, messages: control_channel.GatheredMessages, *, ragged: bool = False) -> None:
+    def check_agreement(
+        self, messages: control_channel.GatheredControlMessages, *, ragged: bool = False
+    ) -> None:
         """Check that the descriptions of all ranks match; with ``ragged``, dimension 0 may differ.
 
         Raises:

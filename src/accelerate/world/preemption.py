@@ -75,7 +75,7 @@ class PreemptionKwargs(KwargsHandler):
         return tuple(signal.Signals[name].value for name in self.signals)
 
 
-class StepCounter:
+class PreemptionStepCounter:
     """Counts the step boundaries that a rank passes, and holds the one where it stops. Thread-safe.
 
     The working thread calls ``arrive``, the monitor thread ``freeze`` and ``decide``.
@@ -135,7 +135,7 @@ class StopConsensus:
 
     def __init__(self, rank: int, size: int, client: StoreClient) -> None:
         self.rank, self.size, self.store = rank, size, client
-        self.step_counter = StepCounter()
+        self.step_counter = PreemptionStepCounter()
         self.request = ""
         self.silent_ranks: Sequence[int] = ()
         self.includes_all_ranks = True

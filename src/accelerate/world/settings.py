@@ -10,7 +10,7 @@ from accelerate.core.setting import setting
 
 
 @frozen_dataclass
-class WorldSettings:
+class ProcessDeviceSettings:
     """Settings of the devices that the processes run on."""
 
     __topic__ = "Hardware"

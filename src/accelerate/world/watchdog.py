@@ -91,8 +91,8 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
         _hooks_installed = True
         os.register_at_fork(after_in_child=_forget_in_child)
         atexit.register(shut_down)
-    if not isinstance(sys.excepthook, _ExceptHook):
-        sys.excepthook = _ExceptHook(sys.excepthook)
+    if not isinstance(sys.excepthook, _WatchdogExceptHook):
+        sys.excepthook = _WatchdogExceptHook(sys.excepthook)
 
 
 def shut_down() -> None:
@@ -101,7 +101,7 @@ def shut_down() -> None:
     watch, _current = _current, None
     if watch is not None:
         watch.shut_down()
-    if isinstance(sys.excepthook, _ExceptHook):
+    if isinstance(sys.excepthook, _WatchdogExceptHook):
         # The previous hook is that of torch's process group, which removes its own with the group.
         sys.excepthook = sys.excepthook.previous
 
@@ -112,7 +112,7 @@ def _forget_in_child() -> None:
     _current = None
 
 
-class _ExceptHook:
+class _WatchdogExceptHook:
     """A ``sys.excepthook`` that announces the error which ends this process to the other ranks."""
 
     def __init__(self, previous: Callable[..., Any]) -> None:

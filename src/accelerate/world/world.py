@@ -20,7 +20,7 @@ from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.world import clusters, watchdog
-from accelerate.world.settings import WorldSettings
+from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,7 @@ def open(
         WorldError: the environment contradicts itself, or asks for more processes than devices.
     """
     global _current
-    settings = load_settings(WorldSettings, code={"use_cpu": cpu or None}).value
+    settings = load_settings(ProcessDeviceSettings, code={"use_cpu": cpu or None}).value
     if _current is not None:
         _current = _reuse(_current, settings, asked_cpu=bool(cpu))
         return _current
@@ -208,7 +208,7 @@ def forget() -> None:
     _current = None
 
 
-def _reuse(world: World, settings: WorldSettings, *, asked_cpu: bool) -> World:
+def _reuse(world: World, settings: ProcessDeviceSettings, *, asked_cpu: bool) -> World:
     """Return the open world, moved to the CPU if a single process asks for that."""
     if not asked_cpu or world.device.type == "cpu":
         return world
@@ -221,7 +221,7 @@ def _reuse(world: World, settings: WorldSettings, *, asked_cpu: bool) -> World:
     return dataclasses.replace(world, device=_bind_device(devices.get("cpu"), 0))
 
 
-def _open_single(settings: WorldSettings) -> World:
+def _open_single(settings: ProcessDeviceSettings) -> World:
     device = _select_device(settings)
     return World(
         rank=0, size=1, local_rank=0, local_size=1, node=0, nodes=1, device=device, debug=settings.debug
@@ -238,8 +238,8 @@ def _adopted_group() -> tuple[int, int] | None:
 
 
 def _open_distributed(
-    cluster: clusters.Cluster | None,
-    settings: WorldSettings,
+    cluster: clusters.ClusterRankInfo | None,
+    settings: ProcessDeviceSettings,
     backend: str | None,
     timeout: timedelta | None,
     group: Mapping[str, Any],
@@ -292,7 +292,7 @@ def _open_distributed(
 
 
 def _open_group(
-    cluster: clusters.Cluster,
+    cluster: clusters.ClusterRankInfo,
     device: torch.device,
     backend: str | None,
     timeout: timedelta | None,
@@ -327,7 +327,7 @@ def _open_group(
         ) from error
 
 
-def _init_process_group(cluster: clusters.Cluster, arguments: dict[str, Any]) -> None:
+def _init_process_group(cluster: clusters.ClusterRankInfo, arguments: dict[str, Any]) -> None:
     global _store, _group_count
     import torch.distributed as dist
 
@@ -343,7 +343,7 @@ def _init_process_group(cluster: clusters.Cluster, arguments: dict[str, Any]) ->
 
 
 def _select_device(
-    settings: WorldSettings, local_rank: int = 0, local_size: int = 1, hides_devices: bool = False
+    settings: ProcessDeviceSettings, local_rank: int = 0, local_size: int = 1, hides_devices: bool = False
 ) -> torch.device:
     """Select the device of this process and make it the current one.
 
@@ -365,7 +365,7 @@ def _select_device(
         return _bind_device(hardware, 0)
     count = hardware.count()
     enough = local_size <= count or (
-        hides_devices and local_size <= hardware.count_physical(devices.Machine())
+        hides_devices and local_size <= hardware.count_physical(devices.DeviceProbeHost())
     )
     if not enough:
         raise WorldError(

@@ -63,7 +63,7 @@ def file_value(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class KeyChange:
+class ConfigValueChange:
     """One key of a file before and after; None for "not there"."""
 
     key: str
@@ -76,7 +76,7 @@ class KeyChange:
         return f"{self.key}: {self.new!r}" + ("" if self.old is None else f" (it was {self.old!r})")
 
 
-def set_keys(path: Path, pairs: Iterable[str]) -> list[KeyChange]:
+def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
     """Changes the keys of a file that ``pairs`` name, and leaves everything else as it stands.
 
     Args:
@@ -96,7 +96,7 @@ def set_keys(path: Path, pairs: Iterable[str]) -> list[KeyChange]:
         raise problem
     save_config(path, old, new)
     return [
-        KeyChange(row.path, _get_nested(old, _key_path(old, row)), value)
+        ConfigValueChange(row.path, _get_nested(old, _key_path(old, row)), value)
         for row, value in asked.values()
         if _get_nested(old, _key_path(old, row)) != value
     ]

@@ -16,7 +16,7 @@ from accelerate.cli.wizard.questions import (
     asked_settings,
     setting_path,
 )
-from accelerate.core.errors import AccelerateError, NotBuiltError, SettingError
+from accelerate.core.errors import AccelerateError, FeatureNotBuiltError, SettingError
 from accelerate.launch import config_writer
 from accelerate.launch.config_writer import KeyPath
 
@@ -126,7 +126,9 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
         return _ask_text(question.text, str(offered), wrong)
     labels = [option.label for option in question.options]
     closed = {
-        number: "not built yet" for number in range(len(labels)) if isinstance(wrong(number), NotBuiltError)
+        number: "not built yet"
+        for number in range(len(labels))
+        if isinstance(wrong(number), FeatureNotBuiltError)
     }
     while True:
         chosen = _select_option(question.text, labels, offered, closed)
@@ -137,7 +139,7 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
 
 
 def _is_about(error: AccelerateError, question: WizardQuestion) -> bool:
-    if isinstance(error, NotBuiltError):
+    if isinstance(error, FeatureNotBuiltError):
         return True
     name = question.setting.name if question.setting else question.name
     return name in error.what

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.cli.options import launch_settings
-from accelerate.cli.wizard.config_keys import KeyChange, file_value, find_refusal
+from accelerate.cli.wizard.config_keys import ConfigValueChange, file_value, find_refusal
 from accelerate.cli.wizard.questions import all_classes
 from accelerate.core.errors import UnknownNameError
 from accelerate.core.setting import Setting, convert_value
@@ -65,7 +65,7 @@ def _typed_value(row: Setting, value: Any, path: Path) -> Any:
     return file_value(convert_value(row, value, f"{path}: {row.path}", text=False))
 
 
-def update_file(path: Path) -> tuple[list[KeyChange], Path | None]:
+def update_file(path: Path) -> tuple[list[ConfigValueChange], Path | None]:
     """Rewrites a file in today's format; a copy of the old one stays beside it if it was changed.
 
     Returns:
@@ -90,9 +90,9 @@ def update_file(path: Path) -> tuple[list[KeyChange], Path | None]:
     return changes, copy
 
 
-def _list_changes(old: Mapping[Any, Any], new: Mapping[str, Any]) -> Iterator[KeyChange]:
+def _list_changes(old: Mapping[Any, Any], new: Mapping[str, Any]) -> Iterator[ConfigValueChange]:
     for keys, value in config_writer.find_changes(old, new).items():
         before: Any = old
         for key in keys:
             before = before.get(key) if isinstance(before, Mapping) else None
-        yield KeyChange(".".join(map(str, keys)), before, value)
+        yield ConfigValueChange(".".join(map(str, keys)), before, value)

@@ -44,7 +44,7 @@ POLL_SECONDS = 0.02  # seconds between looks when this machine has nothing left 
 Message = dict[str, Any]
 
 
-class LauncherPipe:
+class AgentLauncherPipe:
     """The pipes between the agent and its launcher."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class AttemptCoordinator:
 
     def __init__(
         self,
-        launcher: LauncherPipe,
+        launcher: AgentLauncherPipe,
         rendezvous_handler: StaticRendezvous | DynamicRendezvous,
         info: RendezvousInfo,
         world: Message,
@@ -264,7 +264,7 @@ class AttemptCoordinator:
             return
 
 
-def run_job(launcher: LauncherPipe, job: Message) -> None:
+def run_job(launcher: AgentLauncherPipe, job: Message) -> None:
     """Meets, watches, and meets again until the job is over.
 
     Raises:
@@ -348,7 +348,7 @@ def _print_line(line: str) -> None:
 
 def main() -> None:
     """Runs until the job is over. It leaves at once then: threads of a library may hang."""
-    launcher = LauncherPipe()
+    launcher = AgentLauncherPipe()
     (job,) = launcher.read_messages(60.0)
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError

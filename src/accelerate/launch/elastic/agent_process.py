@@ -27,7 +27,7 @@ FAREWELL_SECONDS = (
 Message = dict[str, Any]
 
 
-class AgentProcess:
+class ElasticAgentProcess:
     """The agent process of this launch.
 
     Args:

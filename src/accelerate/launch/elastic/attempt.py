@@ -12,7 +12,7 @@ from accelerate.launch import failure_report
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import Variables
 from accelerate.launch.rank_commands import rank_command
 from accelerate.launch.supervisor import (
@@ -20,7 +20,7 @@ from accelerate.launch.supervisor import (
     JobOutcome,
     ProcessExit,
     ProcessSpec,
-    SignalListener,
+    SignalAndChildExitWaiter,
     WorkerSupervisor,
 )
 
@@ -67,7 +67,7 @@ class LocalAttempt(WorkerSupervisor):
             self.stop_at = time.monotonic()
         super()._apply_deadlines()
 
-    def run_with(self, guard: GuardProcess, signals: SignalListener) -> JobOutcome:
+    def run_with(self, guard: GuardProcess, signals: SignalAndChildExitWaiter) -> JobOutcome:
         """Run the processes, then let the guard forget their ids, which may be reused."""
         outcome = super().run_with(guard, signals)
         self._kill_leftovers()
@@ -76,7 +76,7 @@ class LocalAttempt(WorkerSupervisor):
         return outcome
 
 
-class AttemptRunner:
+class ElasticAttemptRunner:
     """Everything that all attempts of a job on this machine have in common.
 
     Args:
@@ -89,10 +89,10 @@ class AttemptRunner:
     def __init__(
         self,
         request: LaunchRequest,
-        logs: RankLogs,
+        logs: RankLogSettings,
         folder: Path,
         guard: GuardProcess,
-        signals: SignalListener,
+        signals: SignalAndChildExitWaiter,
     ) -> None:
         self.request, self.logs, self.folder = request, logs, folder
         self.guard, self.signals = guard, signals

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.core.errors import LaunchError
-from accelerate.launch.elastic.agent_process import FAREWELL_SECONDS, AgentProcess, Message
-from accelerate.launch.elastic.attempt import AttemptRunner, LocalAttempt
+from accelerate.launch.elastic.agent_process import FAREWELL_SECONDS, ElasticAgentProcess, Message
+from accelerate.launch.elastic.attempt import ElasticAttemptRunner, LocalAttempt
 from accelerate.launch.elastic.restarts import describe_failure
 from accelerate.launch.errors import RankError
 from accelerate.launch.plan import Variables
@@ -24,7 +24,7 @@ RENDEZVOUS_MARGIN = 60.0  # seconds that a rendezvous may take longer than the m
 MAX_TRACEBACK = 16_000  # characters of a traceback that go to the other machines: its last ones
 
 
-class MultiMachineRunner:
+class MultiMachineAttemptRunner:
     """The attempts of a job on several machines.
 
     Args:
@@ -40,8 +40,8 @@ class MultiMachineRunner:
 
     def __init__(
         self,
-        attempts: AttemptRunner,
-        agent: AgentProcess,
+        attempts: ElasticAttemptRunner,
+        agent: ElasticAgentProcess,
         rank_variables: Callable[[Message], Sequence[Variables]],
         *,
         timeout: float,

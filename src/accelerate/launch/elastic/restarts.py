@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from accelerate.launch.elastic.attempt import AttemptRunner
+from accelerate.launch.elastic.attempt import ElasticAttemptRunner
 from accelerate.launch.errors import RankError
 from accelerate.launch.plan import Variables
 
 
 def run_with_restarts(
-    attempts: AttemptRunner,
+    attempts: ElasticAttemptRunner,
     size: int,
     max_restarts: int,
     variables_of_restart: Callable[[int], Sequence[Variables]],

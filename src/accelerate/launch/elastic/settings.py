@@ -16,7 +16,7 @@ DEFAULT_JOIN_TIMEOUT = 600.0  # seconds that machines wait for each other, where
 
 
 @frozen_dataclass
-class RendezvousSettings:
+class ElasticLaunchSettings:
     """How machines find each other, and what happens when a process fails."""
 
     __topic__ = "Several machines, restarts"
@@ -77,14 +77,14 @@ def parse_rdzv_conf(request: LaunchRequest) -> dict[str, str]:
     Raises:
         SettingError: it is not written ``key=value,key=value``, or a number in it is none.
     """
-    text, where = request.values_of(RendezvousSettings).rdzv_conf or "", request.origin("rdzv_conf").where
+    text, where = request.values_of(ElasticLaunchSettings).rdzv_conf or "", request.origin("rdzv_conf").where
     conf: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
             raise SettingError(f"{where} has the part {part!r}", fix="write key=value,key=value")
         conf[key.strip()] = value.strip()
-    if request.values_of(RendezvousSettings).rdzv_backend == STATIC:
+    if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC:
         for key in conf:
             if key not in ("timeout", "join_timeout", "rank"):
                 raise SettingError(
@@ -114,7 +114,7 @@ def find_endpoint(request: LaunchRequest) -> RendezvousEndpoint:
     Raises:
         SettingError: nobody says where, two settings disagree, or the port is none.
     """
-    asked, job = request.values_of(RendezvousSettings), request.settings
+    asked, job = request.values_of(ElasticLaunchSettings), request.settings
     given, address = request.origin("rdzv_endpoint"), request.origin("main_process_ip")
     if asked.rdzv_endpoint is None and job.main_process_ip is None:
         raise SettingError(
@@ -155,7 +155,7 @@ def refuse_contradictions(request: LaunchRequest) -> None:
     Raises:
         SettingError: two settings do not go together, or a number is out of its range.
     """
-    asked = request.values_of(RendezvousSettings)
+    asked = request.values_of(ElasticLaunchSettings)
     least, most = request.machines
     for name in ("max_restarts", "monitor_interval", "machine_timeout"):
         if request.get(name) < 0:

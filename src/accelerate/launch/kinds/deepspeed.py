@@ -18,7 +18,7 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 PROGRAM = "deepspeed"
@@ -96,7 +96,7 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
         from accelerate.launch.rank_commands import report_folder
         from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
-        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         with report_folder() as folder:
             told = dict(plan.variables)
             if plan.exported_lines:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, print_line
-from accelerate.launch.check import DeviceAllocation, allocate_devices
+from accelerate.launch.check import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.elastic import settings
-from accelerate.launch.elastic.settings import STATIC, RendezvousEndpoint, RendezvousSettings
+from accelerate.launch.elastic.settings import STATIC, ElasticLaunchSettings, RendezvousEndpoint
 from accelerate.launch.kinds.local import (
     ranks_variables,
     script_command,
@@ -21,12 +21,12 @@ from accelerate.launch.kinds.local import (
     single_process_variables,
 )
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 
 
 @frozen_dataclass
-class ElasticPlan(LaunchPlan):
+class ElasticLaunchPlan(LaunchPlan):
     """Processes on this machine, among those of others.
 
     Attributes:
@@ -35,31 +35,31 @@ class ElasticPlan(LaunchPlan):
         conf: more about how they meet.
     """
 
-    allocation: DeviceAllocation
+    allocation: LaunchDeviceSelection
     endpoint: RendezvousEndpoint | None
     conf: dict[str, str]
 
 
-class ElasticLaunch(LaunchKind[ElasticPlan]):
+class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
     """Several machines, or processes that are started again when one fails."""
 
     name: ClassVar[str] = "several machines, restarts"
     priority: ClassVar[int] = 10
-    settings: ClassVar[tuple[type[Any], ...]] = (RendezvousSettings,)
+    settings: ClassVar[tuple[type[Any], ...]] = (ElasticLaunchSettings,)
 
     def accepts(self, request: LaunchRequest) -> bool:
         """Jobs on several machines, and jobs that may start again."""
-        return request.machines != (1, 1) or request.values_of(RendezvousSettings).max_restarts > 0
+        return request.machines != (1, 1) or request.values_of(ElasticLaunchSettings).max_restarts > 0
 
-    def plan(self, request: LaunchRequest) -> ElasticPlan:
+    def plan(self, request: LaunchRequest) -> ElasticLaunchPlan:
         """Chooses devices, processes and the place to meet; see ``LaunchKind.plan``."""
         settings.refuse_contradictions(request)
-        machine, conf = Machine(), settings.parse_rdzv_conf(request)
+        machine, conf = DeviceProbeHost(), settings.parse_rdzv_conf(request)
         where, several = allocate_devices(request, machine), request.machines[1] > 1
         endpoint = settings.find_endpoint(request) if several else None
         if endpoint is not None:
             _check_machine_rank(request, endpoint)
-        return ElasticPlan(
+        return ElasticLaunchPlan(
             kind=self.name,
             facts=tuple(_facts(request, where, endpoint)),
             variables=shared_variables(request, where, machine),
@@ -71,28 +71,28 @@ class ElasticLaunch(LaunchKind[ElasticPlan]):
             unused_settings=tuple(_unused_settings(request)),
         )
 
-    def run(self, request: LaunchRequest, plan: ElasticPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: ElasticLaunchPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``. This process stays: it watches."""
-        from accelerate.launch.elastic.attempt import AttemptRunner
+        from accelerate.launch.elastic.attempt import ElasticAttemptRunner
         from accelerate.launch.rank_commands import report_folder
-        from accelerate.launch.supervisor import GuardProcess, SignalListener
+        from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
 
-        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         with (
             report_folder() as folder,
             GuardProcess(request.settings.stop_timeout) as guard,
-            SignalListener() as signals,
+            SignalAndChildExitWaiter() as signals,
         ):
-            attempts = AttemptRunner(request, logs, folder, guard, signals)
+            attempts = ElasticAttemptRunner(request, logs, folder, guard, signals)
             run = _run_single_machine if plan.endpoint is None else _run_multi_machine
             run(request, plan, attempts)
 
 
-def _run_single_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any) -> None:
+def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
     from accelerate.launch.elastic import restarts
     from accelerate.launch.rank_commands import reserve_port
 
-    size, most = plan.allocation.processes, request.values_of(RendezvousSettings).max_restarts
+    size, most = plan.allocation.processes, request.values_of(ElasticLaunchSettings).max_restarts
     run_id = os.urandom(4).hex()
 
     def variables_of_restart(restart: int) -> list[Variables]:
@@ -110,13 +110,13 @@ def _run_single_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any
         )
 
 
-def _run_multi_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any) -> None:
+def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
     from accelerate.launch import preflight
-    from accelerate.launch.elastic.agent_process import AgentProcess
-    from accelerate.launch.elastic.multi_machine_runner import MultiMachineRunner
+    from accelerate.launch.elastic.agent_process import ElasticAgentProcess
+    from accelerate.launch.elastic.multi_machine_runner import MultiMachineAttemptRunner
 
     assert plan.endpoint is not None
-    asked, (least, most) = request.values_of(RendezvousSettings), request.machines
+    asked, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
     join, said, where = settings.parse_join_timeout(plan.conf), request.local_processes.value, plan.allocation
     job = {
         "backend": asked.rdzv_backend,
@@ -136,9 +136,9 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticPlan, attempts: Any)
         "monitor_interval": asked.monitor_interval,
         "machine_timeout": asked.machine_timeout,
     }
-    MultiMachineRunner(
+    MultiMachineAttemptRunner(
         attempts,
-        AgentProcess(job, attempts.guard, request.settings.stop_timeout),
+        ElasticAgentProcess(job, attempts.guard, request.settings.stop_timeout),
         lambda world: [
             {**plan.variables, **own}
             for own in _torchrun_variables(request, world, plan.allocation.processes, asked.rdzv_id)
@@ -185,7 +185,7 @@ def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) ->
     """Refuses machine 0 by default where rank 0 is plainly elsewhere: the others would wait for ever."""
     from accelerate.launch.elastic.rendezvous import is_this_machine
 
-    asked, number = request.values_of(RendezvousSettings), request.origin("machine_rank")
+    asked, number = request.values_of(ElasticLaunchSettings), request.origin("machine_rank")
     if asked.rdzv_backend == STATIC and number.source == "default" and not is_this_machine(endpoint.host):
         raise SettingError(
             f"{endpoint.where} is {endpoint.host}, which is not this machine, "
@@ -196,9 +196,9 @@ def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) ->
 
 
 def _facts(
-    request: LaunchRequest, where: DeviceAllocation, endpoint: RendezvousEndpoint | None
+    request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint | None
 ) -> Iterator[tuple[str, str]]:
-    asked, (least, most) = request.values_of(RendezvousSettings), request.machines
+    asked, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
     here, device = where.processes, where.device.type
     yield "machines", str(most) if least == most else f"{least} to {most}"
     if endpoint is not None:
@@ -212,7 +212,7 @@ def _facts(
 
 
 def _planned_commands(
-    request: LaunchRequest, where: DeviceAllocation, endpoint: RendezvousEndpoint | None
+    request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint | None
 ) -> Iterator[PlannedCommand]:
     program, here = script_command(request), where.processes
     if endpoint is None:
@@ -224,7 +224,7 @@ def _planned_commands(
         )
         yield from (PlannedCommand(f"rank {rank}", program, told) for rank, told in enumerate(each))
         return
-    asked, (_, most) = request.values_of(RendezvousSettings), request.machines
+    asked, (_, most) = request.values_of(ElasticLaunchSettings), request.machines
     static = asked.rdzv_backend == STATIC
     number = request.settings.machine_rank
     world = {
@@ -245,7 +245,7 @@ def _planned_commands(
 
 def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
     """Yield the settings without use in this job; see ``LaunchPlan.unused_settings``."""
-    asked = request.values_of(RendezvousSettings)
+    asked = request.values_of(ElasticLaunchSettings)
     yield "same_network", "machines are reached by their addresses, on one network or not"
     if request.machines == (1, 1):
         why = "there is one machine"

@@ -12,28 +12,28 @@ from typing import ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import DeviceAllocation, allocate_devices, count_cores
+from accelerate.launch.check import LaunchDeviceSelection, allocate_devices, count_cores
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 
 LOOPBACK = "127.0.0.1"
 
 
 @frozen_dataclass
-class LocalPlan(LaunchPlan):
+class LocalLaunchPlan(LaunchPlan):
     """Processes on this machine.
 
     Attributes:
         allocation: their devices, and how many they are.
     """
 
-    allocation: DeviceAllocation
+    allocation: LaunchDeviceSelection
 
 
-class LocalLaunch(LaunchKind[LocalPlan]):
+class LocalLaunch(LaunchKind[LocalLaunchPlan]):
     """Processes on this machine, on any device, the CPU included."""
 
     name: ClassVar[str] = "this machine"
@@ -42,9 +42,9 @@ class LocalLaunch(LaunchKind[LocalPlan]):
         """Every job on one machine."""
         return request.machines == (1, 1)
 
-    def plan(self, request: LaunchRequest) -> LocalPlan:
+    def plan(self, request: LaunchRequest) -> LocalLaunchPlan:
         """Chooses devices and processes; see ``LaunchKind.plan``."""
-        machine = Machine()
+        machine = DeviceProbeHost()
         where = allocate_devices(request, machine)
         device, count = where.device.type, where.processes
         guessed = count > 1 and request.local_processes.value is None
@@ -56,7 +56,7 @@ class LocalLaunch(LaunchKind[LocalPlan]):
             if count == 1
             else ranks_variables(request, count, port, "a new name")
         )
-        return LocalPlan(
+        return LocalLaunchPlan(
             kind=self.name,
             facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
             variables=shared_variables(request, where, machine),
@@ -67,9 +67,9 @@ class LocalLaunch(LaunchKind[LocalPlan]):
             setting_effects=tuple(_setting_effects(request, where)),
         )
 
-    def run(self, request: LaunchRequest, plan: LocalPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: LocalLaunchPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``."""
-        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         if plan.allocation.processes == 1 and replace and not logs.is_active:
             # The folder of a launcher around this one is not for this process.
             own: Variables = {**single_process_variables(request), "ACCELERATE_STOP_FOLDER": None}
@@ -78,7 +78,7 @@ class LocalLaunch(LaunchKind[LocalPlan]):
             _run_supervised(request, plan.allocation.processes, plan.variables, logs)
 
 
-def _unused_settings(request: LaunchRequest, where: DeviceAllocation) -> Iterator[tuple[str, str]]:
+def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
     """Yield the settings without use on one machine; see ``LaunchPlan.unused_settings``."""
     yield "machine_rank", "there is one machine"
     if not where.count:
@@ -91,7 +91,7 @@ def _unused_settings(request: LaunchRequest, where: DeviceAllocation) -> Iterato
         yield "log_dir", f"{request.origin('tee').where} is 0: nothing is logged"
 
 
-def _setting_effects(request: LaunchRequest, where: DeviceAllocation) -> Iterator[tuple[str, str]]:
+def _setting_effects(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
     """Yield what some settings do here; see ``LaunchPlan.setting_effects``."""
     alone = where.processes == 1
     yield "num_processes", "one process" if alone else f"{where.processes} processes"
@@ -104,7 +104,7 @@ def _setting_effects(request: LaunchRequest, where: DeviceAllocation) -> Iterato
 
 
 def shared_variables(
-    request: LaunchRequest, where: DeviceAllocation, machine: Machine
+    request: LaunchRequest, where: LaunchDeviceSelection, machine: DeviceProbeHost
 ) -> dict[str, object | None]:
     """Return the variables of every process; None removes a variable that it must not inherit."""
     told: dict[str, object | None] = {
@@ -170,7 +170,7 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
         os.execvpe(program[0], program, env)
 
 
-def _run_supervised(request: LaunchRequest, size: int, variables: Variables, logs: RankLogs) -> None:
+def _run_supervised(request: LaunchRequest, size: int, variables: Variables, logs: RankLogSettings) -> None:
     # A launcher that becomes its script watches nobody, and need not load what that takes.
     from accelerate.launch import failure_report
     from accelerate.launch.rank_commands import (

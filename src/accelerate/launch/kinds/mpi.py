@@ -17,9 +17,9 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import DeviceAllocation, count_cores, select_devices
+from accelerate.launch.check import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import explain_start_error, script_command, shared_variables
 from accelerate.launch.launch_request import LaunchRequest
@@ -113,7 +113,7 @@ FAMILIES = (
 
 
 @frozen_dataclass
-class MpiPlan(LaunchPlan):
+class MPILaunchPlan(LaunchPlan):
     """A launch by mpirun.
 
     Attributes:
@@ -129,7 +129,7 @@ class MpiPlan(LaunchPlan):
     size: int
 
 
-class MpiLaunch(LaunchKind[MpiPlan]):
+class MpiLaunch(LaunchKind[MPILaunchPlan]):
     """Processes that mpirun starts."""
 
     name: ClassVar[str] = "mpirun"
@@ -140,7 +140,7 @@ class MpiLaunch(LaunchKind[MpiPlan]):
         """Every job with a file of machines."""
         return request.values_of(MpirunSettings).mpirun_hostfile is not None
 
-    def plan(self, request: LaunchRequest) -> MpiPlan:
+    def plan(self, request: LaunchRequest) -> MPILaunchPlan:
         """Reads the file of machines and writes the command; see ``LaunchKind.plan``."""
         for name in ("tee", "log_dir"):
             if request.get(name) is not None:
@@ -151,14 +151,14 @@ class MpiLaunch(LaunchKind[MpiPlan]):
         hosts = read_hosts(request)
         size = _count_processes(request, hosts)
         path, family = find_mpirun()
-        machine = Machine()
+        machine = DeviceProbeHost()
         each = -(-size // len(hosts))
-        where = DeviceAllocation(select_devices(request, machine)[0], 0, None, each)
+        where = LaunchDeviceSelection(select_devices(request, machine)[0], 0, None, each)
         told = {**shared_variables(request, where, machine), **_rendezvous_variables(request, hosts)}
         if "OMP_NUM_THREADS" not in told and environ.get("OMP_NUM_THREADS") is None:
             told["OMP_NUM_THREADS"] = max(1, count_cores(machine) // each)
         command = mpirun_command(request, path, family, hosts, size, told)
-        return MpiPlan(
+        return MPILaunchPlan(
             kind=self.name,
             facts=(
                 ("processes", str(size)),
@@ -180,7 +180,7 @@ class MpiLaunch(LaunchKind[MpiPlan]):
             size=size,
         )
 
-    def run(self, request: LaunchRequest, plan: MpiPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: MPILaunchPlan, *, replace: bool) -> None:
         """Runs mpirun; see ``LaunchKind.run``."""
         import subprocess
 

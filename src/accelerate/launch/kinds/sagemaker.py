@@ -118,7 +118,7 @@ class SageMakerSettings:
 
 
 @frozen_dataclass
-class SageMakerPlan(LaunchPlan):
+class SageMakerLaunchPlan(LaunchPlan):
     """A training job.
 
     Attributes:
@@ -130,7 +130,7 @@ class SageMakerPlan(LaunchPlan):
     inputs: Mapping[str, str] | None = None
 
 
-class SageMakerLaunch(LaunchKind[SageMakerPlan]):
+class SageMakerLaunch(LaunchKind[SageMakerLaunchPlan]):
     """A training job on machines of Amazon."""
 
     name: ClassVar[str] = "Amazon SageMaker"
@@ -141,14 +141,14 @@ class SageMakerLaunch(LaunchKind[SageMakerPlan]):
         """Accept jobs whose configuration file is for SageMaker."""
         return request.settings.compute_environment == "AMAZON_SAGEMAKER"
 
-    def plan(self, request: LaunchRequest) -> SageMakerPlan:
+    def plan(self, request: LaunchRequest) -> SageMakerLaunchPlan:
         """Makes the arguments of the job; see ``LaunchKind.plan``."""
         _check_request(request)
         own, group = request.values_of(SageMakerSettings), _distribution(request)
         told = {"ACCELERATE_MIXED_PRECISION": "no", **request.script_variables()}
         arguments = estimator_arguments(own, request.program, group, told, int(request.settings.num_machines))
         facts = {name: value for name, value in arguments.items() if name != "environment"}
-        return SageMakerPlan(
+        return SageMakerLaunchPlan(
             kind=self.name,
             facts=tuple((name, str(value)) for name, value in facts.items()),
             variables=arguments["environment"],
@@ -159,7 +159,7 @@ class SageMakerLaunch(LaunchKind[SageMakerPlan]):
             inputs=read_inputs(own),
         )
 
-    def run(self, request: LaunchRequest, plan: SageMakerPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: SageMakerLaunchPlan, *, replace: bool) -> None:
         """Starts the job and waits for its end; see ``LaunchKind.run``."""
         own = request.values_of(SageMakerSettings)
         with environ.patch_environment(_credentials(own)):

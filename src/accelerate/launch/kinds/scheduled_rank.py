@@ -17,9 +17,9 @@ from typing import ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import DeviceAllocation, count_cores, select_devices
+from accelerate.launch.check import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.kinds.local import (
     explain_start_error,
     replace_process,
@@ -27,14 +27,14 @@ from accelerate.launch.kinds.local import (
     shared_variables,
 )
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
-from accelerate.launch.scheduler import SchedulerContext
+from accelerate.launch.scheduler import JobSchedulerContext
 from accelerate.world.variables import DEFAULT_PORT
 
 
 @frozen_dataclass
-class ScheduledRankPlan(LaunchPlan):
+class SchedulerRankLaunchPlan(LaunchPlan):
     """One process, which this one becomes.
 
     Attributes:
@@ -44,7 +44,7 @@ class ScheduledRankPlan(LaunchPlan):
     rank: int
 
 
-class ScheduledRankLaunch(LaunchKind[ScheduledRankPlan]):
+class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
     """A rank that a scheduler, mpirun or torchrun has started."""
 
     name: ClassVar[str] = "one rank of a job that is started already"
@@ -55,20 +55,20 @@ class ScheduledRankLaunch(LaunchKind[ScheduledRankPlan]):
         scheduler = request.scheduler
         return scheduler is not None and (scheduler.is_rank or _is_only_process(request, scheduler))
 
-    def plan(self, request: LaunchRequest) -> ScheduledRankPlan:
+    def plan(self, request: LaunchRequest) -> SchedulerRankLaunchPlan:
         """Finds the place of the rank; see ``LaunchKind.plan``."""
-        scheduler, machine = request.scheduler, Machine()
+        scheduler, machine = request.scheduler, DeviceProbeHost()
         assert scheduler is not None
         _refuse_other_numbers(request, scheduler)
         device, count, ids = select_devices(request, machine)
         visible = ",".join(map(str, ids)) if ids is not None else None
-        where = DeviceAllocation(device, count, visible, scheduler.local_size)
+        where = LaunchDeviceSelection(device, count, visible, scheduler.local_size)
         own = rank_variables(request, scheduler)
         note = (
             f"the ranks of this job are the {scheduler.size} processes that {scheduler.name} has started; "
             "nothing more is started here"
         )
-        return ScheduledRankPlan(
+        return SchedulerRankLaunchPlan(
             kind=self.name,
             facts=(
                 ("rank", f"{scheduler.rank} of {scheduler.size}, started by {scheduler.name}"),
@@ -85,9 +85,9 @@ class ScheduledRankLaunch(LaunchKind[ScheduledRankPlan]):
             setting_effects=tuple(_setting_effects(request, scheduler)),
         )
 
-    def run(self, request: LaunchRequest, plan: ScheduledRankPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: SchedulerRankLaunchPlan, *, replace: bool) -> None:
         """Becomes the rank; see ``LaunchKind.run``."""
-        logs = RankLogs(request.settings.tee, request.settings.log_dir)
+        logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         own: Variables = {**plan.variables, **plan.commands[0].variables, "ACCELERATE_STOP_FOLDER": None}
         if replace and not logs.is_active:
             replace_process(request, environ.make_child_environment(own))
@@ -95,7 +95,7 @@ class ScheduledRankLaunch(LaunchKind[ScheduledRankPlan]):
             _run_supervised(request, plan.rank, own, logs)
 
 
-def _is_only_process(request: LaunchRequest, scheduler: SchedulerContext) -> bool:
+def _is_only_process(request: LaunchRequest, scheduler: JobSchedulerContext) -> bool:
     """Return whether this machine has no more than one process to start."""
     if request.machines != (scheduler.nodes, scheduler.nodes):
         return False
@@ -104,10 +104,10 @@ def _is_only_process(request: LaunchRequest, scheduler: SchedulerContext) -> boo
     wanted = request.local_processes.value
     if isinstance(wanted, int):
         return wanted == 1
-    return wanted != "cpu" and select_devices(request, Machine())[1] <= 1
+    return wanted != "cpu" and select_devices(request, DeviceProbeHost())[1] <= 1
 
 
-def rank_variables(request: LaunchRequest, scheduler: SchedulerContext) -> dict[str, object | None]:
+def rank_variables(request: LaunchRequest, scheduler: JobSchedulerContext) -> dict[str, object | None]:
     """torchrun's protocol for one rank.
 
     Raises:
@@ -133,7 +133,7 @@ def rank_variables(request: LaunchRequest, scheduler: SchedulerContext) -> dict[
     }
 
 
-def _refuse_other_numbers(request: LaunchRequest, scheduler: SchedulerContext) -> None:
+def _refuse_other_numbers(request: LaunchRequest, scheduler: JobSchedulerContext) -> None:
     """Refuses numbers that are not those of the job around.
 
     Raises:
@@ -161,7 +161,7 @@ def _refuse_other_numbers(request: LaunchRequest, scheduler: SchedulerContext) -
     _refuse_other_store(request, scheduler)
 
 
-def _refuse_other_store(request: LaunchRequest, scheduler: SchedulerContext) -> None:
+def _refuse_other_store(request: LaunchRequest, scheduler: JobSchedulerContext) -> None:
     """The ranks of torchrun meet at a store that it has opened already.
 
     Raises:
@@ -179,7 +179,9 @@ def _refuse_other_store(request: LaunchRequest, scheduler: SchedulerContext) -> 
             )
 
 
-def _thread_variables(request: LaunchRequest, scheduler: SchedulerContext, machine: Machine) -> Variables:
+def _thread_variables(
+    request: LaunchRequest, scheduler: JobSchedulerContext, machine: DeviceProbeHost
+) -> Variables:
     """A process that is bound to some of the cores has its share already."""
     if request.settings.num_cpu_threads_per_process is not None or environ.get("OMP_NUM_THREADS"):
         return {}
@@ -189,13 +191,13 @@ def _thread_variables(request: LaunchRequest, scheduler: SchedulerContext, machi
     return {}
 
 
-def _setting_effects(request: LaunchRequest, scheduler: SchedulerContext) -> Iterator[tuple[str, str]]:
+def _setting_effects(request: LaunchRequest, scheduler: JobSchedulerContext) -> Iterator[tuple[str, str]]:
     yield "num_processes", f"the {scheduler.size} processes that {scheduler.name} has started"
     yield "main_process_ip", f"MASTER_ADDR={request.settings.main_process_ip}"
     yield "main_process_port", f"MASTER_PORT={request.settings.main_process_port or DEFAULT_PORT}"
 
 
-def _run_supervised(request: LaunchRequest, rank: int, variables: Variables, logs: RankLogs) -> None:
+def _run_supervised(request: LaunchRequest, rank: int, variables: Variables, logs: RankLogSettings) -> None:
     """Runs the rank below this process, which reads its output or outlives it."""
     from accelerate.launch import failure_report
     from accelerate.launch.rank_commands import rank_command, report_folder

@@ -15,10 +15,10 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import setting
 from accelerate.device import Device
-from accelerate.device.machine import Machine
+from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import DeviceAllocation
-from accelerate.launch.kinds.local import LocalLaunch, LocalPlan, script_command
+from accelerate.launch.check import LaunchDeviceSelection
+from accelerate.launch.kinds.local import LocalLaunch, LocalLaunchPlan, script_command
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.plan import PlannedCommand
 
@@ -104,7 +104,7 @@ class TpuSettings:
 
 
 @frozen_dataclass
-class TpuPlan(LocalPlan):
+class TPULaunchPlan(LocalLaunchPlan):
     """A command on this machine that starts the processes, here or on the machines of a pod.
 
     Attributes:
@@ -116,7 +116,7 @@ class TpuPlan(LocalPlan):
     pod: bool
 
 
-class TpuLaunch(LaunchKind[TpuPlan]):
+class TpuLaunch(LaunchKind[TPULaunchPlan]):
     """Processes on a TPU, by torch_xla."""
 
     name: ClassVar[str] = "TPU"
@@ -133,15 +133,15 @@ class TpuLaunch(LaunchKind[TpuPlan]):
             return True
         # torch_xla starts its processes itself; other launchers would give each of them all devices.
         quiet = not kind and not request.strategy_switches and request.settings.num_processes != 1
-        return quiet and devices.probe_devices(Machine())[0] is device
+        return quiet and devices.probe_devices(DeviceProbeHost())[0] is device
 
-    def plan(self, request: LaunchRequest) -> TpuPlan:
+    def plan(self, request: LaunchRequest) -> TPULaunchPlan:
         """Makes the command; see ``LaunchKind.plan``."""
         _check_request(request)
         pod = _uses_pod(request)
         job = _pod_request(request) if pod else _local_request(request)
         count = request.settings.num_processes
-        return TpuPlan(
+        return TPULaunchPlan(
             kind=self.name,
             facts=(
                 ("processes", str(count) if isinstance(count, int) else "one for each device of the TPU"),
@@ -150,12 +150,12 @@ class TpuLaunch(LaunchKind[TpuPlan]):
             commands=(PlannedCommand("gcloud" if pod else "torch_xla", script_command(job)),),
             notes=(),
             unused_settings=tuple(_unused_settings(request, pod=pod)),
-            allocation=DeviceAllocation(_tpu_device(), 0, None, 1),
+            allocation=LaunchDeviceSelection(_tpu_device(), 0, None, 1),
             job=job,
             pod=pod,
         )
 
-    def run(self, request: LaunchRequest, plan: TpuPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: TPULaunchPlan, *, replace: bool) -> None:
         """Starts the command; see ``LaunchKind.run``."""
         if plan.pod:
             from accelerate.launch import gcloud

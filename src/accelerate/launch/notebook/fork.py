@@ -21,7 +21,7 @@ from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
 
 @dataclass
-class ForkSpec(ProcessSpec):
+class ForkedRankSpec(ProcessSpec):
     """One rank to start as a copy of this process.
 
     Attributes:
@@ -44,7 +44,7 @@ class ForkedProcess:
         guard: what ends it when this process dies; it listens to a pipe that the copy must not hold open.
     """
 
-    def __init__(self, rank: int, copy: ForkSpec, guard: Any) -> None:
+    def __init__(self, rank: int, copy: ForkedRankSpec, guard: Any) -> None:
         self.returncode: int | None = None
         pipes = {number: os.pipe() for number in (1, 2)}
         sys.stdout.flush()
@@ -81,13 +81,13 @@ class ForkSupervisor(WorkerSupervisor):
 
     def _start(self, guard: Any) -> None:
         for rank, command in enumerate(self.commands):
-            process = cast(Any, ForkedProcess(rank, cast(ForkSpec, command), guard))
+            process = cast(Any, ForkedProcess(rank, cast(ForkedRankSpec, command), guard))
             self.processes[rank] = self.alive[rank] = process
             guard.write_line(f"+{process.pid}")
             self.on_start(rank, process)
 
 
-def _run_as_rank(rank: int, copy: ForkSpec, outputs: dict[int, int]) -> None:
+def _run_as_rank(rank: int, copy: ForkedRankSpec, outputs: dict[int, int]) -> None:
     """Turns this copy into a rank; it never returns into the program that was copied."""
     code = 1
     try:
@@ -116,7 +116,7 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _call_function(rank: int, copy: ForkSpec) -> int:
+def _call_function(rank: int, copy: ForkedRankSpec) -> int:
     from accelerate.world import world
 
     sys.excepthook = ExceptionHook(copy.folder, rank)

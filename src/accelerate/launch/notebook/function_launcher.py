@@ -21,9 +21,9 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.launch import failure_report
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import LOOPBACK, rank_variables
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import device_use, payload
-from accelerate.launch.notebook.fork import ForkSpec, ForkSupervisor
+from accelerate.launch.notebook.fork import ForkedRankSpec, ForkSupervisor
 from accelerate.launch.notebook.rank import exception_file, result_file
 from accelerate.launch.plan import Variables
 from accelerate.launch.port import PortInUseError, ReservedPort
@@ -97,7 +97,7 @@ class FunctionLauncher:
         """How the ranks get the function: they read it, or are copies of this process."""
         try:
             payload.write_payload(folder / "parcel", function, args)
-        except payload.UnsendableError as error:
+        except payload.UnpicklableFunctionError as error:
             if self.why_no_fork:
                 error.why += (
                     f"\n       so the ranks would have to be copies of this process, {self.why_no_fork}"
@@ -113,7 +113,7 @@ class FunctionLauncher:
         self, start: FunctionTransport, folder: Path, port: int, attempt: int
     ) -> BaseException | None:
         template = Template(self.prefix)
-        logs = RankLogs(
+        logs = RankLogSettings(
             "3",
             None,
             prefix=lambda rank: template.safe_substitute(rank=rank, local_rank=rank, role_name="default"),
@@ -162,10 +162,12 @@ class FunctionTransport:
         """The supervisor class that starts and watches the ranks."""
         return WorkerSupervisor if self.function is None else ForkSupervisor
 
-    def process_spec(self, rank: int, folder: Path, env: dict[str, str], logs: RankLogs) -> ProcessSpec:
+    def process_spec(
+        self, rank: int, folder: Path, env: dict[str, str], logs: RankLogSettings
+    ) -> ProcessSpec:
         """One rank to start."""
         if self.function is not None:
-            return ForkSpec((), env, function=self.function, args=self.args, folder=folder)
+            return ForkedRankSpec((), env, function=self.function, args=self.args, folder=folder)
         program = (sys.executable, STARTER, self.payload_file, str(folder), str(rank))
         return ProcessSpec(program, env, *logs.pipes(rank))
 

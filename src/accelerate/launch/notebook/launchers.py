@@ -10,11 +10,11 @@ from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.core.setting import load_settings
-from accelerate.device import Device, Machine
+from accelerate.device import Device, DeviceProbeHost
 from accelerate.launch.check import count_cores
 from accelerate.launch.notebook import device_use
 from accelerate.launch.notebook.function_launcher import FunctionError, FunctionLauncher
-from accelerate.launch.notebook.multi_machine_call import MultiMachineCall
+from accelerate.launch.notebook.multi_machine_call import NotebookRendezvousConfig
 from accelerate.launch.notebook.prepare import PrepareForLaunch
 from accelerate.precision import PRECISIONS
 
@@ -87,7 +87,7 @@ def notebook_launcher(
             device.start_ranks(PrepareForLaunch(function, device.distributed_type), call)
         return [None] * processes
     if num_nodes > 1 or rdzv_backend != "static":
-        meeting = MultiMachineCall(
+        meeting = NotebookRendezvousConfig(
             machines=num_nodes,
             machine_rank=node_rank,
             main_address=master_addr,
@@ -224,11 +224,11 @@ def _refuse_nested(name: str) -> None:
 
 def _detect_devices() -> tuple[Device, int]:
     """The device of the ranks, and how many there are; (CPU, 0) without."""
-    from accelerate.world.settings import WorldSettings
+    from accelerate.world.settings import ProcessDeviceSettings
 
     cpu = devices.get("cpu")
     fixed = (environ.get("ACCELERATE_TORCH_DEVICE") or "").partition(":")[0]
-    if load_settings(WorldSettings).value.use_cpu or fixed == "cpu":
+    if load_settings(ProcessDeviceSettings).value.use_cpu or fixed == "cpu":
         return cpu, 0
     device, count = devices.probe_devices()
     if not count:  # what no file of ours knows, torch may
@@ -259,7 +259,7 @@ def _thread_variables(processes: int) -> dict[str, object | None]:
     """The cores are shared out, unless somebody said otherwise."""
     if processes == 1 or environ.get("OMP_NUM_THREADS") is not None:
         return {}
-    return {"OMP_NUM_THREADS": max(1, count_cores(Machine()) // processes)}
+    return {"OMP_NUM_THREADS": max(1, count_cores(DeviceProbeHost()) // processes)}
 
 
 def _why_no_fork(device: Device) -> str:

@@ -13,14 +13,14 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device import Device
 from accelerate.launch import failure_report
 from accelerate.launch.errors import RankError
-from accelerate.launch.logs import RankLogs
+from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import function_launcher, payload
 from accelerate.launch.plan import Variables
 from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
 
 @frozen_dataclass
-class MultiMachineCall:
+class NotebookRendezvousConfig:
     """How the machines of a job find each other.
 
     Attributes:
@@ -78,7 +78,7 @@ class MultiMachineCall:
             script = (function_launcher.STARTER, str(folder / "parcel"), name)
             program = (sys.executable, "-m", "accelerate", "launch")
             flags = tuple(self._flags(folder / "settings.yaml", processes, device))
-            logs = RankLogs("3", None, prefix=lambda rank: "")
+            logs = RankLogSettings("3", None, prefix=lambda rank: "")
             launcher = ProcessSpec(
                 (*program, *flags, *script), environ.make_child_environment(variables), *logs.pipes(0)
             )

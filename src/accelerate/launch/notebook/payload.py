@@ -28,11 +28,11 @@ UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, Runt
 PROCESS_BOUND = ("Accelerator", "AcceleratorState", "GradientState", "PartialState")
 
 
-class UnsendableError(LaunchError):
+class UnpicklableFunctionError(LaunchError):
     """A function cannot be sent to other processes; it names what stands in the way."""
 
 
-class OwnedError(LaunchError):
+class ProcessLocalObjectError(LaunchError):
     """A function uses an object that means something in its own process only."""
 
 
@@ -40,16 +40,17 @@ def write_payload(path: Path, function: Callable[..., Any], args: tuple[Any, ...
     """Writes what a rank needs to call ``function(*args)``.
 
     Raises:
-        OwnedError: it uses an Accelerator of this process, or a tensor that is part of a graph here.
-        UnsendableError: an object that it uses cannot be pickled.
+        ProcessLocalObjectError: it uses an Accelerator of this process, or a tensor of its
+            autograd graph.
+        UnpicklableFunctionError: an object that it uses cannot be pickled.
     """
     header = {"path": list(sys.path), "argv": list(sys.argv), "lines": cell_sources()}
     try:
         call = dump_by_value((function, args), where="what is sent to the ranks")
     except UNPICKLABLE as error:
-        if isinstance(error, OwnedError):
+        if isinstance(error, ProcessLocalObjectError):
             raise
-        raise UnsendableError(
+        raise UnpicklableFunctionError(
             f"{_function_name(function)} cannot be sent to other processes",
             why=_find_culprit(function, args) or f"{type(error).__name__}: {error}",
             fix="make that object inside the function",
@@ -110,7 +111,7 @@ def _pickle(buffer: io.BytesIO, value: Any, bare: bool) -> dict[str, int]:
 def _refuse_owned(obj: Any) -> None:
     for kind in type(obj).__mro__:
         if kind.__name__ in PROCESS_BOUND and kind.__module__.startswith("accelerate.facade."):
-            raise OwnedError(
+            raise ProcessLocalObjectError(
                 f"the function uses {_article(kind.__name__)} {kind.__name__} that was made outside of it",
                 why="it belongs to this process; each rank needs its own",
                 fix=f"create it inside the function: def train(): ... = {kind.__name__}()",
@@ -123,7 +124,7 @@ def _article(word: str) -> str:
 
 def _refuse_graph(tensor: Any) -> None:
     if tensor.grad_fn is not None:
-        raise OwnedError(
+        raise ProcessLocalObjectError(
             f"the function uses a tensor of shape {tuple(tensor.shape)} that is the result of "
             f"{type(tensor.grad_fn).__name__.removesuffix('0').removesuffix('Backward')}, with its graph",
             why="the graph of its gradients cannot leave this process",

@@ -2,7 +2,7 @@
 
 torch's FakeTensorMode runs a model without computing anything and without memory. What autograd saves is
 counted, every storage once. The tensors report that they are on the CPU; where an accelerator saves
-something else, that is counted: see ``_AsOnAccelerators``.
+something else, that is counted: see ``_AcceleratorEmulationMode``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _IN_FLOAT32: set[Callable[..., Any]] = {
 }
 
 
-class _AsOnAccelerators(TorchFunctionMode):
+class _AcceleratorEmulationMode(TorchFunctionMode):
     """Run functions as accelerators do: dropout saves a mask of one byte, autocast widens some inputs."""
 
     def __init__(self, narrow: torch.dtype | None) -> None:
@@ -83,7 +83,7 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 @dataclass(frozen=True)
-class SavedActivations:
+class SavedActivationBytes:
     """The bytes that are saved from a forward to its backward.
 
     Attributes:
@@ -102,7 +102,7 @@ def trace_saved(
     dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
     attention: str = "fused",
-) -> SavedActivations | str:
+) -> SavedActivationBytes | str:
     """Trace the forward of a transformers language model on ``batch`` x ``length`` tokens.
 
     Args:
@@ -157,7 +157,7 @@ def _fake_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
-def _count_saved(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None) -> SavedActivations:
+def _count_saved(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None) -> SavedActivationBytes:
     """Count what one forward saves. Storages are held until the end, so that no address is used twice."""
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
@@ -170,12 +170,12 @@ def _count_saved(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | 
 
     labels = {"labels": words} if any(part in type(model).__name__ for part in _PREDICT_TOKENS) else {}
     context = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
-    mode = _AsOnAccelerators(autocast)
+    mode = _AcceleratorEmulationMode(autocast)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context, mode:
         result: Any = model(input_ids=words, **labels)
     sizes = [(storage.nbytes(), cast) for storage, cast in storages.values()]
     del result
-    return SavedActivations(
+    return SavedActivationBytes(
         sum(size for size, cast in sizes if not cast), sum(size for size, cast in sizes if cast)
     )
 

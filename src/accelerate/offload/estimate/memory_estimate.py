@@ -31,7 +31,7 @@ from accelerate.offload.estimate.activation_formula import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from accelerate.offload.estimate.activation_trace import SavedActivations
+    from accelerate.offload.estimate.activation_trace import SavedActivationBytes
 
 # Bits of one number. The names of the formats that a table may have a row for.
 BITS = {
@@ -222,7 +222,7 @@ OPTIMIZERS: dict[str, Callable[[tuple[int, ...], int], int]] = {
 
 
 @dataclass(frozen=True)
-class TrainingSetup:
+class MemoryEstimateConfig:
     """The set-up of a training: dtype, optimizer, batch, strategy.
 
     Attributes:
@@ -301,13 +301,13 @@ class TrainingSetup:
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
+class RankMemoryEstimate:
     """The bytes of one rank, item by item; see ``estimate_training``. ``host`` is in host memory.
 
     ``unreduced`` is the part of ``gradients`` that waits for the last micro-batch.
     """
 
-    training: TrainingSetup
+    training: MemoryEstimateConfig
     weights: int
     gradients: int
     optimizer: int
@@ -333,8 +333,8 @@ class MemoryEstimate:
 
 
 def estimate_training(
-    facts: ModelFacts, how: TrainingSetup, kept: SavedActivations | str | None = None
-) -> MemoryEstimate:
+    facts: ModelFacts, how: MemoryEstimateConfig, kept: SavedActivationBytes | str | None = None
+) -> RankMemoryEstimate:
     """Estimate the memory of one rank during a training step.
 
     ``weights`` (with buffers), ``gradients`` and ``optimizer`` are exact sums over the parameters. ``copies``
@@ -368,7 +368,7 @@ def estimate_training(
     rests, here = (sum(share), [0, 0, 0]) if how.offload else (0, share)
     # Unreduced gradients are there until the last micro-batch, the sharded ones from then on.
     waits = max(math.ceil(gradients) - here[1], 0) if how.keeps_whole_gradients else 0
-    return MemoryEstimate(
+    return RankMemoryEstimate(
         how, here[0] + facts.buffers, here[1] + waits, here[2], copies, saved, notes, rests, waits
     )
 
@@ -382,7 +382,7 @@ def _tensor_parallel_fraction(facts: ModelFacts, ranks: int) -> float:
 
 
 def _estimate_activations(
-    facts: ModelFacts, how: TrainingSetup, size: int, kept: SavedActivations | str | None
+    facts: ModelFacts, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
 ) -> tuple[int, str]:
     """Return the bytes of activations of one rank, and how they were counted."""
     whole, note = _estimate_whole_activations(facts, how, size, kept)
@@ -393,7 +393,7 @@ def _estimate_activations(
 
 
 def _estimate_whole_activations(
-    facts: ModelFacts, how: TrainingSetup, size: int, kept: SavedActivations | str | None
+    facts: ModelFacts, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
 ) -> tuple[int, str]:
     """Return the same without tensor parallelism."""
     layers = facts.shape
@@ -416,7 +416,7 @@ def _estimate_whole_activations(
     return formula, f"activations by the formula of {PAPER}: {why}"
 
 
-def _estimate_copies(facts: ModelFacts, how: TrainingSetup, gradients: int, casts: int | None) -> int:
+def _estimate_copies(facts: ModelFacts, how: MemoryEstimateConfig, gradients: int, casts: int | None) -> int:
     """Return the bytes of copies during a step.
 
     Args:
@@ -435,7 +435,7 @@ def _estimate_copies(facts: ModelFacts, how: TrainingSetup, gradients: int, cast
     )
 
 
-def _estimate_all_gathered(facts: ModelFacts, how: TrainingSetup) -> int:
+def _estimate_all_gathered(facts: ModelFacts, how: MemoryEstimateConfig) -> int:
     """Return the bytes of unsharded weights, and of their gradients until the reduce-scatter.
 
     Parameters outside of the blocks stay unsharded for the whole step. Of blocks there are two, the one that

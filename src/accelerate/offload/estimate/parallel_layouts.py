@@ -21,9 +21,9 @@ from typing import Any
 from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes, show_bytes
 from accelerate.offload.estimate.memory_estimate import (
-    MemoryEstimate,
+    MemoryEstimateConfig,
     ModelFacts,
-    TrainingSetup,
+    RankMemoryEstimate,
     estimate_training,
 )
 
@@ -37,7 +37,7 @@ _LEAST = 1000
 
 
 @dataclass(frozen=True)
-class ClusterSpec:
+class ClusterDeviceMemory:
     """The devices of a training: machines, devices of each, and their memory.
 
     Attributes:
@@ -65,7 +65,7 @@ class ClusterSpec:
         return f"{where} device{'s' * (self.count > 1)} with {show_bytes(self.memory)}"
 
 
-def parse_cluster(text: str) -> ClusterSpec:
+def parse_cluster(text: str) -> ClusterDeviceMemory:
     """Parse a cluster: ``8x80GB`` is one machine with eight devices, ``4x8x80GB`` four such machines.
 
     Raises:
@@ -77,7 +77,7 @@ def parse_cluster(text: str) -> ClusterSpec:
             f"{text!r} does not say how many devices there are",
             fix="write 8x80GB for a machine with eight devices of 80 GB, or 4x8x80GB for four machines",
         )
-    cluster = ClusterSpec(int(match.group(1) or 1), int(match.group(2)), parse_bytes(match.group(3)))
+    cluster = ClusterDeviceMemory(int(match.group(1) or 1), int(match.group(2)), parse_bytes(match.group(3)))
     if cluster.memory < _LEAST:
         raise SettingError(
             f"{text!r} are devices of {cluster.memory} bytes",
@@ -88,7 +88,7 @@ def parse_cluster(text: str) -> ClusterSpec:
 
 
 @dataclass(frozen=True)
-class ParallelLayout:
+class ParallelLayoutEstimate:
     """One parallel layout of a training.
 
     Attributes:
@@ -100,25 +100,25 @@ class ParallelLayout:
     """
 
     name: str
-    estimate: MemoryEstimate
+    estimate: RankMemoryEstimate
     why: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     needs_library: bool = False
 
-    def fits(self, on: ClusterSpec) -> bool:
+    def fits(self, on: ClusterDeviceMemory) -> bool:
         """Return True when a rank's memory fits a device."""
         return self.estimate.total <= on.usable
 
 
-Estimator = Callable[..., MemoryEstimate]
+Estimator = Callable[..., RankMemoryEstimate]
 
 
 def list_layouts(
     facts: ModelFacts,
-    how: TrainingSetup,
-    on: ClusterSpec,
-    kept: Callable[[TrainingSetup], Any] = lambda how: None,
-) -> list[ParallelLayout]:
+    how: MemoryEstimateConfig,
+    on: ClusterDeviceMemory,
+    kept: Callable[[MemoryEstimateConfig], Any] = lambda how: None,
+) -> list[ParallelLayoutEstimate]:
     """List the layouts that make sense on these devices, the one that communicates least first.
 
     Args:
@@ -130,10 +130,12 @@ def list_layouts(
     if on.count == 1:
         how = replace(how, strategy="single", num_processes=1)
         return [
-            ParallelLayout("one device", estimate_training(facts, how, kept(how)), "nothing is exchanged")
+            ParallelLayoutEstimate(
+                "one device", estimate_training(facts, how, kept(how)), "nothing is exchanged"
+            )
         ]
 
-    def estimate(**changes: Any) -> MemoryEstimate:
+    def estimate(**changes: Any) -> RankMemoryEstimate:
         setup = replace(how, num_processes=on.count, **changes)
         return estimate_training(facts, setup, kept(setup))
 
@@ -145,9 +147,9 @@ def list_layouts(
     ]
 
 
-def _data_parallel_layouts(estimate: Estimator) -> Iterator[ParallelLayout]:
+def _data_parallel_layouts(estimate: Estimator) -> Iterator[ParallelLayoutEstimate]:
     """List DDP and ZeRO 1 and 2, where every rank has all weights."""
-    yield ParallelLayout(
+    yield ParallelLayoutEstimate(
         "DDP",
         estimate(strategy="ddp"),
         "only gradients are all-reduced",
@@ -155,16 +157,16 @@ def _data_parallel_layouts(estimate: Estimator) -> Iterator[ParallelLayout]:
     )
     for stage, what in ((1, "optimizer state is sharded"), (2, "optimizer state and gradients are sharded")):
         job = {"distributed_type": "DEEPSPEED", "zero_stage": stage}
-        yield ParallelLayout(
+        yield ParallelLayoutEstimate(
             f"ZeRO {stage}", estimate(strategy=f"zero{stage}"), what, job, needs_library=True
         )
 
 
-def _sharded_layouts(estimate: Estimator, on: ClusterSpec) -> Iterator[ParallelLayout]:
+def _sharded_layouts(estimate: Estimator, on: ClusterDeviceMemory) -> Iterator[ParallelLayoutEstimate]:
     """List FSDP, HSDP and ZeRO 3, which shard weights too."""
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     keeps = {**job, "fsdp_reshard_after_forward": False}
-    yield ParallelLayout(
+    yield ParallelLayoutEstimate(
         "FSDP SHARD_GRAD_OP",
         estimate(strategy="fsdp", keeps=True),
         "weights are all-gathered once per step",
@@ -172,15 +174,15 @@ def _sharded_layouts(estimate: Estimator, on: ClusterSpec) -> Iterator[ParallelL
     )
     if on.nodes > 1:
         copies = {**job, **_mesh_settings(dp_replicate=on.nodes, dp_shard=on.each)}
-        yield ParallelLayout(
+        yield ParallelLayoutEstimate(
             "HSDP",
             estimate(strategy="fsdp", shard=on.each),
             "only gradients are all-reduced between machines",
             copies,
         )
     again = "weights are all-gathered twice per step"
-    yield ParallelLayout("FSDP", estimate(strategy="fsdp"), again, job)
-    yield ParallelLayout(
+    yield ParallelLayoutEstimate("FSDP", estimate(strategy="fsdp"), again, job)
+    yield ParallelLayoutEstimate(
         "ZeRO 3",
         estimate(strategy="zero3"),
         again,
@@ -188,7 +190,7 @@ def _sharded_layouts(estimate: Estimator, on: ClusterSpec) -> Iterator[ParallelL
         needs_library=True,
     )
     full = {**job, "fsdp_activation_checkpointing": True}
-    yield ParallelLayout(
+    yield ParallelLayoutEstimate(
         "FSDP, activation checkpointing",
         estimate(strategy="fsdp", recompute="full"),
         "activations are recomputed: a third more to compute",
@@ -197,8 +199,8 @@ def _sharded_layouts(estimate: Estimator, on: ClusterSpec) -> Iterator[ParallelL
 
 
 def _tensor_parallel_layouts(
-    facts: ModelFacts, estimate: Estimator, on: ClusterSpec
-) -> Iterator[ParallelLayout]:
+    facts: ModelFacts, estimate: Estimator, on: ClusterDeviceMemory
+) -> Iterator[ParallelLayoutEstimate]:
     """List FSDP with tensor parallelism within a machine."""
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     heads = facts.shape.kv_heads if facts.shape is not None else 0
@@ -206,7 +208,7 @@ def _tensor_parallel_layouts(
         if not facts.tensor_parallel_numbers or on.each % tensor or heads % tensor or on.count == tensor:
             continue
         grid = _mesh_settings(dp_shard=on.count // tensor, tp=tensor)
-        yield ParallelLayout(
+        yield ParallelLayoutEstimate(
             f"FSDP x TP={tensor}, activation checkpointing",
             estimate(strategy="fsdp", tensor=tensor, recompute="full"),
             f"tensor parallel over {tensor} devices: activations are all-reduced in every block",
@@ -214,11 +216,11 @@ def _tensor_parallel_layouts(
         )
 
 
-def _host_offload_layouts(estimate: Estimator) -> Iterator[ParallelLayout]:
+def _host_offload_layouts(estimate: Estimator) -> Iterator[ParallelLayoutEstimate]:
     """List FSDP with CPU offload of weights, gradients and optimizer state."""
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     job |= {"fsdp_offload_params": True, "fsdp_activation_checkpointing": True}
-    yield ParallelLayout(
+    yield ParallelLayoutEstimate(
         "FSDP, activation checkpointing, CPU offload",
         estimate(strategy="fsdp", recompute="full", offload=True),
         "everything crosses the bus in every step, and the host runs the optimizer",
@@ -231,12 +233,16 @@ def _mesh_settings(**sizes: int) -> dict[str, Any]:
     return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
 
 
-def recommend_layout(layouts: list[ParallelLayout], on: ClusterSpec) -> ParallelLayout | None:
+def recommend_layout(
+    layouts: list[ParallelLayoutEstimate], on: ClusterDeviceMemory
+) -> ParallelLayoutEstimate | None:
     """Return the first layout that fits and needs no other library; None if none does."""
     return next((layout for layout in layouts if layout.fits(on) and not layout.needs_library), None)
 
 
-def explain_choice(chosen: ParallelLayout | None, layouts: list[ParallelLayout], on: ClusterSpec) -> str:
+def explain_choice(
+    chosen: ParallelLayoutEstimate | None, layouts: list[ParallelLayoutEstimate], on: ClusterDeviceMemory
+) -> str:
     """Explain the choice in a sentence."""
     if chosen is None:
         least = min(layouts, key=lambda each: each.estimate.total)

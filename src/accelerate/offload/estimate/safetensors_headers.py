@@ -27,7 +27,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-class SafetensorsHeader(NamedTuple):
+class SafetensorsTensorHeader(NamedTuple):
     """The header of one tensor in a file.
 
     Attributes:
@@ -51,7 +51,7 @@ def find_safetensors(path: Path) -> list[Path]:
     return indices[:1] or sorted(path.glob("*.safetensors"))
 
 
-def read_headers(path: str | os.PathLike[str]) -> dict[str, SafetensorsHeader]:
+def read_headers(path: str | os.PathLike[str]) -> dict[str, SafetensorsTensorHeader]:
     """Read the header of every tensor in safetensors files.
 
     Args:
@@ -64,13 +64,13 @@ def read_headers(path: str | os.PathLike[str]) -> dict[str, SafetensorsHeader]:
     files = find_safetensors(where)
     if not files:
         raise CheckpointError(f"there is no safetensors file in {where}")
-    tensors: dict[str, SafetensorsHeader] = {}
+    tensors: dict[str, SafetensorsTensorHeader] = {}
     for file in files:
         tensors.update(_read_index(file) if file.name.endswith(_INDEX) else _read_file(file))
     return tensors
 
 
-def _read_index(index: Path) -> dict[str, SafetensorsHeader]:
+def _read_index(index: Path) -> dict[str, SafetensorsTensorHeader]:
     """Return the tensors of an index, in its order."""
     try:
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -90,7 +90,7 @@ def _read_index(index: Path) -> dict[str, SafetensorsHeader]:
     return {weight: held[name][weight] for weight, name in names.items()}
 
 
-def _read_file(file: Path) -> dict[str, SafetensorsHeader]:
+def _read_file(file: Path) -> dict[str, SafetensorsTensorHeader]:
     """Return the tensors of one file, in the order of their offsets."""
     size = file.stat().st_size if file.is_file() else 0
     if size < 8:
@@ -115,10 +115,10 @@ def _read_file(file: Path) -> dict[str, SafetensorsHeader]:
     return dict(sorted(tensors.items(), key=lambda row: rows[row[0]]["data_offsets"]))
 
 
-def _parse_header(row: dict[str, Any], file: Path) -> SafetensorsHeader:
+def _parse_header(row: dict[str, Any], file: Path) -> SafetensorsTensorHeader:
     name = str(_NAMES.get(row["dtype"], row["dtype"].lower()))
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{file} holds numbers of the kind {row['dtype']}, which torch does not have")
     begin, end = row["data_offsets"]
-    return SafetensorsHeader(dtype, tuple(row["shape"]), end - begin, file)
+    return SafetensorsTensorHeader(dtype, tuple(row["shape"]), end - begin, file)

@@ -25,7 +25,11 @@ from torch import nn
 
 from accelerate.core import packages
 from accelerate.core.errors import AccelerateError, MissingExtraError, UnknownNameError
-from accelerate.offload.estimate.safetensors_headers import SafetensorsHeader, find_safetensors, read_headers
+from accelerate.offload.estimate.safetensors_headers import (
+    SafetensorsTensorHeader,
+    find_safetensors,
+    read_headers,
+)
 
 LIBRARIES = ("transformers", "diffusers", "timm")
 CONFIG, PIPELINE = "config.json", "model_index.json"
@@ -414,7 +418,7 @@ def _build_from_headers(location: _ModelLocation) -> nn.Module:
     return from_headers(read_headers(location.folder))
 
 
-def from_headers(headers: Mapping[str, SafetensorsHeader]) -> nn.Module:
+def from_headers(headers: Mapping[str, SafetensorsTensorHeader]) -> nn.Module:
     """Build a tree of modules with the names, shapes and dtypes of ``headers``, and no forward."""
     root = NameOnlyModule()
     for name, header in headers.items():

@@ -18,7 +18,7 @@ from accelerate.world import collective
 from accelerate.world.world import World
 
 
-class _CallRecorder:
+class _ModuleCallRecorder:
     """A recorder of the calls of some modules during a forward."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def find_chain(
     Raises:
         PrepareError: it is no chain; the error names the blocks between which something else happens.
     """
-    watch = _CallRecorder(model, names)
+    watch = _ModuleCallRecorder(model, names)
     try:
         with torch.no_grad():
             result = model(*args, **kwargs)

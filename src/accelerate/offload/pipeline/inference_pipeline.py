@@ -32,7 +32,7 @@ _MAX_SCHEDULES = 16  # that are kept: each has buffers for what it receives
 
 
 @dataclass(frozen=True)
-class StageInterval:
+class StageComputeTiming:
     """The interval in which a stage computed a chunk.
 
     Attributes:
@@ -47,7 +47,7 @@ class StageInterval:
 
 
 @dataclass(frozen=True)
-class CallShapes:
+class PipelineInputSignature:
     """The structure and shapes of a call's inputs: equal ones can use one schedule.
 
     Attributes:
@@ -113,7 +113,7 @@ def batch_size(tensors: Sequence[torch.Tensor]) -> int:
     return size
 
 
-class _ChunkRunner(nn.Module):
+class _StageForwardModule(nn.Module):
     """The module that torch's schedule calls for each chunk: the stage, with tensors common to all."""
 
     def __init__(self, stage: InferenceStage, batched: Sequence[bool], world: World) -> None:
@@ -158,14 +158,14 @@ class InferenceSchedule:
         self,
         stage: InferenceStage,
         result: ResultLayout,
-        shapes: CallShapes,
+        shapes: PipelineInputSignature,
         rows: int,
         chunks: int,
         world: World,
     ) -> None:
         self.result, self.shapes, self.rows, self.chunks = result, shapes, rows, chunks
         self.world = world
-        self.worker = _ChunkRunner(stage, shapes.batched, world)
+        self.worker = _StageForwardModule(stage, shapes.batched, world)
         inputs, outputs = stage.inputs, stage.outputs
         if world.rank == 0:
             inputs = tuple(t for t, batched in zip(inputs, shapes.batched, strict=True) if batched)
@@ -238,7 +238,9 @@ class InferencePipeline:
 
     def __init__(
         self,
-        make: Callable[[CallShapes, int, Sequence[torch.Tensor]], tuple[InferenceStage, ResultLayout]],
+        make: Callable[
+            [PipelineInputSignature, int, Sequence[torch.Tensor]], tuple[InferenceStage, ResultLayout]
+        ],
         settle: Callable[[InferenceStage], None],
         chunks: int,
         world: World,
@@ -259,21 +261,21 @@ class InferencePipeline:
         """
         return self._run(args, kwargs)[0]
 
-    def timeline(self, *args: Any, **kwargs: Any) -> list[StageInterval]:
+    def timeline(self, *args: Any, **kwargs: Any) -> list[StageComputeTiming]:
         """Run a batch and return when each stage computed each chunk, on all ranks; called by all.
 
         The clocks of several machines are not compared.
         """
         _, plan = self._run(args, kwargs, clock=True)
         mine = [
-            StageInterval(self.world.rank, chunk, begin, end)
+            StageComputeTiming(self.world.rank, chunk, begin, end)
             for chunk, (begin, end) in enumerate(plan.worker.clock or [])
         ]
         return [interval for stage in collective.all_gather_object(mine, "timeline") for interval in stage]
 
     def _run(self, args: Any, kwargs: Any, *, clock: bool = False) -> tuple[Any, InferenceSchedule]:
         tensors: list[torch.Tensor] = []
-        call_info: tuple[CallShapes, int] | AccelerateError | None = None
+        call_info: tuple[PipelineInputSignature, int] | AccelerateError | None = None
         if self.world.rank == 0:
             try:
                 form, tensors = tensor_tree.flatten_tree((args, kwargs), "the argument ")
@@ -287,7 +289,7 @@ class InferencePipeline:
         plan = self.find_schedule(*call_info, tensors)
         return plan.run(tensors, call_info[1], clock=clock), plan
 
-    def measure_call(self, form: Any, tensors: Sequence[torch.Tensor]) -> tuple[CallShapes, int]:
+    def measure_call(self, form: Any, tensors: Sequence[torch.Tensor]) -> tuple[PipelineInputSignature, int]:
         """Return the shapes of a call, and its batch size.
 
         A tensor whose first dimension is as long as the batch is cut into chunks. One that was seen before
@@ -295,7 +297,7 @@ class InferencePipeline:
         """
         size = batch_size(tensors)
         paths = [
-            path for path, leaf in tree.iterate_leaves(form) if isinstance(leaf, tensor_tree.TensorIndex)
+            path for path, leaf in tree.iterate_leaves(form) if isinstance(leaf, tensor_tree.TensorLeafIndex)
         ]
         batched = tuple(
             tensor.dim() > 0 and tensor.shape[0] == size and self.shared.get(path) != tensor.shape
@@ -307,10 +309,10 @@ class InferencePipeline:
             (tuple(tensor.shape)[1 if cut else 0 :], tensor.dtype)
             for tensor, cut in zip(tensors, batched, strict=True)
         )
-        return CallShapes(form, metas, batched, self.training()), size
+        return PipelineInputSignature(form, metas, batched, self.training()), size
 
     def find_schedule(
-        self, shapes: CallShapes, size: int, tensors: Sequence[torch.Tensor]
+        self, shapes: PipelineInputSignature, size: int, tensors: Sequence[torch.Tensor]
     ) -> InferenceSchedule:
         """Return the schedule for a batch: an existing one that is at most twice too large, or a new one."""
         rows, key = -(-size // self.chunks), pickle.dumps(shapes)

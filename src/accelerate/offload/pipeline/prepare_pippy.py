@@ -24,8 +24,8 @@ from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.units import parse_bytes
 from accelerate.offload.pipeline import block_chain
 from accelerate.offload.pipeline.inference_pipeline import (
-    CallShapes,
     InferencePipeline,
+    PipelineInputSignature,
     ResultLayout,
     run_collectively,
 )
@@ -274,7 +274,7 @@ class _ModelSplit:
         return self.model.training
 
     def build_traced_stage(
-        self, shapes: CallShapes, rows: int, tensors: Sequence[torch.Tensor]
+        self, shapes: PipelineInputSignature, rows: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[InferenceStage, ResultLayout]:
         """Trace this rank's stage for inputs of these shapes, and the layout of the model's result."""
 
@@ -339,7 +339,7 @@ class _ModelSplit:
         _keep_weights(self.model, mine, self.world.device)
 
     def build_chain_stage(
-        self, shapes: CallShapes, rows: int, tensors: Sequence[torch.Tensor]
+        self, shapes: PipelineInputSignature, rows: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[InferenceStage, ResultLayout]:
         """Build this rank's stage of a chain of blocks, and the layout of the model's result."""
         chunk = None
@@ -347,7 +347,7 @@ class _ModelSplit:
             chunk = tensors[0][: min(rows, len(tensors[0]))]
             chunk = torch.cat([chunk, chunk[-1:].expand(rows - len(chunk), *chunk.shape[1:])])
         return block_chain.build_chain_stage(self.model, self.parts, chunk, self.world), ResultLayout(
-            tensor_tree.TensorIndex(0), [1]
+            tensor_tree.TensorLeafIndex(0), [1]
         )
 
 

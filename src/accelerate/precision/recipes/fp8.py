@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import Origin, setting
+from accelerate.core.setting import SettingOrigin, setting
 
-Origins = Callable[[str], tuple[Origin, ...]]
+Origins = Callable[[str], tuple[SettingOrigin, ...]]
 BACKENDS = ("TE", "AO", "MSAMP", "NO")
 FORMATS = ("HYBRID", "E4M3", "E5M2")
 ALGORITHMS = ("max", "most_recent")

@@ -24,7 +24,7 @@ _CONFIG_NAME = "the DeepSpeed configuration"
 
 
 @dataclass(frozen=True)
-class EngineInputs:
+class DeepSpeedConfigInputs:
     """The inputs of one engine's configuration.
 
     Attributes:
@@ -100,7 +100,7 @@ def _short_text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
 
 
-def build_config(plugin: DeepSpeedPlugin, inputs: EngineInputs) -> EngineConfig:
+def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> EngineConfig:
     """Build the configuration of one engine; the plugin's own stays as it is.
 
     Raises:
@@ -128,7 +128,7 @@ def build_config(plugin: DeepSpeedPlugin, inputs: EngineInputs) -> EngineConfig:
     return engine_config
 
 
-def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: EngineInputs) -> None:
+def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> None:
     configured = config_tree.get_key(engine_config.config, "gradient_accumulation_steps")
     # A library that counts micro-batches by itself has written its number there.
     if inputs.steps != 1 or configured in (None, AUTO):
@@ -156,13 +156,13 @@ def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: En
     )
 
 
-def _micro_batch_from_total(engine_config: EngineConfig, inputs: EngineInputs) -> int:
+def _micro_batch_from_total(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> int:
     total = config_tree.get_key(engine_config.config, "train_batch_size")
     steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
     return max(1, int(total) // (steps * inputs.processes)) if total not in (None, AUTO) else 1
 
 
-def _fill_precision(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+def _fill_precision(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
     for kind in ("fp16", "bf16"):
         enabled = inputs.precision == kind
         configured = config_tree.get_key(engine_config.config, f"{kind}.enabled")
@@ -170,7 +170,7 @@ def _fill_precision(engine_config: EngineConfig, inputs: EngineInputs) -> None:
             engine_config.set_owned(f"{kind}.enabled", enabled, f"mixed_precision={inputs.precision}")
 
 
-def _fill_optimizer(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+def _fill_optimizer(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
     optimizer, config = inputs.optimizer, engine_config.config
     if isinstance(optimizer, DummyOptim):
         if not config.get("optimizer"):
@@ -211,14 +211,14 @@ def _fill_dummy(engine_config: EngineConfig, optimizer: DummyOptim) -> None:
         )
 
 
-def _use_torch_adam(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+def _use_torch_adam(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
     """Use torch's Adam on the CPU: DeepSpeed would compile its own, with the same results."""
     adam = str(config_tree.get_key(engine_config.config, "optimizer.type")).lower() in ("adam", "adamw")
     if inputs.host and adam:
         engine_config.set_default("optimizer.params.torch_adam", True)
 
 
-def _fill_scheduler(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
     scheduler = inputs.scheduler
     if not isinstance(scheduler, DummyScheduler):
         return
@@ -255,7 +255,7 @@ _SIZES = {
 }
 
 
-def _fill_sizes(engine_config: EngineConfig, inputs: EngineInputs) -> None:
+def _fill_sizes(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
     """Fill bucket sizes by the model's hidden size; DeepSpeed's defaults hold where it is unknown."""
     for name, size in _SIZES.items():
         path = f"zero_optimization.{name}"

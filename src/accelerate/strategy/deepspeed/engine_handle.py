@@ -88,7 +88,7 @@ class EngineHandle:
         if not self.has_gradients:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        with _scaled_gradients(self.engine_optimizer, self.grad_factor):
+        with _gradient_scale_override(self.engine_optimizer, self.grad_factor):
             if self.grad_factor != 1.0 and not hasattr(self.engine_optimizer, "loss_scaler"):
                 _multiply(self.module.parameters(), self.grad_factor)
             self.engine.step()
@@ -164,7 +164,7 @@ def _loss_scale(inner: Any) -> float:
     return float(getattr(inner, "loss_scale", 1.0) or 1.0)
 
 
-class _scaled_gradients:  # noqa: N801 - used as a with block
+class _gradient_scale_override:  # noqa: N801 - used as a with block
     """A context in which DeepSpeed's step multiplies gradients by ``factor``, by a changed loss scale."""
 
     def __init__(self, inner: Any, stretch: float) -> None:
@@ -363,7 +363,7 @@ def release_engine(handle: EngineHandle) -> None:
         engine.optimizer.destroy()
 
 
-class EngineRegistry:
+class DeepSpeedEngineRegistry:
     """The engine handles of one ``Accelerator``."""
 
     def __init__(self) -> None:

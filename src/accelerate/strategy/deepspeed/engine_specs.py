@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import Bundle
+from accelerate.strategy.base import PrepareBundle
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, as_param_groups
-from accelerate.strategy.deepspeed.engine_config import EngineConfig, EngineInputs, build_config
+from accelerate.strategy.deepspeed.engine_config import DeepSpeedConfigInputs, EngineConfig, build_config
 
 if TYPE_CHECKING:
-    from accelerate.strategy.deepspeed.engine_handle import EngineRegistry
+    from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
     from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
 
 
@@ -36,7 +36,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class PrepareContext:
+class DeepSpeedPrepareContext:
     """The context of one ``prepare``.
 
     Attributes:
@@ -49,7 +49,7 @@ class PrepareContext:
         shared: whether a loader's batch is that of all ranks (``split_batches``).
     """
 
-    engines: EngineRegistry
+    engines: DeepSpeedEngineRegistry
     plugin: DeepSpeedPlugin
     steps: int
     precision: str
@@ -58,7 +58,7 @@ class PrepareContext:
     shared: bool
 
 
-def engine_specs(context: PrepareContext, bundle: Bundle) -> Iterator[EngineSpec]:
+def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Iterator[EngineSpec]:
     """Yield the engines that a bundle needs; changes nothing.
 
     Raises:
@@ -101,10 +101,10 @@ def engine_specs(context: PrepareContext, bundle: Bundle) -> Iterator[EngineSpec
 
 
 def _make_spec(
-    context: PrepareContext, bundle: Bundle, model: Any, optimizer: Any, scheduler: Any
+    context: DeepSpeedPrepareContext, bundle: PrepareBundle, model: Any, optimizer: Any, scheduler: Any
 ) -> EngineSpec:
     known = context.engines.find(model)
-    wanted = EngineInputs(
+    wanted = DeepSpeedConfigInputs(
         model if known is None else known.module,
         context.steps,
         context.precision,
@@ -117,7 +117,7 @@ def _make_spec(
     return EngineSpec(model, optimizer, scheduler, build_config(context.plugin, wanted))
 
 
-def _micro_batch_size(context: PrepareContext, loader: Any) -> int | None:
+def _micro_batch_size(context: DeepSpeedPrepareContext, loader: Any) -> int | None:
     """Return the samples per rank and micro-batch, None where the loader does not say."""
     size = getattr(loader, "batch_size", None)
     if size is None:

@@ -23,19 +23,24 @@ from accelerate.core.packages import is_installed
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
     NO_CONTEXT,
-    Bundle,
     EngineCheckpoint,
+    PrepareBundle,
     PrepareStep,
     Strategy,
     StrategyRequest,
     graph_leaves,
 )
-from accelerate.strategy.settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, DeepSpeedSwitch, is_same
+from accelerate.strategy.settings.deepspeed import (
+    COUNTERPARTS,
+    DeepSpeedSettings,
+    UseDeepSpeedSetting,
+    is_same,
+)
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
-    from accelerate.strategy.deepspeed.engine_handle import EngineHandle, EngineRegistry
-    from accelerate.strategy.deepspeed.engine_specs import EngineSpec, PrepareContext
+    from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle
+    from accelerate.strategy.deepspeed.engine_specs import DeepSpeedPrepareContext, EngineSpec
     from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
 
 
@@ -88,7 +93,7 @@ class DeepSpeed(Strategy):
 
     def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)
-        from accelerate.strategy.deepspeed.engine_handle import EngineRegistry
+        from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
         from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin, plugin_table
 
         given = _given_plugins(request)
@@ -96,7 +101,7 @@ class DeepSpeed(Strategy):
         self.table: dict[str, DeepSpeedPlugin] = plugin_table(
             tables[0] if tables else given[0] if given else DeepSpeedPlugin()
         )
-        self.engines: EngineRegistry = EngineRegistry()
+        self.engines: DeepSpeedEngineRegistry = DeepSpeedEngineRegistry()
         self._no_sync_engines: set[int] = set()
 
     # --- the request
@@ -104,12 +109,12 @@ class DeepSpeed(Strategy):
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
         """Return whether a plugin or the launcher asks for DeepSpeed, also with one process."""
-        return bool(_given_plugins(request)) or load_settings(DeepSpeedSwitch).value.use_deepspeed
+        return bool(_given_plugins(request)) or load_settings(UseDeepSpeedSetting).value.use_deepspeed
 
     @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
         """Return the switch, the launcher's options and the plugins."""
-        yield from requested_options(load_settings(DeepSpeedSwitch))
+        yield from requested_options(load_settings(UseDeepSpeedSetting))
         yield from requested_options(load_settings(DeepSpeedSettings))
         for plugin in _given_plugins(request):
             yield RequestedOption("deepspeed_plugin", type(plugin).__name__, "the argument deepspeed_plugin")
@@ -195,7 +200,7 @@ class DeepSpeed(Strategy):
 
     # --- prepare
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return a step for each engine: a model with its optimizer and DeepSpeed's own schedule."""
         from accelerate.strategy.deepspeed.engine_specs import engine_specs
 
@@ -206,16 +211,16 @@ class DeepSpeed(Strategy):
         if not bundle.training and any(self.engines.find(m) is None for m in bundle.objects_of("model")):
             yield PrepareStep("place", f"the weights go to {self.world.device}", self._move_to_device)
 
-    def _prepare_context(self) -> PrepareContext:
-        from accelerate.strategy.deepspeed.engine_specs import PrepareContext
+    def _prepare_context(self) -> DeepSpeedPrepareContext:
+        from accelerate.strategy.deepspeed.engine_specs import DeepSpeedPrepareContext
 
         owner, host = self.accelerator, self.world.device.type == "cpu"
         steps = 1 if owner is None else owner.gradient_accumulation_steps
         shared = owner is not None and owner.split_batches
         size, precision = self.world.size, self.request.precision
-        return PrepareContext(self.engines, self.plugin, steps, precision, size, host, shared)
+        return DeepSpeedPrepareContext(self.engines, self.plugin, steps, precision, size, host, shared)
 
-    def _make_engine(self, bundle: Bundle, job: EngineSpec) -> None:
+    def _make_engine(self, bundle: PrepareBundle, job: EngineSpec) -> None:
         from accelerate.strategy.deepspeed import engine_handle
 
         engine_handle.init_deepspeed(self.world)
@@ -236,7 +241,7 @@ class DeepSpeed(Strategy):
         if job.scheduler is not None:
             bundle.replace("scheduler", lambda s: handle.scheduler if s is job.scheduler else s)
 
-    def _move_to_device(self, bundle: Bundle) -> None:
+    def _move_to_device(self, bundle: PrepareBundle) -> None:
         for index in bundle.positions("model"):
             if bundle.place_on_device[index] and self.engines.find(bundle.objects[index]) is None:
                 bundle.objects[index].to(self.world.device)

@@ -27,7 +27,7 @@ V = TypeVar("V")
 Spans = list[tuple[int, int, int]]
 
 
-class LazyZeroMapping(Mapping[K, V], Generic[K, V]):
+class LazyZeroCheckpointMapping(Mapping[K, V], Generic[K, V]):
     """A mapping whose values are read at each access."""
 
     def __init__(self, readers: Mapping[K, Callable[[], V]]) -> None:
@@ -46,7 +46,7 @@ class LazyZeroMapping(Mapping[K, V], Generic[K, V]):
         return key in self._readers
 
 
-class PickledStandIn:
+class DeepSpeedUnpickleStub:
     """The stand-in for a pickled object of DeepSpeed: its arguments and attributes."""
 
     def __init__(self, *args: Any) -> None:
@@ -85,7 +85,7 @@ class ZeroCheckpoint:
         self.tied_names: Mapping[str, str] = dict(self.rank0_state.get("shared_params") or {})
         self.shapes: Mapping[str, tuple[torch.dtype, torch.Size]] = dict(self._read_shapes())
         readers = {name: partial(self._read_weight, self.tied_names.get(name, name)) for name in self.shapes}
-        self.weights: Mapping[str, torch.Tensor] = LazyZeroMapping(readers)
+        self.weights: Mapping[str, torch.Tensor] = LazyZeroCheckpointMapping(readers)
         self.has_optimizer_state = bool(self._optimizer_files) or isinstance(
             self.rank0_state.get("optimizer"), Mapping
         )
@@ -109,13 +109,13 @@ class ZeroCheckpoint:
         if not self._optimizer_states:
             return 0
         stage = self._optimizer_states[0].get("zero_stage")
-        return int(stage.args[0] if isinstance(stage, PickledStandIn) else stage or 0)
+        return int(stage.args[0] if isinstance(stage, DeepSpeedUnpickleStub) else stage or 0)
 
     @cached_property
     def scaler(self) -> dict[str, Any]:
         """The attributes of the loss scaler."""
         return (
-            vars(self._optimizer_states[0].get("loss_scaler", PickledStandIn()))
+            vars(self._optimizer_states[0].get("loss_scaler", DeepSpeedUnpickleStub()))
             if self._optimizer_states
             else {}
         )
@@ -263,7 +263,7 @@ class ZeroCheckpoint:
             saved_options = {key: value for key, value in chosen.items() if key != "params"}
             groups.append({**own, **saved_options, "params": list(range(first, number))})
         self._check_param_names({name for group in names for aliases in group for name in aliases})
-        return {"state": LazyZeroMapping(readers), "param_groups": groups}
+        return {"state": LazyZeroCheckpointMapping(readers), "param_groups": groups}
 
     def _check_param_names(self, names: Collection[str]) -> None:
         unknown = [name for name in self._spans if name not in names]
@@ -334,7 +334,7 @@ def _load_file(path: Path) -> dict[str, Any]:
         classes = serial.get_unsafe_globals_in_checkpoint(str(path))
         # One for each: the reader asks for a class that is its own.
         stand_ins = [
-            (type("PickledStandIn", (PickledStandIn,), {}), name)
+            (type("DeepSpeedUnpickleStub", (DeepSpeedUnpickleStub,), {}), name)
             for name in classes
             if name.startswith("deepspeed.")
         ]

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from accelerate.strategy.fsdp1.flat_parameter import FlatParam, FlatSlot
-from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
+from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
 
 
-def optimizer_parameters(wrapped_model: WrappedModel) -> list[torch.Tensor]:
+def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]:
     """Return the parameters that optimizers hold, whatever the modules hold between forward and backward."""
     held = {p: None for unit in wrapped_model.flat_params for p in unit.parameters}
     wrapped = {name for unit in wrapped_model.flat_params for slot in unit.slots for name in slot.names}
@@ -20,7 +20,7 @@ def optimizer_parameters(wrapped_model: WrappedModel) -> list[torch.Tensor]:
 
 
 def local_gradients(
-    wrapped_models: Iterable[WrappedModel], wanted: Iterable[torch.Tensor]
+    wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return the gradients accumulated on this rank for ``wanted``; in-place changes take effect."""
     left = dict.fromkeys(wanted)
@@ -51,7 +51,7 @@ def _param_grad(unit: FlatParam, slot: FlatSlot, gradient: torch.Tensor) -> torc
     return unit.view_param(slot, gradient) if whole else unit.local_piece(slot, gradient)
 
 
-def clear_gradients(wrapped_models: Iterable[WrappedModel], wanted: Iterable[torch.Tensor]) -> None:
+def clear_gradients(wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterable[torch.Tensor]) -> None:
     """Clear the gradients of ``wanted``, also unreduced ones that an optimizer does not see."""
     left = set(wanted)
     for unit in (unit for wrapped_model in wrapped_models for unit in wrapped_model.flat_params):
@@ -64,7 +64,7 @@ def clear_gradients(wrapped_models: Iterable[WrappedModel], wanted: Iterable[tor
 
 @torch.no_grad()
 def clip_norm(
-    wrapped_models: Iterable[WrappedModel],
+    wrapped_models: Iterable[FSDP1WrappedModel],
     wanted: Iterable[torch.Tensor],
     limit: float,
     p: float,
@@ -115,7 +115,7 @@ def _sum_of_powers(gradients: Iterable[torch.Tensor], p: float, device: torch.de
 
 
 def reached_parameters(
-    wrapped_models: Iterable[WrappedModel], leaves: set[torch.Tensor]
+    wrapped_models: Iterable[FSDP1WrappedModel], leaves: set[torch.Tensor]
 ) -> set[torch.Tensor]:
     """Return the leaves of a graph, with the parameters in the flat ones among them."""
     more = (
@@ -127,7 +127,7 @@ def reached_parameters(
     return leaves.union(*more)
 
 
-def zero_backward(wrapped_models: Iterable[WrappedModel], loss: torch.Tensor) -> None:
+def zero_backward(wrapped_models: Iterable[FSDP1WrappedModel], loss: torch.Tensor) -> None:
     """Run the backward of ``loss`` with every gradient zero, whatever the loss is.
 
     Every all-gather and reduce-scatter takes place, in the order of the other ranks. The loss itself may be

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.fsdp1.optimizer_state import ParamOrder, WrappedOptimizer
-from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
+from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
+from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
 
 
 def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -38,7 +38,7 @@ def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tens
 def remap_optimizer(
     optimizer: Optimizer,
     renewed: Mapping[Any, tuple[Any, Any]],
-    wrapped_models: Sequence[WrappedModel],
+    wrapped_models: Sequence[FSDP1WrappedModel],
     orders: MutableMapping[Any, ParamOrder],
     *,
     sync: bool,
@@ -60,11 +60,11 @@ def remap_optimizer(
         for value in values.values():
             if isinstance(value, torch.Tensor) and value.dim():
                 dist.broadcast(value, src=0)
-    WrappedOptimizer(optimizer, wrapped_models, orders.get(optimizer, ())).load_state(state)
+    FSDP1Optimizer(optimizer, wrapped_models, orders.get(optimizer, ())).load_state(state)
 
 
 def _has_stale_state(
-    optimizer: Optimizer, renewed: Mapping[Any, tuple[Any, Any]], wrapped_models: Sequence[WrappedModel]
+    optimizer: Optimizer, renewed: Mapping[Any, tuple[Any, Any]], wrapped_models: Sequence[FSDP1WrappedModel]
 ) -> bool:
     """Return whether it has state for replaced parameters."""
     for param, values in optimizer.state.items():

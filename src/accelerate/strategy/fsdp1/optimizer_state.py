@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1.flat_parameter import FlatParam, FlatSlot
-from accelerate.strategy.fsdp1.wrapped_model import TakeValue, WrappedModel, as_distributed
+from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel, TakeValue, as_distributed
 from accelerate.world import collective
 
 # For each group: (the parameter that the optimizer holds, the stand-in of the user's in it if it is flat).
@@ -33,7 +33,7 @@ class OptimizerParam:
     slot: FlatSlot | None = None
 
 
-class WrappedOptimizer:
+class FSDP1Optimizer:
     """An optimizer of FSDP1 models, with its parameters in the user's order.
 
     Args:
@@ -43,7 +43,7 @@ class WrappedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, wrapped_models: Iterable[WrappedModel], order: ParamOrder = ()
+        self, optimizer: Optimizer, wrapped_models: Iterable[FSDP1WrappedModel], order: ParamOrder = ()
     ) -> None:
         self.optimizer, self.wrapped_models = optimizer, list(wrapped_models)
         self.flat_params = [
@@ -90,7 +90,7 @@ class WrappedOptimizer:
 
     @torch.no_grad()
     def gather_state(self, take: TakeValue) -> dict[str, Any]:
-        """Return the state as one process would have it; collective. See ``WrappedModel.gather_state``.
+        """Return the state as one process would have it; collective. See ``FSDP1WrappedModel.gather_state``.
 
         Raises:
             PrepareError: a state is neither one number nor of the parameter's size.
@@ -244,7 +244,7 @@ def _put_local_part(entry: OptimizerParam, values: Mapping[str, Any], made: dict
 class FSDP1OptimizerState:
     """An optimizer as sharded checkpoints see it: with the stand-ins of the user's parameters."""
 
-    def __init__(self, wrapped: WrappedOptimizer) -> None:
+    def __init__(self, wrapped: FSDP1Optimizer) -> None:
         self.wrapped = wrapped
         self.state: dict[Any, Any] = {}
 
@@ -262,6 +262,6 @@ class FSDP1OptimizerState:
         self.wrapped.load_state(state)
 
 
-def wrapped_optimizer_view(wrapped: WrappedOptimizer) -> Any:
+def wrapped_optimizer_view(wrapped: FSDP1Optimizer) -> Any:
     """Return a view of a wrapped optimizer whose class has the name of the user's class."""
     return type(type(wrapped.optimizer).__name__, (FSDP1OptimizerState,), {})(wrapped)

@@ -18,8 +18,8 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import Bundle, StrategyRequest, graph_leaves
-from accelerate.strategy.settings.fsdp import FSDPSettings, FSDPSwitch
+from accelerate.strategy.base import PrepareBundle, StrategyRequest, graph_leaves
+from accelerate.strategy.settings.fsdp import FSDPSettings, UseFSDPSetting
 from accelerate.strategy.sharding.base import ShardedStrategy, find_plugin, fsdp_options
 from accelerate.world import collective
 from accelerate.world.world import World
@@ -27,14 +27,14 @@ from accelerate.world.world import World
 if TYPE_CHECKING:
     from torch.distributed.fsdp import ShardingStrategy
 
-    from accelerate.strategy.fsdp1.optimizer_state import ParamOrder, WrappedOptimizer
-    from accelerate.strategy.fsdp1.wrap import FlatLayout, FSDP1Wrapper
-    from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
+    from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
+    from accelerate.strategy.fsdp1.wrap import FSDP1WrapLayout, FSDP1Wrapper
+    from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
 
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
 
 
-class FSDP1(ShardedStrategy):
+class FSDP1Strategy(ShardedStrategy):
     """Training by torch's ``FullyShardedDataParallel`` around each FSDP unit."""
 
     name: ClassVar[str] = "fsdp1"
@@ -56,7 +56,8 @@ class FSDP1(ShardedStrategy):
         if plugin is not None:
             return plugin.fsdp_version == 1
         return (
-            load_settings(FSDPSwitch).value.use_fsdp and load_settings(FSDPSettings).value.fsdp_version == 1
+            load_settings(UseFSDPSetting).value.use_fsdp
+            and load_settings(FSDPSettings).value.fsdp_version == 1
         )
 
     @classmethod
@@ -116,7 +117,7 @@ class FSDP1(ShardedStrategy):
             return f"each of {self.world.size} processes holds all parameters, and gradients are averaged"
         return super()._shard_description
 
-    def _plan_layout(self, model: nn.Module) -> FlatLayout:
+    def _plan_layout(self, model: nn.Module) -> FSDP1WrapLayout:
         from accelerate.strategy.fsdp1.wrap import make_layout
         from accelerate.strategy.sharding.plugin import precision_policy
 
@@ -138,7 +139,7 @@ class FSDP1(ShardedStrategy):
             )
         return is_wrapped(model)
 
-    def _shard_models(self, bundle: Bundle) -> None:
+    def _shard_models(self, bundle: PrepareBundle) -> None:
         if self.world.device.type == "meta":
             raise PrepareError(
                 "FSDP1 has no dry run with empty tensors",
@@ -160,7 +161,7 @@ class FSDP1(ShardedStrategy):
         super()._register(model)
         self._roots[self.unwrap(model)] = weakref.ref(model)
 
-    def _update_optimizers(self, bundle: Bundle) -> None:
+    def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""
         from accelerate.strategy.fsdp1.optimizer_remap import remap_optimizer
 
@@ -178,7 +179,7 @@ class FSDP1(ShardedStrategy):
             for unit in wrapped_model.flat_params:
                 unit.reshard()
 
-    def _check_optimizers(self, bundle: Bundle) -> None:
+    def _check_optimizers(self, bundle: PrepareBundle) -> None:
         """Refuse also optimizers that cannot be remapped.
 
         Raises:
@@ -196,15 +197,15 @@ class FSDP1(ShardedStrategy):
 
     # --- the loop
 
-    def _wrapped_models(self) -> list[WrappedModel]:
+    def _wrapped_models(self) -> list[FSDP1WrappedModel]:
         from accelerate.strategy.fsdp1.wrap import wrapped_model_of
 
         return [
             wrapped_model for wrapped_model in map(wrapped_model_of, self.models) if wrapped_model is not None
         ]
 
-    def _wrapped_model(self, model: nn.Module) -> WrappedModel | None:
-        """Return the ``WrappedModel`` of torch's root wrapper, or of the user's module in one."""
+    def _wrapped_model(self, model: nn.Module) -> FSDP1WrappedModel | None:
+        """Return the ``FSDP1WrappedModel`` of torch's root wrapper, or of the user's module in one."""
         from accelerate.strategy.fsdp1.wrap import wrapped_model_of
 
         root = self._roots.get(model)
@@ -228,7 +229,7 @@ class FSDP1(ShardedStrategy):
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
         """Make the next backward reduce, together with the unreduced gradients."""
-        FSDP1._set_gradient_sync(model, True)
+        FSDP1Strategy._set_gradient_sync(model, True)
 
     def parameters(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the user's parameters or the flat ones, also between a forward and its backward."""
@@ -303,10 +304,10 @@ class FSDP1(ShardedStrategy):
 
         return wrapped_optimizer_view(self._wrapped_optimizer(optimizer))
 
-    def _wrapped_optimizer(self, optimizer: torch.optim.Optimizer) -> WrappedOptimizer:
-        from accelerate.strategy.fsdp1.optimizer_state import WrappedOptimizer
+    def _wrapped_optimizer(self, optimizer: torch.optim.Optimizer) -> FSDP1Optimizer:
+        from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer
 
-        return WrappedOptimizer(optimizer, self._wrapped_models(), self._orders.get(optimizer, ()))
+        return FSDP1Optimizer(optimizer, self._wrapped_models(), self._orders.get(optimizer, ()))
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the gathered state dict, on the host of rank 0; other ranks get nothing. Collective."""
@@ -353,4 +354,4 @@ def _max_reduce(flag: torch.Tensor) -> None:
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
 
 
-PLUGIN = FSDP1
+PLUGIN = FSDP1Strategy

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1.flat_parameter import walk_modules
-from accelerate.strategy.fsdp1.wrapped_model import WrappedModel
+from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
 from accelerate.strategy.sharding.fsdp_layout import (
-    ShardingLayout,
+    FSDPShardingPlan,
     model_digest,
     plan_layout,
     unequal_models_error,
@@ -30,13 +30,13 @@ from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.shard import checkpoint_activations
 from accelerate.world import collective
 
-# The attribute of torch's root wrapper that holds the ``WrappedModel``.
+# The attribute of torch's root wrapper that holds the ``FSDP1WrappedModel``.
 _RECORD = "_accelerate_record"
 InitFunction = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
-class FlatLayout(ShardingLayout):
+class FSDP1WrapLayout(FSDPShardingPlan):
     """The layout in which one model will be wrapped.
 
     Attributes:
@@ -60,7 +60,7 @@ class FlatLayout(ShardingLayout):
 
 def make_layout(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecision | None
-) -> FlatLayout:
+) -> FSDP1WrapLayout:
     """Return how ``model`` will be wrapped; changes nothing.
 
     Raises:
@@ -79,7 +79,7 @@ def make_layout(
             upcast_params |= {p for p in own if p.is_floating_point() and p.dtype.itemsize == 2}
         _check_unit(own, upcast_params, names, bool(plugin.use_orig_params))
     numel = sum(p.numel() for _, own in units for p in own)
-    return FlatLayout(**vars(base), units=units, upcast_params=upcast_params, numel=numel)
+    return FSDP1WrapLayout(**vars(base), units=units, upcast_params=upcast_params, numel=numel)
 
 
 def _check_unit(
@@ -128,7 +128,7 @@ class FSDP1Wrapper:
     ) -> None:
         self.mesh, self.plugin, self.strategy, self.device = mesh, plugin, strategy, device
 
-    def wrap(self, model: nn.Module, layout: FlatLayout) -> tuple[WrappedModel, list[Any]]:
+    def wrap(self, model: nn.Module, layout: FSDP1WrapLayout) -> tuple[FSDP1WrappedModel, list[Any]]:
         """Wrap ``model``; afterwards it has the weights of rank 0 on all ranks.
 
         Returns:
@@ -155,7 +155,7 @@ class FSDP1Wrapper:
                     parameter.data = parameter.data.new_empty(0)
             for parent, name in parents.get(part, ()):
                 parent._modules[name] = wrapped
-        wrapped_model = WrappedModel(wrapped, self.mesh, order, formats)
+        wrapped_model = FSDP1WrappedModel(wrapped, self.mesh, order, formats)
         wrapped.__dict__[_RECORD] = wrapped_model
         _guard_state_dict(wrapped)
         flats = {
@@ -174,7 +174,7 @@ class FSDP1Wrapper:
         _verify_wrapped(wrapped_model, layout)
         return wrapped_model, renewed
 
-    def _wrap_unit(self, part: nn.Module, layout: FlatLayout) -> nn.Module:
+    def _wrap_unit(self, part: nn.Module, layout: FSDP1WrapLayout) -> nn.Module:
         plugin = self.plugin
         with warnings.catch_warnings():
             # The user asked for it by name.
@@ -198,7 +198,7 @@ class FSDP1Wrapper:
     def _materialize(
         self,
         modules: list[nn.Module],
-        layout: FlatLayout,
+        layout: FSDP1WrapLayout,
         materialized: dict[torch.Tensor, torch.Tensor],
         initialize: InitFunction | None,
     ) -> None:
@@ -294,7 +294,7 @@ def _guard_state_dict(root: nn.Module) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def _verify_wrapped(wrapped_model: WrappedModel, layout: FlatLayout) -> None:
+def _verify_wrapped(wrapped_model: FSDP1WrappedModel, layout: FSDP1WrapLayout) -> None:
     """Check that every parameter is wrapped, and has the planned dtype.
 
     Raises:
@@ -311,8 +311,8 @@ def _verify_wrapped(wrapped_model: WrappedModel, layout: FlatLayout) -> None:
         )
 
 
-def wrapped_model_of(model: Any) -> WrappedModel | None:
-    """Return the ``WrappedModel`` of a model, None for any other."""
+def wrapped_model_of(model: Any) -> FSDP1WrappedModel | None:
+    """Return the ``FSDP1WrappedModel`` of a model, None for any other."""
     return getattr(model, "__dict__", {}).get(_RECORD)
 
 

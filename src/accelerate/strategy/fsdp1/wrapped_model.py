@@ -27,7 +27,7 @@ _FLAT = "_flat_param"
 TakeValue = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-class WrappedModel:
+class FSDP1WrappedModel:
     """A model that FSDP1 has wrapped.
 
     Attributes:
@@ -200,7 +200,7 @@ def discard_value(value: torch.Tensor, stand_in: torch.Tensor) -> None:
 class WrappedModelView:
     """A wrapped model as sharded checkpoints see it: a module with the user's names."""
 
-    def __init__(self, wrapped_model: WrappedModel) -> None:
+    def __init__(self, wrapped_model: FSDP1WrappedModel) -> None:
         self.wrapped_model = wrapped_model
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,6 +266,6 @@ class WrappedModelView:
         return self.wrapped_model.buffers()
 
 
-def wrapped_model_view(wrapped_model: WrappedModel) -> Any:
+def wrapped_model_view(wrapped_model: FSDP1WrappedModel) -> Any:
     """Return a view of a wrapped model whose class has the name of the user's class."""
     return type(type(wrapped_model.module).__name__, (WrappedModelView,), {})(wrapped_model)

@@ -14,7 +14,7 @@ from accelerate.strategy.megatron.layout import MegatronLayout
 from accelerate.strategy.megatron.train_step import GPTTrainStep, check_batch
 
 if TYPE_CHECKING:
-    from accelerate.strategy.megatron.optimizer import MegatronStepper
+    from accelerate.strategy.megatron.optimizer import MegatronOptimizerStepper
 
 
 class MegatronEngine(nn.Module):
@@ -41,7 +41,7 @@ class MegatronEngine(nn.Module):
         super().__init__()
         strategy = getattr(accelerator, "strategy", accelerator)
         self.module, self.scheduler = model, scheduler
-        self.stepper: MegatronStepper | None = optimizer
+        self.stepper: MegatronOptimizerStepper | None = optimizer
         self.plugin, self.layout, self.device = strategy.plugin, _layout(strategy), strategy.world.device
         self.module_config = self.get_module_config()
         self.iteration = self.calls = 0

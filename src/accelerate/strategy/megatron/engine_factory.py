@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.megatron.engine import MegatronEngine
-from accelerate.strategy.megatron.full_state import FullStateConverter
+from accelerate.strategy.megatron.full_state import MegatronFullStateConverter
 from accelerate.strategy.megatron.gpt_model import (
     build_gpt,
     drop_values,
@@ -23,7 +23,7 @@ from accelerate.strategy.megatron.gpt_model import (
 from accelerate.strategy.megatron.layout import open_groups, seed_dropout
 from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
 from accelerate.strategy.megatron.model_families import model_family
-from accelerate.strategy.megatron.optimizer import MegatronStepper, ParamGroupMap
+from accelerate.strategy.megatron.optimizer import MegatronOptimizerStepper, ParamGroupMap
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin
@@ -33,7 +33,7 @@ _FORMATS = {"no": torch.float32, "bf16": torch.bfloat16}
 
 def build_engine(
     strategy: Any, model: Any, optimizers: list[torch.optim.Optimizer]
-) -> tuple[MegatronEngine, FullStateConverter, ParamGroupMap | None]:
+) -> tuple[MegatronEngine, MegatronFullStateConverter, ParamGroupMap | None]:
     """Build Megatron-LM's model with the weights of ``model``, which is left without values.
 
     Raises:
@@ -70,7 +70,7 @@ def build_engine(
     drop_values(model)
     engine._set_base_model(model, arguments["vocab_size"], rotary)
     engine.train(model.training)
-    return engine, FullStateConverter(engine, rules), groups
+    return engine, MegatronFullStateConverter(engine, rules), groups
 
 
 def _wrap_model(gpt: nn.Module, settings: Any, plugin: MegatronLMPlugin) -> nn.Module:
@@ -90,15 +90,15 @@ def _wrap_model(gpt: nn.Module, settings: Any, plugin: MegatronLMPlugin) -> nn.M
 
 def build_stepper(
     engine: MegatronEngine,
-    converter: FullStateConverter,
+    converter: MegatronFullStateConverter,
     groups: ParamGroupMap | None,
     optimizer: torch.optim.Optimizer,
-) -> MegatronStepper:
+) -> MegatronOptimizerStepper:
     """Build Megatron-LM's optimizer around the user's, which gets Megatron-LM's parameters."""
     assert groups is not None
     pairs = [(rule, p) for rule, p in (*converter.params, *converter.copies) if p is not None]
     groups.replace_params(optimizer, pairs)
-    return MegatronStepper(optimizer, engine, groups)
+    return MegatronOptimizerStepper(optimizer, engine, groups)
 
 
 def replace_dummy_scheduler(scheduler: Any, plugin: MegatronLMPlugin, copies: int) -> Any:

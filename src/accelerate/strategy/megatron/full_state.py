@@ -16,12 +16,12 @@ from accelerate.strategy.megatron.weight_rules import WeightRule
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
-    from accelerate.strategy.megatron.optimizer import MegatronStepper
+    from accelerate.strategy.megatron.optimizer import MegatronOptimizerStepper
 
 RuleParams = Sequence[tuple[WeightRule, nn.Parameter | None]]
 
 
-class FullStateConverter:
+class MegatronFullStateConverter:
     """Converts between Megatron-LM's shards and full states by the user's names.
 
     Args:
@@ -99,7 +99,7 @@ class FullStateConverter:
     # --- optimizer state
 
     @torch.no_grad()
-    def optimizer_state(self, stepper: MegatronStepper) -> dict[str, Any]:
+    def optimizer_state(self, stepper: MegatronOptimizerStepper) -> dict[str, Any]:
         """Gather the optimizer state on rank 0, as a single process would have it."""
         numbers, state = stepper.groups.numbers, {}
         for rule, parameter in self.params:
@@ -116,7 +116,7 @@ class FullStateConverter:
         return {"state": state if self.receives_full else {}, "param_groups": groups}
 
     @torch.no_grad()
-    def load_optimizer(self, stepper: MegatronStepper, state: Mapping[str, Any]) -> None:
+    def load_optimizer(self, stepper: MegatronOptimizerStepper, state: Mapping[str, Any]) -> None:
         """Load this process's shard of a full optimizer state, which every process has."""
         numbers, kept = stepper.groups.numbers, state["state"]
         for rule, parameter in (*self.params, *self.copies):

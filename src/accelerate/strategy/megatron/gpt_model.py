@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.megatron.layout import MegatronLayout
-from accelerate.strategy.megatron.model_families import LAYER, ModelFamily
+from accelerate.strategy.megatron.model_families import LAYER, MegatronModelFamily
 from accelerate.strategy.megatron.weight_rules import WeightRule
 from accelerate.world import collective
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def transformer_config(
-    family: ModelFamily,
+    family: MegatronModelFamily,
     config: Any,
     plugin: MegatronLMPlugin,
     layout: MegatronLayout,
@@ -107,7 +107,7 @@ def _other_arguments(plugin: MegatronLMPlugin) -> dict[str, Any]:
     return given
 
 
-def build_gpt(family: ModelFamily, config: Any, settings: Any, layout: MegatronLayout) -> nn.Module:
+def build_gpt(family: MegatronModelFamily, config: Any, settings: Any, layout: MegatronLayout) -> nn.Module:
     """Build this process's shard of Megatron-LM's GPT, uninitialized; keep the program's RNG state."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel

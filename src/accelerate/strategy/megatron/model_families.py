@@ -17,9 +17,9 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.strategy.megatron.weight_rules import (
     DimShard,
-    GatedMLPShard,
-    QKVShard,
-    VocabShard,
+    FusedQKVShardRule,
+    GatedMLPShardRule,
+    VocabShardRule,
     WeightRule,
 )
 
@@ -28,7 +28,7 @@ LAYER = "decoder.layers.{}."
 
 
 @frozen_dataclass
-class ModelFamily:
+class MegatronModelFamily:
     """The mapping of one kind of model to Megatron-LM.
 
     Attributes:
@@ -42,7 +42,7 @@ class ModelFamily:
     rules: Callable[[Any], dict[str, WeightRule]]
 
 
-def model_family(model: nn.Module) -> ModelFamily:
+def model_family(model: nn.Module) -> MegatronModelFamily:
     """Return the family of a model.
 
     Raises:
@@ -137,7 +137,7 @@ def _gpt2_model(config: Any) -> dict[str, Any]:
 def _gpt2_rules(config: Any) -> dict[str, WeightRule]:
     vocab_size = config.vocab_size
     rules: dict[str, WeightRule] = {
-        "embedding.word_embeddings.weight": VocabShard("transformer.wte.weight", vocab_size=vocab_size),
+        "embedding.word_embeddings.weight": VocabShardRule("transformer.wte.weight", vocab_size=vocab_size),
         "embedding.position_embeddings.weight": WeightRule("transformer.wpe.weight"),
     }
     for number in range(config.n_layer):
@@ -146,7 +146,7 @@ def _gpt2_rules(config: Any) -> dict[str, WeightRule]:
         for kind in ("weight", "bias"):
             transposed = kind == "weight"
             rules[f"{megatron_prefix}input_layernorm.{kind}"] = WeightRule(f"{user_prefix}ln_1.{kind}")
-            rules[f"{megatron_prefix}self_attention.linear_qkv.{kind}"] = QKVShard(
+            rules[f"{megatron_prefix}self_attention.linear_qkv.{kind}"] = FusedQKVShardRule(
                 f"{user_prefix}attn.c_attn.{kind}", **heads, transposed=transposed
             )
             rules[f"{megatron_prefix}pre_mlp_layernorm.{kind}"] = WeightRule(f"{user_prefix}ln_2.{kind}")
@@ -218,7 +218,7 @@ def _rope_arguments(config: Any) -> dict[str, Any]:
 
 def _llama_rules(config: Any) -> dict[str, WeightRule]:
     rules: dict[str, WeightRule] = {
-        "embedding.word_embeddings.weight": VocabShard(
+        "embedding.word_embeddings.weight": VocabShardRule(
             "model.embed_tokens.weight", vocab_size=config.vocab_size
         )
     }
@@ -227,7 +227,7 @@ def _llama_rules(config: Any) -> dict[str, WeightRule]:
         attention = f"{user_prefix}self_attn."
         rules |= {
             f"{megatron_prefix}input_layernorm.weight": WeightRule(f"{user_prefix}input_layernorm.weight"),
-            f"{megatron_prefix}self_attention.linear_qkv.weight": QKVShard(
+            f"{megatron_prefix}self_attention.linear_qkv.weight": FusedQKVShardRule(
                 *(f"{attention}{which}_proj.weight" for which in "qkv"),
                 groups=config.num_key_value_heads,
                 heads=config.num_attention_heads,
@@ -238,7 +238,7 @@ def _llama_rules(config: Any) -> dict[str, WeightRule]:
             f"{megatron_prefix}pre_mlp_layernorm.weight": WeightRule(
                 f"{user_prefix}post_attention_layernorm.weight"
             ),
-            f"{megatron_prefix}mlp.linear_fc1.weight": GatedMLPShard(
+            f"{megatron_prefix}mlp.linear_fc1.weight": GatedMLPShardRule(
                 f"{user_prefix}mlp.gate_proj.weight", f"{user_prefix}mlp.up_proj.weight"
             ),
             f"{megatron_prefix}mlp.linear_fc2.weight": DimShard(f"{user_prefix}mlp.down_proj.weight", dim=1),
@@ -251,10 +251,10 @@ def _output_layer_rule(config: Any, embedding: str) -> dict[str, WeightRule]:
     """Return the output layer's rule; if tied, only a last stage that is not the first has it, as a copy."""
     tied = config.tie_word_embeddings
     name = embedding if tied else "lm_head.weight"
-    return {"output_layer.weight": VocabShard(name, vocab_size=config.vocab_size, is_copy=tied)}
+    return {"output_layer.weight": VocabShardRule(name, vocab_size=config.vocab_size, is_copy=tied)}
 
 
-FAMILIES: dict[str, ModelFamily] = {
-    "gpt2": ModelFamily(_gpt2_transformer, _gpt2_model, _gpt2_rules),
-    "llama": ModelFamily(_llama_transformer, _llama_model, _llama_rules),
+FAMILIES: dict[str, MegatronModelFamily] = {
+    "gpt2": MegatronModelFamily(_gpt2_transformer, _gpt2_model, _gpt2_rules),
+    "llama": MegatronModelFamily(_llama_transformer, _llama_model, _llama_rules),
 }

@@ -74,7 +74,7 @@ class ParamGroupMap:
             group["params"] = parameters
 
 
-class MegatronStepper:
+class MegatronOptimizerStepper:
     """Steps the user's optimizer as Megatron-LM does.
 
     Args:

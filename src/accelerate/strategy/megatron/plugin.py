@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.core.errors import NotBuiltError, PrepareError, SettingError
+from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError
 from accelerate.core.setting import load_settings
 from accelerate.strategy.megatron.parsers import add_model_args
 from accelerate.strategy.settings.megatron import MegatronSettings
@@ -280,9 +280,9 @@ class MegatronLMPlugin:
         """Refused: the options are those of Megatron-LM's training script.
 
         Raises:
-            NotBuiltError: always.
+            FeatureNotBuiltError: always.
         """
-        raise NotBuiltError(
+        raise FeatureNotBuiltError(
             "set_all_logging_options asks for the logs of Megatron-LM's training script",
             why="the package megatron-core is a library without that script",
             fix="Accelerator(log_with=...) and accelerator.log(...)",

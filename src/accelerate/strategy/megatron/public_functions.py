@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.core import tree
-from accelerate.core.errors import NotBuiltError, PrepareError
+from accelerate.core.errors import FeatureNotBuiltError, PrepareError
 from accelerate.strategy.megatron.layout import open_groups
 from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
 
@@ -67,7 +67,7 @@ def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults:
         extra_args_provider, args_defaults: of Megatron-LM's training script; refused.
     """
     if extra_args_provider is not None or args_defaults:
-        raise NotBuiltError(
+        raise FeatureNotBuiltError(
             "further arguments of Megatron-LM's training script cannot be given",
             why=_SCRIPT,
             fix="MegatronLMPlugin(other_megatron_args=...) sets fields of its TransformerConfig",
@@ -90,7 +90,7 @@ def model_provider_func(
     pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
 ) -> Any:
     """Refused: ``prepare`` builds Megatron-LM's model of the user's."""
-    raise NotBuiltError(
+    raise FeatureNotBuiltError(
         "model_provider_func builds a model of the arguments of a script",
         why=_SCRIPT,
         fix="model, optimizer = accelerator.prepare(model, optimizer)",
@@ -99,7 +99,7 @@ def model_provider_func(
 
 def prepare_model_optimizer_scheduler(accelerator: Any) -> Any:
     """Refused: ``prepare`` takes the objects themselves."""
-    raise NotBuiltError(
+    raise FeatureNotBuiltError(
         "prepare_model_optimizer_scheduler makes objects of the arguments of a script",
         why=_SCRIPT,
         fix="model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
@@ -153,8 +153,8 @@ class MegatronLMDummyDataLoader:
         raise _no_datasets_error()
 
 
-def _no_datasets_error() -> NotBuiltError:
-    return NotBuiltError(
+def _no_datasets_error() -> FeatureNotBuiltError:
+    return FeatureNotBuiltError(
         "Megatron-LM's own datasets cannot be read",
         why=_SCRIPT,
         fix="prepare a DataLoader; with MegatronLMPlugin(megatron_dataset_flag=True) its batches may have "

@@ -18,15 +18,15 @@ from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import Bundle, PrepareStep, RankDataShard, Strategy, StrategyRequest
-from accelerate.strategy.settings.megatron import MegatronSettings, MegatronSwitch
+from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, Strategy, StrategyRequest
+from accelerate.strategy.settings.megatron import MegatronSettings, UseMegatronSetting
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
-    from accelerate.strategy.megatron.full_state import FullStateConverter
+    from accelerate.strategy.megatron.full_state import MegatronFullStateConverter
     from accelerate.strategy.megatron.layout import MegatronLayout
-    from accelerate.strategy.megatron.optimizer import MegatronStepper
+    from accelerate.strategy.megatron.optimizer import MegatronOptimizerStepper
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin
 
 
@@ -58,8 +58,8 @@ class Megatron(Strategy):
 
         self.plugin: MegatronLMPlugin = _requested_plugin(request) or MegatronLMPlugin()
         self._engines: list[MegatronEngine] = []
-        self._converters: dict[int, FullStateConverter] = {}
-        self._steppers: dict[int, tuple[torch.optim.Optimizer, MegatronStepper]] = {}
+        self._converters: dict[int, MegatronFullStateConverter] = {}
+        self._steppers: dict[int, tuple[torch.optim.Optimizer, MegatronOptimizerStepper]] = {}
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
@@ -74,7 +74,7 @@ class Megatron(Strategy):
     @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
         """Yield the switch, the plugin and the launcher's options."""
-        yield from requested_options(load_settings(MegatronSwitch))
+        yield from requested_options(load_settings(UseMegatronSetting))
         yield from requested_options(load_settings(MegatronSettings))
         if _requested_plugin(request) is not None:
             yield RequestedOption("megatron_lm_plugin", "MegatronLMPlugin", "the argument megatron_lm_plugin")
@@ -91,7 +91,7 @@ class Megatron(Strategy):
         """Refuse options that Megatron-LM cannot do, and devices on which it does not run.
 
         Raises:
-            MissingExtraError, DeviceError, SettingError, NotBuiltError: by what is wrong.
+            MissingExtraError, DeviceError, SettingError, FeatureNotBuiltError: by what is wrong.
         """
         from accelerate.strategy.megatron.layout import check_supported
         from accelerate.strategy.megatron.unsupported_options import check_options
@@ -126,7 +126,7 @@ class Megatron(Strategy):
 
     # --- prepare
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Build Megatron-LM's model, with the optimizer on it."""
         models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._engines]
         if not models:
@@ -144,7 +144,7 @@ class Megatron(Strategy):
         reason = f"tensor parallel {layout.tp}, pipeline parallel {layout.pp}, data parallel {layout.dp}"
         yield PrepareStep("engine", reason, self._build)
 
-    def _build(self, bundle: Bundle) -> None:
+    def _build(self, bundle: PrepareBundle) -> None:
         from accelerate.strategy.megatron.engine_factory import (
             build_engine,
             build_stepper,
@@ -212,7 +212,7 @@ class Megatron(Strategy):
             if parameter.grad is not None:
                 parameter.grad.clamp_(-limit, limit)
 
-    def _clipper(self, parameters: Iterable[torch.Tensor]) -> MegatronStepper:
+    def _clipper(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerStepper:
         """Return the stepper whose trainable parameters are exactly ``parameters``."""
         wanted = {id(parameter) for parameter in parameters}
         for engine in self._engines:
@@ -235,7 +235,7 @@ class Megatron(Strategy):
         """Clears Megatron-LM's gradients."""
         self._stepper(optimizer).clear()
 
-    def _stepper(self, optimizer: Any) -> MegatronStepper:
+    def _stepper(self, optimizer: Any) -> MegatronOptimizerStepper:
         known = self._steppers.get(id(optimizer))
         if known is None:
             raise PrepareError(

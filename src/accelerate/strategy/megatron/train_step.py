@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from accelerate.core.errors import NotBuiltError, PrepareError
+from accelerate.core.errors import FeatureNotBuiltError, PrepareError
 
 IGNORED = -100
 _BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
@@ -266,8 +266,8 @@ class T5TrainStep(AbstractTrainStep):
         raise _not_built_error("T5")
 
 
-def _not_built_error(kind: str) -> NotBuiltError:
-    return NotBuiltError(
+def _not_built_error(kind: str) -> FeatureNotBuiltError:
+    return FeatureNotBuiltError(
         f"training {kind} by Megatron-LM is not built",
         why="its models for this lie in Megatron-LM's repository (megatron.legacy), not in the package "
         "megatron-core; Megatron-LM's GPT is what has been seen to train",

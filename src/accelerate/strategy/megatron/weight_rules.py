@@ -63,7 +63,7 @@ class DimShard(WeightRule):
         return [torch.cat(list(parts), self._shard_dim)]
 
 
-class VocabShard(WeightRule):
+class VocabShardRule(WeightRule):
     """A tensor sharded along the vocabulary, which is padded with zeros so that all shards are equal."""
 
     dim = 0
@@ -82,7 +82,7 @@ class VocabShard(WeightRule):
         return [torch.cat(list(parts))[: self.vocab_size]]
 
 
-class GatedMLPShard(WeightRule):
+class GatedMLPShardRule(WeightRule):
     """The gate and up projections of a gated MLP: a shard holds its part of the one, then of the other."""
 
     dim = 0
@@ -96,7 +96,7 @@ class GatedMLPShard(WeightRule):
         return [torch.cat(list(half)) for half in halves]
 
 
-class QKVShard(WeightRule):
+class FusedQKVShardRule(WeightRule):
     """The joined QKV projection, group by group: the query heads of a group, then its key and its value.
 
     Args:

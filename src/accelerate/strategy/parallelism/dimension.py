@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelerate.core.option_report import OptionStatus
-from accelerate.strategy.base import Bundle, PrepareStep
+from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.parallelism.config import ParallelismConfig
 
 
-class Dimension:
+class MeshDimension:
     """One dimension of a device mesh, with more than one process.
 
     Attributes:
@@ -46,14 +46,14 @@ class Dimension:
         """Refuse, with the reason, what cannot work here.
 
         Raises:
-            SettingError, WorldError, NotBuiltError: by what is wrong.
+            SettingError, WorldError, FeatureNotBuiltError: by what is wrong.
         """
 
     def option_statuses(self) -> Iterator[OptionStatus]:
         """Yield the status of the options that only this dimension reads."""
         return iter(())
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Yield the steps that change a bundle before FSDP shards it; they are applied later."""
         return iter(())
 

@@ -1,7 +1,7 @@
 """The strategy of a device mesh: data, tensor, context, sequence and pipeline parallelism combined.
 
-The processes form a mesh of named dimensions. Each dimension other than data parallel is a ``Dimension`` in a
-folder beside this file; it changes the models first. Then FSDP2 shards parameters over the remaining ones.
+The processes form a mesh of named dimensions. Each dimension other than data parallel is a ``MeshDimension`` in
+a folder beside this file; it changes the models first. Then FSDP2 shards parameters over the remaining ones.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import Bundle, PrepareStep, RankDataShard, StrategyRequest
-from accelerate.strategy.settings.parallelism import ParallelismSettings, ParallelismSwitch
+from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest
+from accelerate.strategy.settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
 from accelerate.strategy.sharding.base import fsdp_options
-from accelerate.strategy.sharding.fsdp2 import FSDP2Strategy
+from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.strategy.parallelism.config import ParallelismConfig
-    from accelerate.strategy.parallelism.dimension import Dimension
+    from accelerate.strategy.parallelism.dimension import MeshDimension
 
 # Mesh dimension -> (module, class), in the order in which models are changed.
 _DIMENSIONS = {
@@ -38,7 +38,7 @@ _DIMENSIONS = {
 }
 
 
-class MeshParallelism(FSDP2Strategy):
+class MeshParallelism(FSDP2StrategyBase):
     """The strategy that composes the dimensions of a device mesh with FSDP2."""
 
     name: ClassVar[str] = "parallelism"
@@ -69,7 +69,7 @@ class MeshParallelism(FSDP2Strategy):
     @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
         """Yield the switch, and the options of sharding."""
-        yield from requested_options(load_settings(ParallelismSwitch))
+        yield from requested_options(load_settings(UseParallelismConfigSetting))
         if cls.claims(request):
             yield from fsdp_options(request)
 
@@ -104,9 +104,9 @@ class MeshParallelism(FSDP2Strategy):
         return self.config.get_device_mesh(self._kind)
 
     @cached_property
-    def dimensions(self) -> list[Dimension]:
+    def dimensions(self) -> list[MeshDimension]:
         """The active dimensions other than data parallel."""
-        dimensions: list[Dimension] = []
+        dimensions: list[MeshDimension] = []
         for name, (file, class_name) in _DIMENSIONS.items():
             if self.config._sizes[name] > 1:
                 dimension_class = getattr(
@@ -132,7 +132,7 @@ class MeshParallelism(FSDP2Strategy):
         """Refuse torch.compile with pipeline parallelism, whose stages are no single graph."""
         if self.config.pp_enabled:
             raise SettingError(
-                f"pp_size={self.config.pp_size} splits models into pipeline stages, and torch.compile is asked for",
+                f"torch.compile goes with no pipeline stages, and pp_size is {self.config.pp_size}",
                 why="the model's forward is read on empty tensors, and each process runs its layers only",
                 fix="leave dynamo_backend and dynamo_plugin out; compile functions inside of your layers",
             )
@@ -310,7 +310,7 @@ class MeshParallelism(FSDP2Strategy):
             else "one process updates each shard"
         )
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Yield the steps of each dimension, then those of sharding."""
         for dimension in self.dimensions:
             yield from dimension.prepare_steps(bundle)

@@ -14,7 +14,7 @@ ObjectKind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 
 
 @dataclass
-class Bundle:
+class PrepareBundle:
     """The objects of one ``prepare``, in the order of the call.
 
     Attributes:
@@ -60,7 +60,7 @@ class PrepareStep:
 
     name: str
     reason: str
-    apply: Callable[[Bundle], None]
+    apply: Callable[[PrepareBundle], None]
     bytes_before: int = 0
     bytes_after: int = 0
 

@@ -41,7 +41,7 @@ class EngineCheckpoint(Protocol):
         ...
 
 
-class StateHandling:
+class StrategyStateMethods:
     """The state methods of a strategy; by default each process has the full state."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:

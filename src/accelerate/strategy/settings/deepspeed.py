@@ -14,9 +14,9 @@ from typing import Any, Literal
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import Origin, declared_settings, setting
+from accelerate.core.setting import SettingOrigin, declared_settings, setting
 
-Origins = Callable[[str], tuple[Origin, ...]]
+Origins = Callable[[str], tuple[SettingOrigin, ...]]
 _SEVERAL_MACHINES = {"num_machines": range(2, 10_000)}
 DEVICES = ("none", "cpu", "nvme")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm")
@@ -37,7 +37,7 @@ COUNTERPARTS: dict[str, tuple[tuple[str, ...], object]] = {
 
 
 @frozen_dataclass
-class DeepSpeedSwitch:
+class UseDeepSpeedSetting:
     """The switch for DeepSpeed; in files it is ``distributed_type: DEEPSPEED``."""
 
     __topic__ = "DeepSpeed"
@@ -196,7 +196,7 @@ def _is_empty(value: object) -> bool:
     return value is None or str(value).lower() == "none"
 
 
-def _read_json(file_origin: Origin) -> Mapping[str, Any]:
+def _read_json(file_origin: SettingOrigin) -> Mapping[str, Any]:
     """Return the content of DeepSpeed's file, or of the same JSON in base 64."""
     import json
 
@@ -240,7 +240,9 @@ def _nested_value(content: Mapping[str, Any], keys: tuple[str, ...], absent: obj
     return value
 
 
-def _check_counterpart(given: Origin, file_origin: Origin, content: Mapping[str, Any], name: str) -> None:
+def _check_counterpart(
+    given: SettingOrigin, file_origin: SettingOrigin, content: Mapping[str, Any], name: str
+) -> None:
     keys, absent = COUNTERPARTS[name]
     in_file = _nested_value(content, keys, absent)
     # "auto" leaves it to us, and so does what is not there.
@@ -272,7 +274,7 @@ def _as_json(value: object) -> str:
     return json.dumps(value)
 
 
-def _check_precision(given: Origin, file_origin: Origin, content: Mapping[str, Any]) -> None:
+def _check_precision(given: SettingOrigin, file_origin: SettingOrigin, content: Mapping[str, Any]) -> None:
     """Refuse a file that enables another 16-bit format than the mixed precision, or none."""
     if given.source == "default" or given.value is None:
         return
@@ -297,9 +299,9 @@ def _check_paths(origins: Origins) -> None:
             )
 
 
-def _offload_origins(origins: Origins) -> Iterator[tuple[Origin, Origin]]:
+def _offload_origins(origins: Origins) -> Iterator[tuple[SettingOrigin, SettingOrigin]]:
     for what in ("optimizer", "param"):
         yield origins(f"offload_{what}_device")[0], origins(f"offload_{what}_nvme_path")[0]
 
 
-PLUGIN = (DeepSpeedSwitch, DeepSpeedSettings)
+PLUGIN = (UseDeepSpeedSetting, DeepSpeedSettings)

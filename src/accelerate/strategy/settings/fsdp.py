@@ -19,7 +19,7 @@ def _numbers(names: Sequence[str]) -> dict[str, str]:
 
 
 @frozen_dataclass
-class FSDPSwitch:
+class UseFSDPSetting:
     """The switch for FSDP; in files it is ``distributed_type: FSDP``."""
 
     __topic__ = "Sharding"
@@ -158,4 +158,4 @@ class FSDPSettings:
     )
 
 
-PLUGIN = (FSDPSwitch, FSDPSettings)
+PLUGIN = (UseFSDPSetting, FSDPSettings)

@@ -16,7 +16,7 @@ def _option(name: str, help: str, **more: Any) -> Any:
 
 
 @frozen_dataclass
-class MegatronSwitch:
+class UseMegatronSetting:
     """The switch for Megatron-LM; in files it is ``distributed_type: MEGATRON_LM``."""
 
     __topic__ = "Megatron-LM"
@@ -127,4 +127,4 @@ class MegatronSettings:
     )
 
 
-PLUGIN = (MegatronSwitch, MegatronSettings)
+PLUGIN = (UseMegatronSetting, MegatronSettings)

@@ -16,7 +16,7 @@ def _option(name: str, help: str, **more: Any) -> Any:
 
 
 @frozen_dataclass
-class ParallelismSwitch:
+class UseParallelismConfigSetting:
     """The switch for a device mesh of several dimensions."""
 
     __topic__ = "Degrees of parallelism"
@@ -80,4 +80,4 @@ class ParallelismSettings:
     )
 
 
-PLUGIN = (ParallelismSwitch, ParallelismSettings)
+PLUGIN = (UseParallelismConfigSetting, ParallelismSettings)

@@ -15,14 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import RequestedOption, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import NO_CONTEXT, Bundle, PrepareStep, Strategy, StrategyRequest
-from accelerate.strategy.settings.fsdp import FSDPSwitch
+from accelerate.strategy.base import NO_CONTEXT, PrepareBundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.settings.fsdp import UseFSDPSetting
 from accelerate.world import watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.fsdp_layout import ShardingLayout
+    from accelerate.strategy.sharding.fsdp_layout import FSDPShardingPlan
     from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 
@@ -34,7 +34,7 @@ def find_plugin(request: StrategyRequest) -> Any:
 
 def fsdp_options(request: StrategyRequest) -> Iterator[RequestedOption]:
     """Return the FSDP switch, and the plugin, as requested options."""
-    yield from requested_options(load_settings(FSDPSwitch))
+    yield from requested_options(load_settings(UseFSDPSetting))
     plugin = find_plugin(request)
     if plugin is not None:
         yield RequestedOption("fsdp_plugin", type(plugin).__name__, "the argument fsdp_plugin")
@@ -108,7 +108,7 @@ class ShardedStrategy(Strategy):
 
     # --- prepare
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return the steps that shard every model and remap the optimizers to its parameters."""
         models = dict.fromkeys(bundle.objects_of("model"))
         fresh = [model for model in models if not self._is_sharded(model)]
@@ -150,7 +150,7 @@ class ShardedStrategy(Strategy):
         return f"each of {shards} processes holds a shard of every parameter{several}"
 
     @abstractmethod
-    def _plan_layout(self, model: nn.Module) -> ShardingLayout:
+    def _plan_layout(self, model: nn.Module) -> FSDPShardingPlan:
         """Return how ``model`` will be sharded; changes nothing."""
 
     @abstractmethod
@@ -158,10 +158,10 @@ class ShardedStrategy(Strategy):
         """Return whether ``model`` is sharded already."""
 
     @abstractmethod
-    def _shard_models(self, bundle: Bundle) -> None:
+    def _shard_models(self, bundle: PrepareBundle) -> None:
         """Shard the models of ``bundle`` that are not sharded yet."""
 
-    def _adopt_sharded(self, bundle: Bundle) -> None:
+    def _adopt_sharded(self, bundle: PrepareBundle) -> None:
         for model in filter(self._is_sharded, bundle.objects_of("model")):
             self._register(model)
 
@@ -169,16 +169,16 @@ class ShardedStrategy(Strategy):
         """Remember that ``model`` is sharded."""
         self.models.add(model)
 
-    def _move_to_device(self, bundle: Bundle) -> None:
+    def _move_to_device(self, bundle: PrepareBundle) -> None:
         for index in bundle.positions("model"):
             if bundle.place_on_device[index] and not hasattr(bundle.objects[index], "hf_device_map"):
                 bundle.objects[index].to(self.world.device)
 
     @abstractmethod
-    def _update_optimizers(self, bundle: Bundle) -> None:
+    def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Make the optimizers of ``bundle`` hold the new parameters."""
 
-    def _check_optimizers(self, bundle: Bundle) -> None:
+    def _check_optimizers(self, bundle: PrepareBundle) -> None:
         """Refuse, before anything is changed, an optimizer of parameters whose gradients nobody reduces.
 
         Raises:

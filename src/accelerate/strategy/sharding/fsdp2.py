@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accelerate.core.option_report import OptionStatus
-from accelerate.strategy.base import Bundle, graph_leaves
+from accelerate.strategy.base import PrepareBundle, graph_leaves
 from accelerate.strategy.sharding.base import ShardedStrategy
 from accelerate.world import collective
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.fsdp_layout import ShardingLayout
+    from accelerate.strategy.sharding.fsdp_layout import FSDPShardingPlan
     from accelerate.strategy.sharding.shard import Sharder
 
 
-class FSDP2Strategy(ShardedStrategy):
+class FSDP2StrategyBase(ShardedStrategy):
     """Training by ``fully_shard``, in place."""
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
@@ -67,13 +67,13 @@ class FSDP2Strategy(ShardedStrategy):
 
     # --- prepare
 
-    def _plan_layout(self, model: nn.Module) -> ShardingLayout:
+    def _plan_layout(self, model: nn.Module) -> FSDPShardingPlan:
         from accelerate.strategy.sharding.plugin import precision_policy
         from accelerate.strategy.sharding.shard import make_layout
 
         return make_layout(model, self.plugin, precision_policy(self.request.precision))
 
-    def _shard_models(self, bundle: Bundle) -> None:
+    def _shard_models(self, bundle: PrepareBundle) -> None:
         for model in dict.fromkeys(bundle.objects_of("model")):
             if not self._is_sharded(model):
                 self.shard(model, bundle.objects_of("optimizer"))
@@ -95,7 +95,7 @@ class FSDP2Strategy(ShardedStrategy):
         for old, new in renewed.values():
             self._replaced_params[old] = new
 
-    def _update_optimizers(self, bundle: Bundle) -> None:
+    def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""
         from accelerate.strategy.sharding.shard import remap_optimizer_params
 
@@ -135,7 +135,7 @@ class FSDP2Strategy(ShardedStrategy):
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
         """Make the next backward reduce, together with the unreduced gradients."""
-        FSDP2Strategy._set_gradient_sync(model, True)
+        FSDP2StrategyBase._set_gradient_sync(model, True)
 
     def parameters(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the sharded parameters, also while the root module holds unsharded ones."""

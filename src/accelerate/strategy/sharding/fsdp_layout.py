@@ -21,7 +21,7 @@ from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 
 @dataclass(frozen=True)
-class ShardingLayout:
+class FSDPShardingPlan:
     """The layout in which one model will be sharded.
 
     Attributes:
@@ -104,7 +104,7 @@ class ShardingLayout:
         return -(-rows // size) * (parameter.numel() // max(1, rows))
 
 
-def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: Any) -> ShardingLayout:
+def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: Any) -> FSDPShardingPlan:
     """Return how ``model`` will be sharded; changes nothing.
 
     Args:
@@ -119,7 +119,7 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
     blocks = find_units(model, plugin.policy_for(model), ignored)
     policy = plugin.mixed_precision_policy or precision
     compute = policy.param_dtype if policy else None
-    layout = ShardingLayout(
+    layout = FSDPShardingPlan(
         blocks, direct_parameters(ignored), policy, compute is not None and compute.itemsize == 2
     )
     check_unit_params(model, blocks, layout.ignored, layout.upcast)

@@ -105,7 +105,7 @@ def _to_mesh_device(value: DTensor) -> DTensor:
     )
 
 
-class LocalStateDict(OrderedDict[str, Any]):
+class RankShardStateDict(OrderedDict[str, Any]):
     """The ``state_dict`` of a sharded model: of each parameter the shard of this rank.
 
     It can be copied, loaded again, and saved by ``torch.distributed.checkpoint``. A pickle of it would be an
@@ -123,8 +123,8 @@ class LocalStateDict(OrderedDict[str, Any]):
             raise _local_state_error()
         return super().items()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LocalStateDict:
-        made = LocalStateDict((name, deepcopy(value, memo)) for name, value in self.items())
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankShardStateDict:
+        made = RankShardStateDict((name, deepcopy(value, memo)) for name, value in self.items())
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
 
@@ -146,7 +146,7 @@ def guard_state_dict(model: nn.Module) -> None:
 def _mark_local(module: nn.Module, state: Any, prefix: str, metadata: Any) -> Any:
     if prefix or type(state) is not OrderedDict:
         return None  # inside another model, or into a mapping of the caller's
-    made = LocalStateDict(state)
+    made = RankShardStateDict(state)
     made.__dict__.update(vars(state))
     return made
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.grads import fsdp_param_groups
-from accelerate.strategy.sharding.mapped_files import MappedFileMarks
+from accelerate.strategy.sharding.mapped_files import MappedFileFingerprints
 
 _NO_VALUES = b"no values"
 WeightMarks = tuple[bytes, ...]
@@ -29,7 +29,7 @@ ParamSources = dict[tuple[nn.Module, str], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class RankModelInfo:
+class InitialWeightsInfo:
     """The info about its model that a rank sends to the others.
 
     Attributes:
@@ -44,8 +44,8 @@ class RankModelInfo:
 
 
 def weight_marks(model: nn.Module) -> WeightMarks:
-    """Return the marks of the parameters and buffers; see ``RankModelInfo``."""
-    files = MappedFileMarks()
+    """Return the marks of the parameters and buffers; see ``InitialWeightsInfo``."""
+    files = MappedFileFingerprints()
     plain = {id(p) for p in model.parameters() if type(p) is nn.Parameter}
     return tuple(
         _NO_VALUES if t.is_meta else files.mark(t) if id(t) in plain else b"" for t in _model_tensors(model)
@@ -56,7 +56,7 @@ def _model_tensors(model: nn.Module) -> tuple[torch.Tensor, ...]:
     return (*model.parameters(), *model.buffers())
 
 
-def find_unlike_leader(every: Sequence[RankModelInfo]) -> int | None:
+def find_unlike_leader(every: Sequence[InitialWeightsInfo]) -> int | None:
     """Return a leader that lacks values which another leader of the same parameters has, or None."""
     first: dict[str, int] = {}
     for info in every:
@@ -83,7 +83,7 @@ class InitialWeights:
     def __init__(
         self,
         model: nn.Module,
-        every: Sequence[RankModelInfo] = (),
+        every: Sequence[InitialWeightsInfo] = (),
         rank: int = 0,
         *,
         initialized: bool = False,
@@ -163,7 +163,7 @@ class InitialWeights:
     def guard_forward(self, model: nn.Module) -> None:
         """Refuse a forward of ``model``, and to save it, before all tensors have their values."""
         if self._empty:
-            _GUARDS[model] = _UninitializedGuard(model, self._empty)
+            _GUARDS[model] = _UninitializedWeightsGuard(model, self._empty)
 
 
 def _allocate_shard(fsdp_param: Any, values: torch.Tensor | None) -> None:
@@ -189,7 +189,7 @@ def _allocate_shard(fsdp_param: Any, values: torch.Tensor | None) -> None:
     fsdp_param.reset_sharded_param()
 
 
-class _UninitializedGuard:
+class _UninitializedWeightsGuard:
     """Refuses to compute with a model before its tensors have been written to.
 
     Writing in place gives a tensor another version: the DTensor, or its local shard. Values that are written
@@ -218,7 +218,7 @@ class _UninitializedGuard:
         _GUARDS.pop(model, None)
 
 
-_GUARDS: weakref.WeakKeyDictionary[nn.Module, _UninitializedGuard] = weakref.WeakKeyDictionary()
+_GUARDS: weakref.WeakKeyDictionary[nn.Module, _UninitializedWeightsGuard] = weakref.WeakKeyDictionary()
 
 
 def uninitialized_names(model: nn.Module) -> list[str]:

@@ -34,7 +34,7 @@ class _MappedRegion:
     path: str
 
 
-class MappedFileMarks:
+class MappedFileFingerprints:
     """The files that are mapped now.
 
     A tensor has a mark of 8 bytes: equal marks on two ranks mean the same bytes of the same file. Files are

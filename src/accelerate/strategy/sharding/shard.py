@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
 from accelerate.strategy.sharding.fsdp_layout import (
-    ShardingLayout,
+    FSDPShardingPlan,
     model_digest,
     plan_layout,
     unequal_models_error,
@@ -36,7 +36,7 @@ from accelerate.strategy.sharding.fsdp_layout import (
 from accelerate.strategy.sharding.full_state import distribute, guard_state_dict
 from accelerate.strategy.sharding.initial_weights import (
     InitialWeights,
-    RankModelInfo,
+    InitialWeightsInfo,
     find_unlike_leader,
     weight_marks,
 )
@@ -47,7 +47,7 @@ from accelerate.world import collective
 
 def make_layout(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecisionPolicy | None
-) -> ShardingLayout:
+) -> FSDPShardingPlan:
     """Return how ``model`` will be sharded; changes nothing.
 
     Raises:
@@ -91,7 +91,7 @@ class Sharder:
         return given
 
     def shard(
-        self, model: nn.Module, layout: ShardingLayout, optimizers: Iterable[Any], remap: RemapCallback
+        self, model: nn.Module, layout: FSDPShardingPlan, optimizers: Iterable[Any], remap: RemapCallback
     ) -> None:
         """Shard ``model``; afterwards all ranks of the mesh have the weights of its first rank.
 
@@ -143,7 +143,7 @@ class Sharder:
     def _materialize(
         self,
         modules: list[nn.Module],
-        layout: ShardingLayout,
+        layout: FSDPShardingPlan,
         materialized: tuple[Any, Any],
         initialize: InitFunction | None,
         values: InitialWeights,
@@ -167,7 +167,7 @@ class Sharder:
                 initialize(module)
 
     def _materialize_tensor(
-        self, old: torch.Tensor, layout: ShardingLayout, values: InitialWeights
+        self, old: torch.Tensor, layout: FSDPShardingPlan, values: InitialWeights
     ) -> torch.Tensor:
         whole = old in layout.ignored or not isinstance(old, nn.Parameter)
         stand_in = values.make_placeholder(old, layout.storage_dtype(old), self.device, whole=whole)
@@ -248,11 +248,11 @@ def exchange_model_info(
     bare = any(p.is_meta for p in model.parameters())
     first = int(mesh.mesh.flatten()[0])
     answers = collective.all_gather_object(
-        (RankModelInfo(model_digest(model), first, weight_marks(model)), bare), "prepare(model)"
+        (InitialWeightsInfo(model_digest(model), first, weight_marks(model)), bare), "prepare(model)"
     )
     if len(answers) == 1:  # a dry run: the other ranks are not there, and no values are needed
         return None, InitialWeights(model)
-    every: list[RankModelInfo] = [info for info, _ in answers]
+    every: list[InitialWeightsInfo] = [info for info, _ in answers]
     other = [rank for rank, info in enumerate(every) if info.digest != every[info.leader].digest]
     if other:
         raise unequal_models_error(model, other[0], every[other[0]].leader)
@@ -338,7 +338,7 @@ def _shard_optimizer_state(state: dict[str, Any], parameter: Any) -> dict[str, A
     return {name: distribute(value, parameter) for name, value in state.items()}
 
 
-def verify_sharded(model: nn.Module, layout: ShardingLayout) -> None:
+def verify_sharded(model: nn.Module, layout: FSDPShardingPlan) -> None:
     """Check that every parameter is sharded, and has the planned dtype.
 
     Raises:

@@ -221,7 +221,7 @@ class AttentionInterceptor(_AttentionMode):
         return False
 
 
-class AttentionCounter(_AttentionMode):
+class AttentionCallCounter(_AttentionMode):
     """Counts attention calls on fake tensors, inside of stage modules and outside.
 
     Masks are left out: they may be over keys of all processes, and give no shape.
@@ -244,7 +244,7 @@ class AttentionCounter(_AttentionMode):
         return F.scaled_dot_product_attention(query, key, value, None, *rest, **more)
 
 
-class AttentionInterceptionHooks:
+class AttentionFunctionModeHooks:
     """Module hooks that turn interception on, in the thread that runs the modules.
 
     A mode lives in one thread, and blocks that are computed again run in the backward's; so every module that

@@ -19,7 +19,7 @@ from accelerate.strategy.parallelism.context.attention import (
     DistributedAttention,
     all_gather_with_grad,
 )
-from accelerate.strategy.parallelism.context.sequence_dimension import SequenceDimension
+from accelerate.strategy.parallelism.context.sequence_dimension import SequenceParallelMeshDimension
 from accelerate.strategy.parallelism.context.sequence_shards import join_shards
 
 
@@ -67,7 +67,7 @@ ATTENTION_CLASSES: dict[str, type[DistributedAttention]] = {
 }
 
 
-class ContextParallel(SequenceDimension):
+class ContextParallel(SequenceParallelMeshDimension):
     """The context parallel dimension, ``cp``."""
 
     name: ClassVar[str] = "cp"

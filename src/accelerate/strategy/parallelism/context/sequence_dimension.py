@@ -21,16 +21,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError, SettingError
-from accelerate.strategy.base import Bundle, PrepareStep
+from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.context import attention_masks
 from accelerate.strategy.parallelism.context.attention import (
-    AttentionCounter,
-    AttentionInterceptionHooks,
+    AttentionCallCounter,
+    AttentionFunctionModeHooks,
     DistributedAttention,
     check_model,
 )
 from accelerate.strategy.parallelism.context.sequence_shards import MASK, TOKENS, SequenceSharder, join_shards
-from accelerate.strategy.parallelism.dimension import Dimension
+from accelerate.strategy.parallelism.dimension import MeshDimension
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _WHOLE: frozenset[int] = frozenset()
 
 
-class SequenceDimension(Dimension):
+class SequenceParallelMeshDimension(MeshDimension):
     """A mesh dimension whose processes shard sequences.
 
     Attributes:
@@ -57,7 +57,7 @@ class SequenceDimension(Dimension):
         self.size, self.rank = mesh[self.name].size(), mesh.get_local_rank(self.name)
         self.group = mesh.get_group(self.name)
         self.attention = self.attention_class(self.size, self.rank, self.group, self.balanced)
-        self._hooks = AttentionInterceptionHooks(self.attention)
+        self._hooks = AttentionFunctionModeHooks(self.attention)
         self._option: bool | Mapping[str, int] | None = getattr(self.handler, "cut", None)
         dims = self._option if isinstance(self._option, Mapping) else None
         self.sharder = SequenceSharder(self.size, self.rank, self.balanced, dims)
@@ -101,7 +101,7 @@ class SequenceDimension(Dimension):
 
     # --- prepare
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Intercept attention of the models, and shard the batches of loaders prepared with one."""
         models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._models]
         for model in models:
@@ -115,7 +115,7 @@ class SequenceDimension(Dimension):
                 "sequences", reason, lambda b: self._sharded_loaders.update(b.objects_of("loader"))
             )
 
-    def _install(self, bundle: Bundle) -> None:
+    def _install(self, bundle: PrepareBundle) -> None:
         for model in dict.fromkeys(bundle.objects_of("model")):
             if model not in self._models:
                 self._models[model] = type(model).__name__
@@ -172,7 +172,7 @@ class SequenceDimension(Dimension):
         if model not in self._models:
             yield
             return
-        with AttentionCounter(inside) as counter:
+        with AttentionCallCounter(inside) as counter:
             yield
         self._has_attention[model] = counter.inside_calls > 0
         if counter.outside_calls:

@@ -20,7 +20,7 @@ from torch import nn
 from accelerate.core import packages, tree
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.context.attention import AttentionCall, DistributedAttention
-from accelerate.strategy.parallelism.context.sequence_dimension import SequenceDimension
+from accelerate.strategy.parallelism.context.sequence_dimension import SequenceParallelMeshDimension
 from accelerate.strategy.parallelism.context.sequence_shards import TokenRange
 
 
@@ -93,7 +93,7 @@ class UlyssesAttention(DistributedAttention):
         return ((0, own * self.size),)
 
 
-class UlyssesSequenceParallel(SequenceDimension):
+class UlyssesSequenceParallel(SequenceParallelMeshDimension):
     """The Ulysses sequence parallel dimension, ``sp``."""
 
     name: ClassVar[str] = "sp"
@@ -150,11 +150,11 @@ class UlyssesSequenceParallel(SequenceDimension):
             return loader
         if packages.is_installed("deepspeed"):
             groups: Any = import_module("deepspeed.utils.groups")
-            groups.mpu = groups.mpu or _SequenceGroup(self.group)
+            groups.mpu = groups.mpu or _TrainerSequenceGroup(self.group)
         return SequenceShardLoader(loader, self)
 
 
-class _SequenceGroup:
+class _TrainerSequenceGroup:
     """The sequence parallel group, where transformers' Trainer looks for it to average its loss.
 
     It asks that library, whichever way sequences are shared.

@@ -29,7 +29,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.stages import tensor_tree
 
 
-class BlockOutput(NamedTuple):
+class BlockOutputKey(NamedTuple):
     """An output tensor of a block: the number of the call, and the position among its outputs."""
 
     call: int
@@ -45,7 +45,7 @@ class TensorMeta(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockCall:
+class BlockCallTrace:
     """One call of a block.
 
     Attributes:
@@ -60,32 +60,32 @@ class BlockCall:
     stage: int
     form: Any
     metas: tuple[TensorMeta, ...]
-    dependencies: frozenset[BlockOutput]
+    dependencies: frozenset[BlockOutputKey]
 
 
 @dataclass(frozen=True)
-class ForwardTrace:
+class PipelineForwardTrace:
     """The trace of one forward: the block calls in order, and the block outputs that its result depends on.
 
     ``result`` is what it gave, without values.
     """
 
-    calls: tuple[BlockCall, ...]
-    result_inputs: tuple[BlockOutput, ...]
+    calls: tuple[BlockCallTrace, ...]
+    result_inputs: tuple[BlockOutputKey, ...]
     stages: int
     result: Any
 
-    def meta(self, value: BlockOutput) -> TensorMeta:
+    def meta(self, value: BlockOutputKey) -> TensorMeta:
         """Return shape and dtype of a block output."""
         return self.calls[value.call].metas[value.position]
 
-    def stage_inputs(self, stage: int) -> tuple[BlockOutput, ...]:
+    def stage_inputs(self, stage: int) -> tuple[BlockOutputKey, ...]:
         """Return the inputs of a stage: made before it, and needed by it or by a later one."""
         return tuple(
             sorted(v for v in self._stages_using if self.calls[v.call].stage < stage <= self._last_user(v))
         )
 
-    def is_used_in_own_stage(self, value: BlockOutput) -> bool:
+    def is_used_in_own_stage(self, value: BlockOutputKey) -> bool:
         """Return whether the stage that computes a block output uses it outside the block."""
         return (
             self.calls[value.call].stage in self._stages_using[value]
@@ -93,20 +93,20 @@ class ForwardTrace:
             else False
         )
 
-    def _last_user(self, value: BlockOutput) -> int:
+    def _last_user(self, value: BlockOutputKey) -> int:
         return max(self.stages - 1 if value in self.result_inputs else 0, *self._stages_using[value], 0)
 
     @property
-    def _stages_using(self) -> dict[BlockOutput, set[int]]:
+    def _stages_using(self) -> dict[BlockOutputKey, set[int]]:
         """The stages whose blocks use each block output; result inputs are always listed."""
-        stages: dict[BlockOutput, set[int]] = {value: set() for value in self.result_inputs}
+        stages: dict[BlockOutputKey, set[int]] = {value: set() for value in self.result_inputs}
         for call in self.calls:
             for value in call.dependencies:
                 stages.setdefault(value, set()).add(call.stage)
         return stages
 
 
-class PipelineBlock:
+class PipelineBlockBase:
     """The first base class of every block: its calls go through the runner."""
 
     _runner: Any
@@ -131,7 +131,7 @@ def add_base_class(module: nn.Module, base: type, **attributes: Any) -> None:
     vars(module).update(attributes)
 
 
-class _DependencyTracker(TorchDispatchMode):
+class _BlockDependencyMode(TorchDispatchMode):
     """A dispatch mode that tracks which block outputs a tensor depends on, outside of blocks."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def _tensor_leaves(values: Any) -> Iterable[torch.Tensor]:
     return (leaf for _, leaf in tree.iterate_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
-class ForwardTracer:
+class PipelineForwardTracer:
     """Traces a forward of the shadow model.
 
     Args:
@@ -168,8 +168,8 @@ class ForwardTracer:
 
     def __init__(self, stage_of: Mapping[str, int], stages: int) -> None:
         self.stage_of, self.stages = stage_of, stages
-        self.tracker = _DependencyTracker()
-        self.calls: list[BlockCall] = []
+        self.tracker = _BlockDependencyMode()
+        self.calls: list[BlockCallTrace] = []
 
     def call_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block on fake tensors, and record its dependencies and outputs."""
@@ -184,17 +184,17 @@ class ForwardTracer:
             self.tracker.paused -= 1
         form, tensors = tensor_tree.flatten_tree(output, f"the output of {name} ")
         for place, tensor in enumerate(tensors):
-            self.tracker.origins[tensor] = frozenset({BlockOutput(len(self.calls), place)})
+            self.tracker.origins[tensor] = frozenset({BlockOutputKey(len(self.calls), place)})
         metas = tuple(TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         stage = self.stage_of[name]
         if self.calls and stage < self.calls[-1].stage:
             raise _block_order_error(name, stage, self.calls[-1])
-        self.calls.append(BlockCall(name, stage, form, metas, dependencies))
+        self.calls.append(BlockCallTrace(name, stage, form, metas, dependencies))
         return output
 
     def trace(
         self, shadow: Callable[..., Any], weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any
-    ) -> ForwardTrace:
+    ) -> PipelineForwardTrace:
         """Trace one forward.
 
         Args:
@@ -216,7 +216,7 @@ class ForwardTracer:
             raise
         result_inputs = self.tracker.origins_of(output)
         _refuse_weights(result_inputs)
-        return ForwardTrace(tuple(self.calls), tuple(sorted(result_inputs)), self.stages, output)
+        return PipelineForwardTrace(tuple(self.calls), tuple(sorted(result_inputs)), self.stages, output)
 
 
 def make_fake_mode() -> FakeTensorMode:
@@ -246,7 +246,7 @@ def _refuse_weights(dependencies: frozenset[Any]) -> None:
         )
 
 
-def _block_order_error(name: str, stage: int, before: BlockCall) -> PrepareError:
+def _block_order_error(name: str, stage: int, before: BlockCallTrace) -> PrepareError:
     return PrepareError(
         f"{name} is on stage {stage} of the pipeline, and is called after {before.block} of stage "
         f"{before.stage}",

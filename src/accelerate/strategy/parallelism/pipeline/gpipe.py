@@ -18,10 +18,14 @@ import torch
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.pipeline import shared_grads as grads
-from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutput
-from accelerate.strategy.parallelism.pipeline.micro_batches import CallPlan, PipelineBatch, cast_floats
+from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey
+from accelerate.strategy.parallelism.pipeline.micro_batches import (
+    MicroBatchCallPlan,
+    PipelineBatch,
+    cast_floats,
+)
 from accelerate.strategy.parallelism.pipeline.stage import (
-    ChunkModule,
+    PipelineStageModule,
     StageForward,
     TwoPhaseGPipeSchedule,
     make_stage,
@@ -43,7 +47,7 @@ class GPipeCall:
             last stage.
     """
 
-    def __init__(self, runner: Any, plan: CallPlan, batch: PipelineBatch) -> None:
+    def __init__(self, runner: Any, plan: MicroBatchCallPlan, batch: PipelineBatch) -> None:
         self.runner, self.plan = runner, plan
         self.batch: PipelineBatch | None = batch
         self.outputs: list[tuple[torch.Tensor, ...]] = []
@@ -120,11 +124,11 @@ class GPipeCall:
     def _make_schedule(self, stage: int) -> TwoPhaseGPipeSchedule:
         runner, trace = self.runner, self.plan.chunk_trace
         outputs = [trace.meta(value) for value in self._stage_outputs(stage)]
-        made = make_stage(ChunkModule(), trace, stage, outputs, runner.device, runner.group)
+        made = make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group)
         trains = reject_call if torch.is_grad_enabled() else None
         return TwoPhaseGPipeSchedule(made, runner.options.num_microbatches, loss_fn=trains)
 
-    def _stage_outputs(self, stage: int) -> tuple[BlockOutput, ...]:
+    def _stage_outputs(self, stage: int) -> tuple[BlockOutputKey, ...]:
         trace = self.plan.chunk_trace
         return trace.result_inputs if stage == trace.stages - 1 else trace.stage_inputs(stage + 1)
 

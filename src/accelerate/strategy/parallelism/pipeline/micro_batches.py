@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
 from accelerate.stages import tensor_tree
-from accelerate.strategy.parallelism.pipeline.forward_trace import ForwardTrace
+from accelerate.strategy.parallelism.pipeline.forward_trace import PipelineForwardTrace
 
 
 @dataclass
@@ -61,7 +61,7 @@ def _padded_rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:
 
 
 @dataclass
-class CallPlan:
+class MicroBatchCallPlan:
     """The plan by which calls of one shape run.
 
     Attributes:
@@ -72,8 +72,8 @@ class CallPlan:
         idle_schedules: schedules that wait for a call.
     """
 
-    chunk_trace: ForwardTrace
-    batch_trace: ForwardTrace | None = None
+    chunk_trace: PipelineForwardTrace
+    batch_trace: PipelineForwardTrace | None = None
     rows_per_sample: list[int] = field(default_factory=list)
     idle_schedules: list[Any] = field(default_factory=list)
 

@@ -20,8 +20,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.pipeline import shared_grads as grads
 from accelerate.strategy.parallelism.pipeline.forward_trace import TensorMeta
-from accelerate.strategy.parallelism.pipeline.micro_batches import CallPlan, PipelineBatch
-from accelerate.strategy.parallelism.pipeline.stage import ChunkModule, make_stage
+from accelerate.strategy.parallelism.pipeline.micro_batches import MicroBatchCallPlan, PipelineBatch
+from accelerate.strategy.parallelism.pipeline.stage import PipelineStageModule, make_stage
 
 _IGNORED = -100  # the label that torch's losses ignore
 
@@ -35,7 +35,7 @@ class OneFOneBCall:
         batch: the batch, equal on all stages.
     """
 
-    def __init__(self, runner: Any, plan: CallPlan, batch: PipelineBatch) -> None:
+    def __init__(self, runner: Any, plan: MicroBatchCallPlan, batch: PipelineBatch) -> None:
         self.runner, self.plan, self.batch = runner, plan, batch
         self.options: Any = runner.options
         self.output: Any = None
@@ -110,7 +110,7 @@ class OneFOneBCall:
         for stage in runner.stages:
             wanted = trace.stage_inputs(stage + 1) if stage < trace.stages - 1 else ()
             outputs = [trace.meta(v) for v in wanted] or [TensorMeta((), torch.float32, True)]
-            made.append(make_stage(ChunkModule(), trace, stage, outputs, runner.device, runner.group))
+            made.append(make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group))
         chunks = self.options.num_microbatches
         if len(made) == 1:
             return Schedule1F1B(made[0], chunks, loss_fn=_identity_loss, scale_grads=False)

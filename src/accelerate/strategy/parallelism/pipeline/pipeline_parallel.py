@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import Bundle, PrepareStep
-from accelerate.strategy.parallelism.dimension import Dimension
+from accelerate.strategy.base import PrepareBundle, PrepareStep
+from accelerate.strategy.parallelism.dimension import MeshDimension
 from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
-from accelerate.strategy.parallelism.pipeline.forward_trace import PipelineBlock, add_base_class
+from accelerate.strategy.parallelism.pipeline.forward_trace import PipelineBlockBase, add_base_class
 from accelerate.strategy.parallelism.pipeline.model_split import (
     StageAssignment,
     UnsplitStateNames,
@@ -28,10 +28,10 @@ from accelerate.strategy.parallelism.pipeline.model_split import (
     check_same_model,
     keep_local_stages,
 )
-from accelerate.strategy.parallelism.pipeline.runner import PipelinedModel, PipelineRunner
-from accelerate.strategy.parallelism.pipeline.shared_grads import SharedParam
+from accelerate.strategy.parallelism.pipeline.runner import PipelinedModel, PipelineParallelRunner
+from accelerate.strategy.parallelism.pipeline.shared_grads import StageSharedParam
 from accelerate.strategy.parallelism.pipeline.state_dicts import (
-    OptimizerLayout,
+    UnsplitOptimizerParamGroups,
     gather_model_state,
     gather_optimizer_state,
     select_model_state,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class PipelineParallel(Dimension):
+class PipelineParallel(MeshDimension):
     """The pipeline parallel dimension, ``pp``."""
 
     name: ClassVar[str] = "pp"
@@ -84,7 +84,7 @@ class PipelineParallel(Dimension):
 
     # --- prepare
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Split every model, and remove other stages' parameters from optimizers."""
         models = [model for model in dict.fromkeys(bundle.objects_of("model")) if runner_of(model) is None]
         for model in models if bundle.training else []:
@@ -120,7 +120,7 @@ class PipelineParallel(Dimension):
             keep_local_stages(model, names, None, self.pp_rank, self.world.device)
             return
         others = [other for other in self.strategy.dimensions if other is not self]
-        runner = PipelineRunner(model, cut, self.options, self.group, self.world.device, others)
+        runner = PipelineParallelRunner(model, cut, self.options, self.group, self.world.device, others)
         runner.names = names
         changed = keep_local_stages(model, names, self.group, self.pp_rank, self.world.device)
         for old, new in changed.values():
@@ -136,7 +136,7 @@ class PipelineParallel(Dimension):
         for part in self._remote_modules(model, cut):
             vars(part)["_on_another_stage"] = True
         for name in cut.stage_of:
-            add_base_class(model.get_submodule(name), PipelineBlock, _runner=runner, _block_name=name)
+            add_base_class(model.get_submodule(name), PipelineBlockBase, _runner=runner, _block_name=name)
         runner.model = model
         runner.shared = _find_shared_params(model, names)
         model.register_forward_hook(runner.expose_stage_outputs)
@@ -147,7 +147,7 @@ class PipelineParallel(Dimension):
         names = [name for name in cut.stage_of if cut.rank_of(name) != self.pp_rank]
         return [part for name in names for part in model.get_submodule(name).modules()]
 
-    def _prune_optimizers(self, bundle: Bundle) -> None:
+    def _prune_optimizers(self, bundle: PrepareBundle) -> None:
         for optimizer in bundle.objects_of("optimizer"):
             self._prune_optimizer(optimizer)
 
@@ -161,7 +161,7 @@ class PipelineParallel(Dimension):
                 inner.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if p not in self._removed_params]
 
-    def _optimizer_layout(self, optimizer: Optimizer) -> OptimizerLayout:
+    def _optimizer_layout(self, optimizer: Optimizer) -> UnsplitOptimizerParamGroups:
         everywhere = tuple(range(self.size))
         cut = (model for model in self.strategy.models if runner_of(model) is not None)
         made_since = {p for model in cut for p in self.strategy.parameters(model)}
@@ -173,14 +173,14 @@ class PipelineParallel(Dimension):
                 # What belongs to no model that was cut, every process has.
                 if parameter in made_since:
                     raise PrepareError(
-                        f"the {type(optimizer).__name__} was made from a model that is split into pipeline stages",
+                        f"the {type(optimizer).__name__} was made from a model split into stages",
                         why="its groups would differ between the stages, and no checkpoint could tell them",
                         fix="make it before: model, optimizer = accelerator.prepare(model, optimizer)",
                     )
                 name, held = self._param_names.get(parameter, (f"{number}.{place}", everywhere))
                 groups[-1].append(name)
                 holders[name] = held
-        return OptimizerLayout(groups, holders)
+        return UnsplitOptimizerParamGroups(groups, holders)
 
     # --- states
 
@@ -262,12 +262,12 @@ class PipelineParallel(Dimension):
         return [parameter for parameter in held if parameter is not None]
 
 
-def runner_of(model: Any) -> PipelineRunner | None:
+def runner_of(model: Any) -> PipelineParallelRunner | None:
     """Return the runner of a pipelined model; None for another."""
     return vars(model).get("_runner") if isinstance(model, PipelinedModel) else None
 
 
-def _find_shared_params(model: nn.Module, names: UnsplitStateNames) -> list[SharedParam]:
+def _find_shared_params(model: nn.Module, names: UnsplitStateNames) -> list[StageSharedParam]:
     """Return the parameters that several stages hold, with their modules here."""
     owners: dict[str, tuple[nn.Module, str]] = {}
     for path, module in model.named_modules():
@@ -277,7 +277,7 @@ def _find_shared_params(model: nn.Module, names: UnsplitStateNames) -> list[Shar
                 owners.setdefault(names.first[name], (module, label))
     several = {first: names.holders[first] for first in dict.fromkeys(names.first.values())}
     return [
-        SharedParam(first, holders, *owners.get(first, (None, "")))
+        StageSharedParam(first, holders, *owners.get(first, (None, "")))
         for first, holders in several.items()
         if len(holders) > 1
     ]

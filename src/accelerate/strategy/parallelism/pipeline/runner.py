@@ -22,31 +22,31 @@ from accelerate.core.errors import PrepareError
 from accelerate.stages import tensor_tree
 from accelerate.strategy.parallelism.pipeline import shared_grads as grads
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
-    BlockOutput,
-    ForwardTrace,
+    BlockOutputKey,
+    PipelineForwardTrace,
     TensorMeta,
     make_fake_mode,
     make_fake_tensor,
 )
 from accelerate.strategy.parallelism.pipeline.gpipe import GPipeCall
 from accelerate.strategy.parallelism.pipeline.micro_batches import (
-    CallPlan,
+    MicroBatchCallPlan,
     PipelineBatch,
     cast_floats,
     check_same_call,
 )
 from accelerate.strategy.parallelism.pipeline.one_f_one_b import OneFOneBCall, check_loss
-from accelerate.strategy.parallelism.pipeline.shadow_model import ShadowModel
+from accelerate.strategy.parallelism.pipeline.shadow_model import FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.stage import StageForward
 
 if TYPE_CHECKING:
-    from accelerate.strategy.parallelism.dimension import Dimension
+    from accelerate.strategy.parallelism.dimension import MeshDimension
     from accelerate.strategy.parallelism.pipeline.model_split import StageAssignment
 
 _PLANS = 16  # that are kept: each has memory for what it receives
 
 
-class ChunkInterval(NamedTuple):
+class MicroBatchTiming(NamedTuple):
     """The time of one micro-batch in one stage.
 
     Attributes:
@@ -62,19 +62,19 @@ class ChunkInterval(NamedTuple):
 
 
 class PipelinedModel:
-    """The first base class of a pipelined model: its calls go to the ``PipelineRunner``."""
+    """The first base class of a pipelined model: its calls go to the ``PipelineParallelRunner``."""
 
     _runner: Any
 
     @contextmanager
-    def pipeline_timeline(self) -> Iterator[list[ChunkInterval]]:
+    def pipeline_timeline(self) -> Iterator[list[MicroBatchTiming]]:
         """Record when each stage works on each micro-batch inside; all processes have the list at the end.
 
         Entered by all processes. On an accelerator it waits for the device after every chunk. The clocks of
         several machines are not compared.
         """
-        runner: PipelineRunner = self._runner
-        runner.timings, timeline = [], list[ChunkInterval]()
+        runner: PipelineParallelRunner = self._runner
+        runner.timings, timeline = [], list[MicroBatchTiming]()
         try:
             yield timeline
             parts: list[Any] = [None] * runner.processes
@@ -88,7 +88,7 @@ class PipelinedModel:
         return self._runner.call_model(super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-class PipelineRunner:
+class PipelineParallelRunner:
     """Runs the calls of one pipelined model.
 
     Args:
@@ -112,20 +112,20 @@ class PipelineRunner:
         options: Any,
         group: Any,
         device: torch.device,
-        other_dimensions: Sequence[Dimension],
+        other_dimensions: Sequence[MeshDimension],
     ) -> None:
         self.other_dimensions = other_dimensions
         self.cut, self.options, self.group, self.device = cut, options, group, device
         self.pp_rank, self.processes = dist.get_rank(group), dist.get_world_size(group)
         self.stages = list(range(self.pp_rank, cut.count, self.processes))
         self.mode = make_fake_mode()
-        self.shadow = ShadowModel(model, list(cut.stage_of), device, self.mode)
+        self.shadow = FakeTensorModel(model, list(cut.stage_of), device, self.mode)
         self.model: Any = None
         self.names: Any = None
-        self.shared: list[grads.SharedParam] = []
-        self.plans: dict[str, CallPlan] = {}
+        self.shared: list[grads.StageSharedParam] = []
+        self.plans: dict[str, MicroBatchCallPlan] = {}
         self.active_forward: StageForward | None = None
-        self.timings: list[ChunkInterval] | None = None
+        self.timings: list[MicroBatchTiming] | None = None
         self._model_call: Callable[..., Any] | None = None
         self.zero_gradients = False
         # A KV cache would be spread over the stages.
@@ -213,7 +213,7 @@ class PipelineRunner:
         kind = self.device.type
         return torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))
 
-    def _plan_for(self, batch: PipelineBatch, *, whole: bool) -> CallPlan:
+    def _plan_for(self, batch: PipelineBatch, *, whole: bool) -> MicroBatchCallPlan:
         metas = [(tuple(t.shape), str(t.dtype)) for t in batch.tensors]
         modes = self.model.training, torch.is_grad_enabled(), self._autocast(), whole, batch.rows
         key = repr((batch.form, metas, modes))
@@ -223,14 +223,14 @@ class PipelineRunner:
             self.plans[key] = self._make_plan(batch, whole)
         return self.plans[key]
 
-    def _make_plan(self, batch: PipelineBatch, whole: bool) -> CallPlan:
+    def _make_plan(self, batch: PipelineBatch, whole: bool) -> MicroBatchCallPlan:
         part = self._trace_forward(batch.chunk(0))
         missing = set(range(self.cut.count)) - {call.stage for call in part.calls}
         if missing:
             raise _idle_stage_error(self.cut, min(missing))
         if not whole:
             check_loss(self.options, part.result, batch)
-            return CallPlan(part)
+            return MicroBatchCallPlan(part)
         full = self._trace_forward(batch.all_samples())
         if [c.block for c in part.calls] != [
             c.block for c in full.calls
@@ -239,11 +239,11 @@ class PipelineRunner:
                 "the forward takes another way for a part of a batch than for all of it",
                 fix="PipelineParallelConfig(num_microbatches=1)",
             )
-        return CallPlan(
+        return MicroBatchCallPlan(
             part, full, [self._rows_per_sample(part, full, value, batch) for value in part.result_inputs]
         )
 
-    def _trace_forward(self, given: Any) -> ForwardTrace:
+    def _trace_forward(self, given: Any) -> PipelineForwardTrace:
         args, kwargs = self.cast(given)
         dtype = grads.mixed_precision_dtypes(self.model)[0]
         with ExitStack() as stack:
@@ -252,7 +252,11 @@ class PipelineRunner:
             return self.shadow.trace(self.cut.stage_of, self.cut.count, args, kwargs, dtype)
 
     def _rows_per_sample(
-        self, part: ForwardTrace, full: ForwardTrace, value: BlockOutput, batch: PipelineBatch
+        self,
+        part: PipelineForwardTrace,
+        full: PipelineForwardTrace,
+        value: BlockOutputKey,
+        batch: PipelineBatch,
     ) -> int:
         one, every = part.meta(value).shape, full.meta(value).shape
         if batch.rows == batch.size:
@@ -277,11 +281,11 @@ class PipelineRunner:
 
     def run_chunk(
         self,
-        trace: ForwardTrace,
+        trace: PipelineForwardTrace,
         stage: int,
         args: Any,
         received: Sequence[torch.Tensor],
-        wanted: Sequence[BlockOutput],
+        wanted: Sequence[BlockOutputKey],
         *,
         result: bool = False,
         outer_weights: list[torch.Tensor] | None = None,
@@ -312,7 +316,7 @@ class PipelineRunner:
         yield
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
-        self.timings.append(ChunkInterval(kind, stage, chunk, begin, time.perf_counter()))
+        self.timings.append(MicroBatchTiming(kind, stage, chunk, begin, time.perf_counter()))
 
 
 def _idle_stage_error(cut: StageAssignment, stage: int) -> PrepareError:

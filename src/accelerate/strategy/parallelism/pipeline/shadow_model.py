@@ -15,9 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
-    ForwardTrace,
-    ForwardTracer,
-    PipelineBlock,
+    PipelineBlockBase,
+    PipelineForwardTrace,
+    PipelineForwardTracer,
     add_base_class,
 )
 
@@ -25,7 +25,7 @@ from accelerate.strategy.parallelism.pipeline.forward_trace import (
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
-class ShadowModel:
+class FakeTensorModel:
     """The second module tree of a model.
 
     Args:
@@ -61,7 +61,7 @@ class ShadowModel:
             block = self.root.get_submodule(name)
             for label, weight in block.named_parameters():
                 self.weights.setdefault(f"{name}.{label}", weight)
-            add_base_class(block, PipelineBlock, _runner=self, _block_name=name)
+            add_base_class(block, PipelineBlockBase, _runner=self, _block_name=name)
 
     def _shadow_of(self, module: nn.Module, inner: Collection[int]) -> nn.Module:
         if id(module) in self._shadows:
@@ -115,7 +115,7 @@ class ShadowModel:
     @property
     def is_inside_block(self) -> bool:
         """Return whether a block runs just now, in a traced forward."""
-        return isinstance(self._call_handler, ForwardTracer) and self._call_handler.tracker.paused > 0
+        return isinstance(self._call_handler, PipelineForwardTracer) and self._call_handler.tracker.paused > 0
 
     def call_block(self, name: str, run: Any, args: Any, kwargs: Any) -> Any:
         """Handle a call of a block's shadow."""
@@ -123,19 +123,19 @@ class ShadowModel:
 
     def trace(
         self, stage_of: Mapping[str, int], stages: int, args: Any, kwargs: Any, dtype: torch.dtype | None
-    ) -> ForwardTrace:
+    ) -> PipelineForwardTrace:
         """Trace a forward on fake tensors; the RNG state stays as it was.
 
         Args:
             dtype: of the weights in a forward; None: their own.
 
         Raises:
-            PrepareError: see ``ForwardTracer.trace``.
+            PrepareError: see ``PipelineForwardTracer.trace``.
         """
         if dtype != self._dtype:
             self._cast_weights(dtype)
         devices = [] if self.device.type == "cpu" else [self.device]
-        tracer = ForwardTracer(stage_of, stages)
+        tracer = PipelineForwardTracer(stage_of, stages)
         with self._use_handler(tracer), torch.random.fork_rng(devices=devices):
             _sync_attributes([*self._block_modules, *self._outer_modules])
             return tracer.trace(self.root, self.weights, args, kwargs)

@@ -26,7 +26,7 @@ from accelerate.strategy.sharding.grads import (
 )
 
 __all__ = [
-    "SharedParam",
+    "StageSharedParam",
     "mixed_precision_dtypes",
     "partial_backward",
     "reduces_gradients",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 @dataclass
-class SharedParam:
+class StageSharedParam:
     """A parameter that several stages hold.
 
     Attributes:
@@ -68,7 +68,7 @@ def trainable_params(model: nn.Module) -> list[torch.Tensor]:
 
 @contextmanager
 def sum_shared_grads(
-    model: nn.Module, shared: Sequence[SharedParam], group: Any, *, sync: bool
+    model: nn.Module, shared: Sequence[StageSharedParam], group: Any, *, sync: bool
 ) -> Iterator[None]:
     """Sum the gradients that a backward adds to shared parameters over their holders; a context.
 

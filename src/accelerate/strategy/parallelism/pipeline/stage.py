@@ -33,8 +33,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, _utils
 from accelerate.core.errors import PrepareError
 from accelerate.stages import tensor_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
-    BlockOutput,
-    ForwardTrace,
+    BlockOutputKey,
+    PipelineForwardTrace,
     TensorMeta,
     is_fake,
 )
@@ -58,17 +58,17 @@ class StageForward:
 
     def __init__(
         self,
-        trace: ForwardTrace,
+        trace: PipelineForwardTrace,
         stage: int | None,
-        inputs: Mapping[BlockOutput, torch.Tensor],
-        wanted: Sequence[BlockOutput],
+        inputs: Mapping[BlockOutputKey, torch.Tensor],
+        wanted: Sequence[BlockOutputKey],
         make_fake: Callable[[TensorMeta], torch.Tensor],
         *,
         result: bool = False,
     ) -> None:
         self.trace, self.stage, self.inputs, self.make_fake = trace, stage, inputs, make_fake
         self.wanted, self.result = frozenset(wanted), result
-        self.kept: dict[BlockOutput, torch.Tensor] = {}
+        self.kept: dict[BlockOutputKey, torch.Tensor] = {}
         self.outer_weights: list[torch.Tensor] | None = None
         self.count = 0
 
@@ -79,7 +79,7 @@ class StageForward:
             raise _control_flow_error(name)
         self.count += 1
         call = calls[number]
-        values = [BlockOutput(number, place) for place in range(len(call.metas))]
+        values = [BlockOutputKey(number, place) for place in range(len(call.metas))]
         if call.stage != self.stage:
             return tensor_tree.unflatten_tree(call.form, [self._input_tensor(value) for value in values])
         output = run(*args, **kwargs)
@@ -93,15 +93,15 @@ class StageForward:
         seen = [t if self._is_visible(v) else self.make_fake(self.trace.meta(v)) for v, t in pairs]
         return tensor_tree.unflatten_tree(tensor_tree.flatten_tree(output, "")[0], seen)
 
-    def _input_tensor(self, value: BlockOutput) -> torch.Tensor:
+    def _input_tensor(self, value: BlockOutputKey) -> torch.Tensor:
         received = self.inputs.get(value)
         return self.make_fake(self.trace.meta(value)) if received is None else received
 
-    def _is_visible(self, value: BlockOutput) -> bool:
+    def _is_visible(self, value: BlockOutputKey) -> bool:
         """Return whether the rest of the forward in this stage needs the real value."""
         return self.trace.is_used_in_own_stage(value) or (self.result and value in self.trace.result_inputs)
 
-    def stage_outputs(self, values: Sequence[BlockOutput]) -> tuple[torch.Tensor, ...]:
+    def stage_outputs(self, values: Sequence[BlockOutputKey]) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the stage, received ones that are passed on included."""
         if self.count != len(self.trace.calls):
             raise _control_flow_error(self.trace.calls[self.count].block, missing=True)
@@ -123,7 +123,7 @@ def _control_flow_error(name: str, *, missing: bool = False) -> PrepareError:
     )
 
 
-class ChunkModule(nn.Module):
+class PipelineStageModule(nn.Module):
     """The module that torch's stage calls for each micro-batch.
 
     Attributes:
@@ -177,8 +177,8 @@ class TrainingStage(PipelineStage):
 
 
 def make_stage(
-    worker: ChunkModule,
-    trace: ForwardTrace,
+    worker: PipelineStageModule,
+    trace: PipelineForwardTrace,
     stage: int,
     outputs: Sequence[TensorMeta],
     device: torch.device,

@@ -15,7 +15,7 @@ from accelerate.strategy.parallelism.pipeline.model_split import UnsplitStateNam
 
 
 @dataclass(frozen=True)
-class OptimizerLayout:
+class UnsplitOptimizerParamGroups:
     """The parameter names and groups of an optimizer, before other stages' parameters were removed.
 
     Attributes:
@@ -132,7 +132,7 @@ def select_model_state(
 
 
 def gather_optimizer_state(
-    own: Mapping[str, Any], layout: OptimizerLayout, group: Any, device: torch.device
+    own: Mapping[str, Any], layout: UnsplitOptimizerParamGroups, group: Any, device: torch.device
 ) -> dict[str, Any]:
     """Gather an optimizer's state on the first pipeline rank, as a single process would have it."""
     here = dist.get_rank(group)
@@ -155,7 +155,9 @@ def gather_optimizer_state(
     return {**own, "state": dict(sorted(states.items())), "param_groups": groups}
 
 
-def select_optimizer_state(state: Mapping[str, Any], layout: OptimizerLayout, here: int) -> dict[str, Any]:
+def select_optimizer_state(
+    state: Mapping[str, Any], layout: UnsplitOptimizerParamGroups, here: int
+) -> dict[str, Any]:
     """Select a stage's part of a full optimizer state, with its optimizer's own indices.
 
     Raises:
@@ -180,6 +182,6 @@ def select_optimizer_state(state: Mapping[str, Any], layout: OptimizerLayout, he
     return {**state, "state": states, "param_groups": groups}
 
 
-def wrapped_model_of(optimizer: Optimizer) -> OptimizerLayout | None:
+def wrapped_model_of(optimizer: Optimizer) -> UnsplitOptimizerParamGroups | None:
     """Return the recorded layout of an optimizer; None for one that no pipeline has pruned."""
     return getattr(optimizer, "_pipeline_record", None)

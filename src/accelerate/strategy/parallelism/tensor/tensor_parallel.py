@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from accelerate import device as devices
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.strategy.base import Bundle, PrepareStep
-from accelerate.strategy.parallelism.dimension import Dimension
+from accelerate.strategy.base import PrepareBundle, PrepareStep
+from accelerate.strategy.parallelism.dimension import MeshDimension
 from accelerate.world import watchdog
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.parallelism.tensor.tp_plan import ResolvedTPPlan
 
 
-class TensorParallel(Dimension):
+class TensorParallel(MeshDimension):
     """The tensor parallel dimension: layers sharded by columns and rows."""
 
     name: ClassVar[str] = "tp"
@@ -47,7 +47,7 @@ class TensorParallel(Dimension):
                 "layers exchange what they have computed, and then the next one computes: nothing overlaps"
             )
 
-    def prepare_steps(self, bundle: Bundle) -> Iterator[PrepareStep]:
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Shard the layers of every model that is not tensor parallel yet."""
         size = self.config._sizes["tp"]
         plans: dict[nn.Module, ResolvedTPPlan | None] = {}
@@ -70,13 +70,12 @@ class TensorParallel(Dimension):
         known = getattr(model, "_tp_size", None) or shared.device_mesh.size(-1)
         if known != size:
             raise PrepareError(
-                f"the layers of the {type(model).__name__} are tensor parallel over {known} processes already, and "
-                f"tp_size is {size}",
+                f"tp_size is {size}, and the {type(model).__name__} is tensor parallel over {known} processes",
                 fix=f"ParallelismConfig(tp_size={known}), or load the model whole",
             )
         return None
 
-    def _shard_models(self, bundle: Bundle, plans: dict[nn.Module, ResolvedTPPlan | None]) -> None:
+    def _shard_models(self, bundle: PrepareBundle, plans: dict[nn.Module, ResolvedTPPlan | None]) -> None:
         self._watch_groups()
         for model, plan in plans.items():
             if plan is not None:
@@ -84,7 +83,7 @@ class TensorParallel(Dimension):
             else:  # optimizers may hold its parameters, though it is prepared as one that is only evaluated
                 self.strategy.models.add(model)
             self._prepared_models.add(model)
-            _RNGSync(self.mesh[self.name]).attach(model)
+            _TPGroupRNGSync(self.mesh[self.name]).attach(model)
 
     def _watch_groups(self) -> None:
         """Let the watchdog count the collectives of the tensor parallel groups, to detect deadlocks."""
@@ -96,7 +95,7 @@ class TensorParallel(Dimension):
         for group in {group.group_name: group for group in groups}.values():
             watch.track_group(group)
 
-    def _shard_model(self, model: nn.Module, plan: ResolvedTPPlan, bundle: Bundle) -> None:
+    def _shard_model(self, model: nn.Module, plan: ResolvedTPPlan, bundle: PrepareBundle) -> None:
         from accelerate.strategy.parallelism.tensor.module_sharder import ModuleSharder
         from accelerate.strategy.sharding.shard import exchange_model_info
 
@@ -120,7 +119,7 @@ def _describe(model: nn.Module, plan: ResolvedTPPlan | None) -> str:
     return f"{len(plan.modules)} layers of the {type(model).__name__}{left}"
 
 
-class _RNGSync:
+class _TPGroupRNGSync:
     """Copies the RNG state of the first tensor parallel rank to all before the first training forward.
 
     Dropout of replicated activations must be equal on all of them. All draw equally often: once is enough.
