@@ -81,13 +81,13 @@ def refused(text: str, use: Callable[[], object], proof: str) -> Claim:
 
 def later(text: str, *names: str) -> Claim:
     """Public names, as ``module:name`` below the package, that the table of names calls planned."""
-    from accelerate.core.lazy_names import UnimplementedPublicName
+    from accelerate.core.lazy_names import UnimplementedName
     from accelerate.names import NAME_SOURCES
 
     def holds() -> bool:
         pairs = (name.split(":") for name in names)
         sources = (NAME_SOURCES[f"accelerate.{module}"][name] for module, name in pairs)
-        return all(isinstance(source, UnimplementedPublicName) for source in sources)
+        return all(isinstance(source, UnimplementedName) for source in sources)
 
     return Claim(text, "planned", holds, f"{', '.join(names)} are planned in accelerate.names")
 

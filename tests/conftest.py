@@ -86,7 +86,7 @@ def _reset() -> None:
 
     if command := loaded("tests.support.command"):
         command.sweep()
-    if gradient := loaded("accelerate.facade.gradient"):
+    if gradient := loaded("accelerate.facade.gradient_state"):
         gradient.GradientState._reset_state()
     if state := loaded("accelerate.facade.state"):
         state.AcceleratorState._reset_state()

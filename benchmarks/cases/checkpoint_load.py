@@ -144,7 +144,7 @@ def verify_blocks(folder: Path) -> None:
 
     from accelerate.checkpoint import manifest as manifests
     from accelerate.checkpoint.rank_group import RankGroup
-    from accelerate.checkpoint.restore import verify_files as verify_files
+    from accelerate.checkpoint.state_reader import verify_files as verify_files
 
     manifest: Any = manifests.read(folder)
     pieces = [(path, at) for path in folder.iterdir() for at in range(0, path.stat().st_size, 2**26)]

@@ -2,18 +2,12 @@
 
 Every public module (``accelerate.state``, ``accelerate.utils.modeling``, ...) is two lines over this table,
 and everything is loaded when it is first used. ``core/lazy_names.py`` explains the kinds of sources, and
-``core/stubs.py`` writes the ``.pyi`` files that show the same names to type checkers.
+``core/pyi_stub_writer.py`` writes the ``.pyi`` files that show the same names to type checkers.
 """
 
 from __future__ import annotations
 
-from accelerate.core.lazy_names import (
-    DirectObjectSource,
-    LazyCallSource,
-    NameSource,
-    PublicNames,
-    UnimplementedPublicName,
-)
+from accelerate.core.lazy_names import DirectObject, LazyCall, NameSource, PublicNames, UnimplementedName
 
 
 def exports(text: str) -> dict[str, NameSource]:
@@ -25,7 +19,7 @@ def exports(text: str) -> dict[str, NameSource]:
 
 def not_built(text: str, names: str) -> dict[str, NameSource]:
     """Return names that are not built yet."""
-    return dict.fromkeys(names.split(), UnimplementedPublicName(text))
+    return dict.fromkeys(names.split(), UnimplementedName(text))
 
 
 def words(text: str) -> list[str]:
@@ -36,22 +30,21 @@ def words(text: str) -> list[str]:
 def constants(texts: str = "", **values: object) -> dict[str, NameSource]:
     """Return constants of the API that no code here needs; ``NAME=text`` for one-word texts."""
     pairs = dict(pair.split("=") for pair in texts.split())
-    return {name: DirectObjectSource(value) for name, value in {**pairs, **values}.items()}
+    return {name: DirectObject(value) for name, value in {**pairs, **values}.items()}
 
 
 def package_checks(names: str) -> dict[str, NameSource]:
     """Return ``is_<name>_available`` for packages; ``name=requirement`` if it is not just that package."""
-    pairs = (name.partition("=") for name in names.split())
+    each = (name.partition("=") for name in names.split())
     return {
-        f"is_{name}_available": LazyCallSource("core.packages:make_checker", need or name)
-        for name, _, need in pairs
+        f"is_{name}_available": LazyCall("core.packages:make_checker", need or name) for name, _, need in each
     }
 
 
 def device_checks(types: str) -> dict[str, NameSource]:
     """Return ``is_<type>_available`` for device types."""
     return {
-        f"is_{type}_available": LazyCallSource("facade.device_availability:device_checker", type)
+        f"is_{type}_available": LazyCall("facade.device_availability:device_checker", type)
         for type in types.split()
     }
 
@@ -81,8 +74,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("data.prepare: prepare_data_loader")
     | exports("data.dispatch: DataLoaderDispatcher")
-    | exports("data.shard: BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
-    | exports("data.stream: IterableDatasetShard"),
+    | exports("data.batch_sampler_shard: BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
+    | exports("data.iterable_dataset: IterableDatasetShard"),
     "accelerate.hooks": exports(
         "offload.hooks: ModelHook SequentialHook _accelerate_added_attributes _compiler_disable "
         "add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
@@ -125,7 +118,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("track.trackio: TrackioTracker")
     | exports("track.wandb: WandBTracker")
     | exports("facade.tracking: filter_trackers get_available_trackers")
-    | {"LOGGER_TYPE_TO_CLASS": LazyCallSource("track:tracker_classes")},
+    | {"LOGGER_TYPE_TO_CLASS": LazyCall("track:tracker_classes")},
     # --- accelerate.commands
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": exports("cli.main: main"),
@@ -138,12 +131,10 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate.commands.config.config_args": {
         **dict.fromkeys(
             words("default_config_file default_json_config_file default_yaml_config_file"),
-            LazyCallSource("launch.config_files:default_file", then=str),
+            LazyCall("launch.config_files:default_file", then=str),
         ),
-        "cache_dir": LazyCallSource("launch.config_files:cache_folder", then=str),
-        "hf_cache_home": LazyCallSource(
-            "launch.config_files:cache_folder", then=lambda folder: str(folder.parent)
-        ),
+        "cache_dir": LazyCall("launch.config_files:cache_folder", then=str),
+        "hf_cache_home": LazyCall("launch.config_files:cache_folder", then=lambda folder: str(folder.parent)),
         **exports("cli.config_classes: BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
     },
     "accelerate.commands.config.config_utils": exports("cli.wizard.config_parsers: SubcommandHelpFormatter")
@@ -167,13 +158,12 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     ),
     "accelerate.commands.launch": exports("cli.launch: launch_command launch_command_parser main")
     | exports(
-        "cli.launcher_functions: deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher "
+        "cli.legacy_launchers: deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher "
         "tpu_launcher tpu_pod_launcher"
     )
     | exports("cli.arguments: CustomHelpFormatter clean_option options_to_group"),
-    "accelerate.commands.merge": exports(
-        "cli.merge_weights: description main merge_command merge_command_parser"
-    ),
+    "accelerate.commands.merge": exports("cli.merge_weights: description main merge_command")
+    | exports("cli.merge_weights: merge_command_parser"),
     "accelerate.commands.test": exports("cli.test: main test_command test_command_parser"),
     "accelerate.commands.to_fsdp2": exports(
         "cli.to_fsdp2: ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 "
@@ -230,7 +220,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "facade.enums: ComputeEnvironment CustomDtype DistributedType FP8BackendType LoggerType "
         "PrecisionType RNGType SageMakerDistributedType"
     )
-    | exports("core.enums: BaseEnum EnumWithContains")
+    | exports("core.enum_bases: BaseEnum EnumWithContains")
     | exports("core.kwargs_handler: KwargsHandler")
     | exports("precision.autocast: AutocastKwargs")
     | exports("precision.settings: DynamoBackend")
@@ -238,12 +228,12 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("strategy.ddp: DDPCommunicationHookType DistributedDataParallelKwargs")
     | exports("world.preemption: PreemptionKwargs")
     | exports("world.world: InitProcessGroupKwargs")
-    | exports("world.tensors: TensorInformation")
+    | exports("world.tensor_trees: TensorInformation")
     | exports("data.configuration: DataLoaderConfiguration")
-    | exports("facade.gradient: GradientAccumulationPlugin")
+    | exports("facade.gradient_state: GradientAccumulationPlugin")
     | exports("facade.fp8: AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
     | exports("facade.compilation: TorchDynamoPlugin")
-    | exports("facade.modules: get_module_class_from_name")
+    | exports("facade.module_queries: get_module_class_from_name")
     | exports("checkpoint.project: ProjectConfiguration")
     | exports("watch.profile: ProfileKwargs")
     | not_built("models quantized by bitsandbytes", "BnbQuantizationConfig")
@@ -276,11 +266,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports(
         "facade.driver_checks: check_cuda_p2p_ib_support=has_p2p_infiniband get_driver_version get_gpu_info"
     )
-    | {
-        "check_cuda_fp8_capability": LazyCallSource(
-            "facade.device_availability:format_checker", "cuda", "fp8"
-        )
-    }
+    | {"check_cuda_fp8_capability": LazyCall("facade.device_availability:format_checker", "cuda", "fp8")}
     | exports("world.affinity: override_numa_affinity set_numa_affinity"),
     "accelerate.utils.fsdp_utils": exports(
         "strategy.sharding.fsdp_utils: disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
@@ -302,44 +288,38 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | device_checks("mlu musa neuron npu sdaa xpu")
     | exports("facade.device_availability: is_fp16_available is_torch_distributed_available")
     | {
-        "USE_TORCH_XLA": LazyCallSource("core.environ:get_flag", "USE_TORCH_XLA", True),
-        "deepspeed_required": LazyCallSource("core.packages:requires", "deepspeed"),
-        "torchao_required": LazyCallSource("core.packages:requires", "torchao"),
-        "is_bnb_available": LazyCallSource("core.packages:make_version_checker", "bitsandbytes"),
-        "is_numpy_available": LazyCallSource("core.packages:make_version_checker", "numpy", "1.25.0"),
-        "is_fp8_available": LazyCallSource(
+        "USE_TORCH_XLA": LazyCall("core.environ:get_flag", "USE_TORCH_XLA", True),
+        "deepspeed_required": LazyCall("core.packages:requires", "deepspeed"),
+        "torchao_required": LazyCall("core.packages:requires", "torchao"),
+        "is_bnb_available": LazyCall("core.packages:make_version_checker", "bitsandbytes"),
+        "is_numpy_available": LazyCall("core.packages:make_version_checker", "numpy", "1.25.0"),
+        "is_fp8_available": LazyCall(
             "core.packages:make_checker", "transformer_engine", "torchao>=0.6.1", "msamp"
         ),
-        "is_tensorboard_available": LazyCallSource(
-            "core.packages:make_checker", "tensorboard", "tensorboardX"
-        ),
-        "is_rich_available": LazyCallSource(
-            "core.packages:make_checker", "rich", flag="ACCELERATE_ENABLE_RICH"
-        ),
-        "is_megatron_lm_available": LazyCallSource(
+        "is_tensorboard_available": LazyCall("core.packages:make_checker", "tensorboard", "tensorboardX"),
+        "is_rich_available": LazyCall("core.packages:make_checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
+        "is_megatron_lm_available": LazyCall(
             "core.packages:make_checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
         ),
-        "is_bf16_available": LazyCallSource("facade.device_availability:bf16_checker", tpu="xla"),
-        "is_cuda_available": LazyCallSource("facade.device_availability:device_checker", "cuda", argument=""),
-        "is_habana_gaudi1": LazyCallSource("facade.device_availability:model_checker", "hpu", "GAUDI"),
-        "is_hpu_available": LazyCallSource(
-            "facade.device_availability:device_checker", "hpu", argument="init_hccl"
-        ),
-        "is_mps_available": LazyCallSource("facade.device_availability:version_checker", "mps", "1.12"),
-        "is_rocm_available": LazyCallSource("facade.device_availability:build_checker", "cuda", "hip"),
-        "is_torch_xla_available": LazyCallSource("facade.device_availability:tpu_gpu_checker", "xla"),
-        "is_xccl_available": LazyCallSource("facade.device_availability:backend_checker", "xccl"),
-        "is_bitsandbytes_multi_backend_available": LazyCallSource(
+        "is_bf16_available": LazyCall("facade.device_availability:bf16_checker", tpu="xla"),
+        "is_cuda_available": LazyCall("facade.device_availability:device_checker", "cuda", argument=""),
+        "is_habana_gaudi1": LazyCall("facade.device_availability:model_checker", "hpu", "GAUDI"),
+        "is_hpu_available": LazyCall("facade.device_availability:device_checker", "hpu", "init_hccl"),
+        "is_mps_available": LazyCall("facade.device_availability:version_checker", "mps", "1.12"),
+        "is_rocm_available": LazyCall("facade.device_availability:build_checker", "cuda", "hip"),
+        "is_torch_xla_available": LazyCall("facade.device_availability:tpu_gpu_checker", "xla"),
+        "is_xccl_available": LazyCall("facade.device_availability:backend_checker", "xccl"),
+        "is_bitsandbytes_multi_backend_available": LazyCall(
             "facade.device_availability:feature_checker", "bitsandbytes:features", "multi_backend"
         ),
-        "is_transformer_engine_mxfp8_available": LazyCallSource(
+        "is_transformer_engine_mxfp8_available": LazyCall(
             "facade.device_availability:function_checker",
             "transformer_engine.pytorch.fp8:check_mxfp8_support",
         ),
     },
-    "accelerate.utils.launch": exports("launch.notebook.prepare: PrepareForLaunch")
+    "accelerate.utils.launch": exports("launch.notebook.spawn_target: PrepareForLaunch")
     | exports(
-        "cli.launcher_functions: env_var_path_add prepare_deepspeed_cmd_env "
+        "cli.legacy_launchers: env_var_path_add prepare_deepspeed_cmd_env "
         "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_simple_launcher_cmd_env "
         "prepare_tpu setup_fp8_env"
     )
@@ -357,7 +337,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "watch.batch_size_search: clear_device_cache find_executable_batch_size release_memory "
         "should_reduce_batch_size"
     ),
-    "accelerate.utils.modeling": exports("facade.modules: convert_file_size_to_int is_peft_model")
+    "accelerate.utils.modeling": exports("facade.module_queries: convert_file_size_to_int is_peft_model")
     | exports(
         "offload.module_sizes: calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes "
         "compute_module_total_buffer_size dtype_byte_size find_tied_parameters get_max_layer_size "
@@ -385,18 +365,18 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "gather gather_object gather_tensor_shape pad_across_processes reduce verify_operation"
     )
     | exports(
-        "world.tensors: CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate "
+        "world.tensor_trees: CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate "
         "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device get_data_structure get_shape "
         "honor_type ignorant_find_batch_size initialize_tensors is_tensor_information is_torch_tensor "
         "listify pad_input_tensors recursively_apply send_to_device slice_tensors"
     )
     | exports("core.tree: is_namedtuple")
-    | exports("facade.modules: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
-    | exports("world.tensor_copy: copy_tensor_to_devices")
-    | {"is_torch_xpu_tensor": LazyCallSource("facade.device_availability:tensor_checker", "xpu")}
+    | exports("facade.module_queries: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
+    | exports("world.single_owner_broadcast: copy_tensor_to_devices")
+    | {"is_torch_xpu_tensor": LazyCall("facade.device_availability:tensor_checker", "xpu")}
     | exports("strategy.deepspeed.strategy: GatheredParameters"),
     "accelerate.utils.other": exports(
-        "facade.modules: extract_model_from_parallel get_model_tp_size get_module_children_bottom_up "
+        "facade.module_queries: extract_model_from_parallel get_model_tp_size get_module_children_bottom_up "
         "has_compiled_regions has_repeated_blocks is_compiled_module is_repeated_blocks model_has_dtensor"
     )
     | exports(
@@ -404,7 +384,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "compile_regions_deepspeed=compile_regions"
     )
     | exports("facade.driver_checks: check_os_kernel")
-    | exports("facade.object_utils: get_pretty_name merge_dicts recursive_getattr")
+    | exports("facade.attribute_utils: get_pretty_name merge_dicts recursive_getattr")
     | exports("core.units: convert_bytes=show_bytes")
     | exports("world.ports: get_free_port is_port_in_use")
     | exports("world.collective: wait_for_everyone=barrier")
@@ -424,9 +404,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
 }
 
 for _name in words("accelerator checkpointing data_loader tracking utils.fsdp_utils utils.other"):
-    NAME_SOURCES[f"accelerate.{_name}"]["logger"] = LazyCallSource(
-        "watch.logging:get_logger", f"accelerate.{_name}"
-    )
+    _module = f"accelerate.{_name}"
+    NAME_SOURCES[_module]["logger"] = LazyCall("watch.logging:get_logger", _module)
 
 # Names that modules of 1.x had by import: never promised one by one, so all modules of a kind have the same.
 UTILS = " ".join(name.partition(".")[2] for name in NAME_SOURCES if name.startswith("accelerate.utils."))

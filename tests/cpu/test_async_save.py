@@ -17,7 +17,7 @@ import torch
 
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.checkpoint import async_save, state, store_channel
-from accelerate.checkpoint.store import FileRecord, LocalCheckpointStorage
+from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.support.command import launch, start
@@ -339,7 +339,7 @@ SCRIPT = """
     import os, sys, threading
     import torch
     from accelerate import Accelerator
-    from accelerate.checkpoint.store import LocalCheckpointStorage
+    from accelerate.checkpoint.storage import LocalCheckpointStorage
 
     write, ends = LocalCheckpointStorage.write, threading.Event()
 
@@ -397,7 +397,7 @@ def test_a_failure_that_nobody_heard_of_is_said_at_the_exit(tmp_path: Path) -> N
 INTERRUPTED = """
     import threading
     from accelerate import Accelerator
-    from accelerate.checkpoint.store import LocalCheckpointStorage
+    from accelerate.checkpoint.storage import LocalCheckpointStorage
 
     def held(self, name, fill):
         print("writing", flush=True)

@@ -18,7 +18,7 @@ from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.state import CheckpointTrainState, StatefulAdapter
-from accelerate.checkpoint.store import FileRecord, LocalCheckpointStorage
+from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.world import collective, rng
 from accelerate.world import world as worlds

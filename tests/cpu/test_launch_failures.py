@@ -88,7 +88,7 @@ time.sleep(600)
     assert plain.startswith('Traceback (most recent call last):\n  File "script.py", line 7, in load\n')
     assert "FileNotFoundError: [Errno 2]" in plain
     assert plain.endswith("RuntimeError: no data\nin two lines\n")
-    assert "child.py" not in plain
+    assert "rank_entry_point.py" not in plain
 
 
 def test_the_error_is_the_one_that_python_prints() -> None:
@@ -329,7 +329,7 @@ def test_a_killed_launcher_leaves_nothing(text: str) -> None:
 def test_the_guard_stays_when_everybody_is_asked_to_end() -> None:
     """F8: a scheduler may signal each process of a job, and kill the launcher a moment later."""
     job = running(WAITS)
-    (guard,) = (p for p in job.members() if any(word.endswith("guard.py") for word in p.cmdline()))
+    (guard,) = (p for p in job.members() if any(word.endswith("orphan_guard.py") for word in p.cmdline()))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         guard.send_signal(number)
     job.signal(signal.SIGKILL)

@@ -11,7 +11,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.checkpoint import snapshot
-from accelerate.checkpoint.store import LocalCheckpointStorage
+from accelerate.checkpoint.storage import LocalCheckpointStorage
 from accelerate.device.base import Device
 
 SIZE = 4096

@@ -168,7 +168,10 @@ KEEPS = [
     ("facade/state.py", "from accelerate import world\nfrom ..core import tree\nfrom . import gradient"),
     ("state.py", "from accelerate.names import module_hooks"),
     ("utils/modeling.py", "from accelerate.facade import x\nfrom accelerate.names import module_hooks"),
-    ("data/loader.py", "import acceleratex\nfrom torch import nn\nfrom accelerate.data.shard import Shard"),
+    (
+        "data/loader.py",
+        "import acceleratex\nfrom torch import nn\nfrom accelerate.data.batch_sampler_shard import Shard",
+    ),
 ]
 
 

@@ -20,11 +20,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from accelerate import Accelerator
 from accelerate.checkpoint import checkpoint_paths, discovery, state
-from accelerate.checkpoint.addresses import parse_address, split_address
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.state import CheckpointTrainState
+from accelerate.checkpoint.storage_urls import parse_address, split_address
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from tests.null.test_checkpoint_commit import Box, box, value_of
 from tests.support.objects import Objects, serving

@@ -682,7 +682,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
         torch.manual_seed(99)
         reader_ranks = RankGroup(rank, size)
         from accelerate.checkpoint import manifest as manifests
-        from accelerate.checkpoint.restore import TrainingStateReader
+        from accelerate.checkpoint.state_reader import TrainingStateReader
 
         parts = CheckpointTrainState(rng=rng)
         reader = TrainingStateReader(path, manifests.read(path), reader_ranks)
@@ -699,7 +699,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
 
 def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
     """D2: a rank's file that should be there and is not."""
-    from accelerate.checkpoint.restore import TrainingStateReader
+    from accelerate.checkpoint.state_reader import TrainingStateReader
 
     path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)
     (path / "random_states_1.pkl").unlink()

@@ -119,9 +119,9 @@ def test_an_end_without_traceback_says_why(tmp_path: Path, summary: str | None, 
 
 
 def test_a_crash_shows_the_stack_without_our_frames(tmp_path: Path) -> None:
-    from accelerate.launch import child
+    from accelerate.launch import rank_entry_point
 
-    frames = [f'  File "{name}", line 3' for name in ("x.py", child.__file__)]
+    frames = [f'  File "{name}", line 3' for name in ("x.py", rank_entry_point.__file__)]
     fault_file(tmp_path, 0).write_text("\n".join(["Fatal Python error: Segmentation fault", "", *frames]))
     code, lines = shown(tmp_path, end(0, -11, 20))
     assert (code, lines[0], lines[-1]) == (139, "the script was killed by SIGSEGV", '  File "x.py", line 3')

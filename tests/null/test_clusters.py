@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
 from accelerate.world.clusters import ClusterRankInfo, detect
+from accelerate.world.env_variable_parsers import DEFAULT_PORT, JOB_PORT_COUNT
 from accelerate.world.slurm_lists import expand_counts, expand_nodes
-from accelerate.world.variables import DEFAULT_PORT, JOB_PORT_COUNT
 from tests.support.launchers import RECORDED, environments
 
 TORCHRUN = {

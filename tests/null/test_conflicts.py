@@ -12,8 +12,8 @@ from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import setting
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.check import allocate_devices, check_request
 from accelerate.launch.conflicts import CONFLICTS
+from accelerate.launch.device_selection import allocate_devices, check_request
 from accelerate.launch.launch_request import all_settings, read_request
 
 

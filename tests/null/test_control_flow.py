@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.world.control_flow import on_same_path
+from accelerate.world.call_site_control_flow import on_same_path
 
 CERTAIN = {
     "one after the other": "def f():\n    A\n    B\n",

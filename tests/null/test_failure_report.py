@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from accelerate.core.errors import CollectiveError, PeerError
-from accelerate.world.failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
+from accelerate.world.rank_failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
 
 IN_SAVE = RankStatus(letters=3, doing="save_state at train.py:12", calls=4, at="train.py:12")
 IN_BACKWARD = RankStatus(letters=2, inside="backward at train.py:10", calls=5, at="train.py:10")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli import arguments, launcher_functions, parser
+from accelerate.cli import arguments, launch_argparse_parser, legacy_launchers
 from accelerate.cli.launch import PLUGIN, launch_command, launch_command_parser
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.launch.errors import RankError
@@ -87,13 +87,15 @@ def parsed(*args: str) -> argparse.Namespace:
 
 
 def test_defaults_of_a_namespace_made_by_hand_ask_for_nothing() -> None:
-    assert parser.typed_flags(PLUGIN, by_hand()) == {}
-    assert parser.typed_flags(PLUGIN, by_hand(num_processes=2, mixed_precision="no", cpu=True)) == {
+    assert launch_argparse_parser.typed_flags(PLUGIN, by_hand()) == {}
+    assert launch_argparse_parser.typed_flags(
+        PLUGIN, by_hand(num_processes=2, mixed_precision="no", cpu=True)
+    ) == {
         "num_processes": 2,
         "mixed_precision": "no",
         "use_cpu": True,
     }
-    assert parser.typed_flags(PLUGIN, argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
+    assert launch_argparse_parser.typed_flags(PLUGIN, argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
 
 
 def test_what_was_typed_counts_although_it_is_the_default() -> None:
@@ -104,11 +106,11 @@ def test_what_was_typed_counts_although_it_is_the_default() -> None:
         "cpu",
         "num_processes",
     }
-    flags = parser.typed_flags(PLUGIN, namespace)
+    flags = launch_argparse_parser.typed_flags(PLUGIN, namespace)
     assert flags == {"role": "default", "use_cpu": True, "num_processes": "2"}
-    assert parser.typed_flags(PLUGIN, by_hand(fsdp_version="1", nondefault={"fsdp_version"})) == {
-        "fsdp_version": "1"
-    }
+    assert launch_argparse_parser.typed_flags(
+        PLUGIN, by_hand(fsdp_version="1", nondefault={"fsdp_version"})
+    ) == {"fsdp_version": "1"}
 
 
 def test_launching_a_namespace_made_by_hand_runs_the_script_and_returns(tmp_path: Path) -> None:
@@ -123,14 +125,14 @@ def test_a_rank_that_fails_is_an_error_of_the_function(
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
     for function in (
         launch_command,
-        launcher_functions.simple_launcher,
-        launcher_functions.multi_gpu_launcher,
+        legacy_launchers.simple_launcher,
+        legacy_launchers.multi_gpu_launcher,
     ):
         with pytest.raises(RankError) as error:
             function(by_hand(cpu=True))
         assert error.value.code == 7
     with pytest.raises(LaunchError, match="there is no script"):
-        launcher_functions.simple_launcher(by_hand(training_script="no.py"))
+        legacy_launchers.simple_launcher(by_hand(training_script="no.py"))
 
 
 def test_a_dry_run_as_a_function_prints_and_returns(
@@ -142,9 +144,9 @@ def test_a_dry_run_as_a_function_prints_and_returns(
 
 
 def test_the_simple_launcher_starts_one_process(tmp_path: Path) -> None:
-    launcher_functions.simple_launcher(by_hand(cpu=True, num_processes=4))
+    legacy_launchers.simple_launcher(by_hand(cpu=True, num_processes=4))
     assert [path.name for path in tmp_path.glob("ran*")] == ["ran"]
-    launcher_functions.multi_gpu_launcher(by_hand(cpu=True, num_processes=2))
+    legacy_launchers.multi_gpu_launcher(by_hand(cpu=True, num_processes=2))
     assert len(list(tmp_path.glob("ran*"))) == 3
 
 
@@ -153,15 +155,15 @@ def test_the_simple_launcher_starts_one_process(tmp_path: Path) -> None:
 
 def test_the_command_and_environment_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TESTS", "here")
-    command, env = launcher_functions.prepare_simple_launcher_cmd_env(
+    command, env = legacy_launchers.prepare_simple_launcher_cmd_env(
         parsed("--cpu", "--mixed_precision", "bf16")
     )
     assert command == [sys.executable, "train.py", "--lr", "1"]
     assert (env["ACCELERATE_USE_CPU"], env["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
     assert env["ACCELERATE_TESTS"] == "here"
     assert "ACCELERATE_USE_CPU" not in os.environ
-    assert launcher_functions.prepare_simple_launcher_cmd_env(parsed("-m"))[0][1:3] == ["-m", "train.py"]
-    assert launcher_functions.prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == [
+    assert legacy_launchers.prepare_simple_launcher_cmd_env(parsed("-m"))[0][1:3] == ["-m", "train.py"]
+    assert legacy_launchers.prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == [
         "train.py",
         "--lr",
         "1",
@@ -170,7 +172,7 @@ def test_the_command_and_environment_of_one_process(monkeypatch: pytest.MonkeyPa
 
 def test_the_environment_of_several_processes() -> None:
     args = parsed("--cpu", "-n", "3", "--main_process_port", "0")
-    env = launcher_functions.prepare_multi_gpu_env(args)
+    env = legacy_launchers.prepare_multi_gpu_env(args)
     assert args.nproc_per_node == "3"
     assert env["ACCELERATE_USE_CPU"] == "true"
     assert "OMP_NUM_THREADS" in env
@@ -179,13 +181,13 @@ def test_the_environment_of_several_processes() -> None:
 
 
 def test_a_plan_of_several_commands_is_one_command_of_torchrun() -> None:
-    plan = launcher_functions._plan_with(parsed("--cpu", "-n", "2"))
-    command, env = launcher_functions._single_command(plan)
+    plan = legacy_launchers._plan_with(parsed("--cpu", "-n", "2"))
+    command, env = legacy_launchers._single_command(plan)
     starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     assert command == [*starter, "train.py", "--lr", "1"]
     assert "RANK" not in env.keys() - os.environ.keys()
-    program = launcher_functions._plan_with(parsed("--cpu", "-n", "2", "--no_python"))
-    assert launcher_functions._single_command(program)[0] == [
+    program = legacy_launchers._plan_with(parsed("--cpu", "-n", "2", "--no_python"))
+    assert legacy_launchers._single_command(program)[0] == [
         *starter,
         "--no-python",
         "train.py",
@@ -196,15 +198,15 @@ def test_a_plan_of_several_commands_is_one_command_of_torchrun() -> None:
 
 def test_what_is_asked_wrongly_is_an_error_of_the_function() -> None:
     with pytest.raises(SettingError, match="'bf61'"):
-        launcher_functions.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
+        legacy_launchers.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
 
 
 def test_a_path_is_added_and_the_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PATH", "a")
-    assert launcher_functions.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"
+    assert legacy_launchers.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"
     assert os.environ["SOME_PATH"] == "a"
     monkeypatch.delenv("SOME_PATH")
-    assert launcher_functions.env_var_path_add("SOME_PATH", "b") == "b"
+    assert legacy_launchers.env_var_path_add("SOME_PATH", "b") == "b"
 
 
 # ---------------------------------------------------------------- argparse with our customs

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
-from accelerate.world.layout import DIMENSIONS, MeshLayout
+from accelerate.world.mesh_layout import DIMENSIONS, MeshLayout
 
 degrees = st.integers(1, 3)
 
@@ -23,7 +23,7 @@ def test_a_layout_is_a_plain_value_and_needs_no_torch() -> None:
     assert MeshLayout() == MeshLayout(1, 1, 1, 1, 1, 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         MeshLayout().tp = 2  # type: ignore[misc]
-    script = "import sys, accelerate.world.layout; assert 'torch' not in sys.modules"
+    script = "import sys, accelerate.world.mesh_layout; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 

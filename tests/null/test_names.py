@@ -13,13 +13,13 @@ from typing import Any, TypeAlias, cast
 import pytest
 
 import accelerate
-from accelerate.core import stubs
+from accelerate.core import pyi_stub_writer
 from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.core.lazy_names import (
-    DirectObjectSource,
-    LazyCallSource,
+    DirectObject,
+    LazyCall,
     PublicNames,
-    UnimplementedPublicName,
+    UnimplementedName,
     get_override,
 )
 from accelerate.names import NAME_SOURCES, NAMES
@@ -60,7 +60,7 @@ def unbuilt_names() -> set[str]:
 def is_built(module: str, name: str) -> bool:
     """Return True when a name is built."""
     source = NAMES.find_owner(module, name)
-    return source is not None and not isinstance(NAME_SOURCES[source][name], UnimplementedPublicName)
+    return source is not None and not isinstance(NAME_SOURCES[source][name], UnimplementedName)
 
 
 def test_the_promise_is_whole():
@@ -265,14 +265,14 @@ def names(monkeypatch, tmp_path):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     homes = {
-        "toy.inner": {"one": DirectObjectSource(1), "same": "home:real"},
+        "toy.inner": {"one": DirectObject(1), "same": "home:real"},
         "toy.inner.same": {
-            "made": LazyCallSource("home:make", "cat"),
-            "text": LazyCallSource("home:make", "cat", then=lambda made: made().upper()),
-            "Coming": UnimplementedPublicName("soon"),
-            "coming": UnimplementedPublicName("soon"),
-            "COMING": UnimplementedPublicName("soon"),
-            "gone": UnimplementedPublicName("old", "use new"),
+            "made": LazyCall("home:make", "cat"),
+            "text": LazyCall("home:make", "cat", then=lambda made: made().upper()),
+            "Coming": UnimplementedName("soon"),
+            "coming": UnimplementedName("soon"),
+            "COMING": UnimplementedName("soon"),
+            "gone": UnimplementedName("old", "use new"),
         },
     }
     table = PublicNames("toy", homes, {"toy.inner": {"toy.inner.same": "made Coming"}})
@@ -431,7 +431,7 @@ def test_a_public_module_is_two_lines(module):
 def test_the_stubs_show_the_table():
     stale = [
         str(path)
-        for path, text in stubs.stub_texts(NAMES).items()
+        for path, text in pyi_stub_writer.stub_texts(NAMES).items()
         if not path.is_file() or path.read_text() != text
     ]
-    assert not stale, f"run: {stubs.COMMAND}"
+    assert not stale, f"run: {pyi_stub_writer.COMMAND}"

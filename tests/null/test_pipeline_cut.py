@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
+from accelerate.strategy.parallelism.pipeline.fake_tensor_model import FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey, make_fake_mode
 from accelerate.strategy.parallelism.pipeline.model_split import UnsplitStateNames, assign_stages
-from accelerate.strategy.parallelism.pipeline.shadow_model import FakeTensorModel
 from accelerate.utils import PipelineParallelConfig
 from tests.support import parity
 

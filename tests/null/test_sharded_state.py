@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate import Accelerator
 from accelerate.checkpoint import merge, save_plan
-from accelerate.checkpoint.shard_reader import ShardedCheckpointReader, lazy_tensors
+from accelerate.checkpoint.shard_reader import ShardFolderReader, lazy_tensors
 from accelerate.checkpoint.sharded_state import (
     ShardedModelState,
     ShardedOptimizerState,
@@ -337,7 +337,7 @@ def test_missing_and_cut_files_are_named(folder: Path) -> None:
         lazy_tensors(folder)
     (folder / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="written last"):
-        ShardedCheckpointReader(folder)
+        ShardFolderReader(folder)
 
 
 def change_index(folder: Path, change: Any) -> None:
@@ -367,7 +367,7 @@ def test_an_index_cannot_lead_out_of_the_folder(folder: Path, path: str) -> None
 
     change_index(folder, change)
     with pytest.raises(CheckpointError, match="outside of the folder"):
-        ShardedCheckpointReader(folder)
+        ShardFolderReader(folder)
 
 
 class Runs:
@@ -384,9 +384,9 @@ def test_an_index_that_would_run_code_is_refused(folder: Path, tmp_path: Path) -
     hit = tmp_path / "hit"
     change_index(folder, lambda index: setattr(index, "planner_data", Runs(hit)))
     with pytest.raises(CheckpointError, match=r"(?s)could run code.*it names .*touch|getattr"):
-        ShardedCheckpointReader(folder)
+        ShardFolderReader(folder)
     assert not hit.exists()
-    ShardedCheckpointReader(folder, trusted=True)
+    ShardFolderReader(folder, trusted=True)
     assert hit.exists()
 
 
@@ -404,7 +404,7 @@ def test_an_object_that_would_run_code_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_index_is_refused(folder: Path, content: bytes) -> None:
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError):
-        ShardedCheckpointReader(folder)
+        ShardFolderReader(folder)
 
 
 # ---------------------------------------------------------------- shares
@@ -521,10 +521,8 @@ def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
 def test_merging_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(ShardedModelState(pair()), tmp_path / "m")
     reads: list[str] = []
-    read = ShardedCheckpointReader.read
-    monkeypatch.setattr(
-        ShardedCheckpointReader, "read", lambda self, name: reads.append(name) or read(self, name)
-    )
+    read = ShardFolderReader.read
+    monkeypatch.setattr(ShardFolderReader, "read", lambda self, name: reads.append(name) or read(self, name))
     saved_tensors = lazy_tensors(folder)
     assert reads == []
     assert torch.equal(saved_tensors["1.bias"].read(), saved_tensors["1.bias"].read())

@@ -19,14 +19,14 @@ from torch.utils.data import (
 )
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.loader import DataLoaderShard, skip_first_batches
-from accelerate.data.prepare import prepare_data_loader
-from accelerate.data.shard import (
+from accelerate.data.batch_sampler_shard import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
 )
+from accelerate.data.loader import DataLoaderShard, skip_first_batches
+from accelerate.data.prepare import prepare_data_loader
 from tests.support.long_run import hypothesis_settings
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from accelerate.checkpoint import async_save, snapshot, state
-from accelerate.checkpoint.collect import CollectedStates
+from accelerate.checkpoint.rank_file_contents import CollectedStates
 from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.core.errors import CheckpointError
 

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.checkpoint import parallel_io, pickles, tensors
+from accelerate.checkpoint import parallel_file_reads, pickles, state_dict_files
 from accelerate.core.errors import CheckpointError
 
-DTYPES = sorted(tensors._CODES, key=str)
+DTYPES = sorted(state_dict_files._CODES, key=str)
 
 
 def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -27,9 +27,9 @@ def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def write_state(path: Path, state: dict[str, torch.Tensor]) -> Path:
-    separate, aliases = tensors.untie(state)
+    separate, aliases = state_dict_files.untie(state)
     with path.open("wb") as file:
-        tensors.write_safetensors(separate, aliases, file)
+        state_dict_files.write_safetensors(separate, aliases, file)
     return path
 
 
@@ -37,7 +37,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same dtype, shape and bytes (NaN equals itself)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return bytes(tensors.raw_bytes(a)) == bytes(tensors.raw_bytes(b))
+    return bytes(state_dict_files.raw_bytes(a)) == bytes(state_dict_files.raw_bytes(b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,7 +54,7 @@ def test_every_dtype_is_read_by_the_librarys_own_reader(tmp_path: Path, dtype: t
     loaded = load_file(path)
     assert loaded.keys() == state.keys()
     assert all(same(loaded[name], value) for name, value in state.items())
-    read, aliases = tensors.read_safetensors(path)
+    read, aliases = state_dict_files.read_safetensors(path)
     assert not aliases
     assert all(same(read[name], value) for name, value in state.items())
 
@@ -65,8 +65,8 @@ def test_mixed_dtypes_are_aligned_and_complete(tmp_path: Path) -> None:
     loaded = load_file(path)
     assert all(same(loaded[name], value) for name, value in state.items())
     data = path.read_bytes()
-    for name, (start, size) in tensors.file_ranges(path).items():
-        assert data[start : start + size] == bytes(tensors.raw_bytes(state[name]))
+    for name, (start, size) in state_dict_files.file_ranges(path).items():
+        assert data[start : start + size] == bytes(state_dict_files.raw_bytes(state[name]))
         assert start % state[name].element_size() == 0
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -75,8 +75,8 @@ def test_mixed_dtypes_are_aligned_and_complete(tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every tensor has several."""
-    monkeypatch.setattr(parallel_io, "CHUNK", 1000)
-    monkeypatch.setattr(parallel_io, "_LARGE", 500)
+    monkeypatch.setattr(parallel_file_reads, "CHUNK", 1000)
+    monkeypatch.setattr(parallel_file_reads, "_LARGE", 500)
 
 
 @pytest.mark.usefixtures("small")
@@ -126,7 +126,7 @@ def test_a_parallel_file_reads_like_a_file(tmp_path: Path, small: None) -> None:
     data = bytes(range(256)) * 40
     path = tmp_path / "file"
     path.write_bytes(data)
-    with parallel_io.ParallelReadFile(path) as file:
+    with parallel_file_reads.ParallelReadFile(path) as file:
         assert file.read(3) == data[:3]
         assert file.seek(-5000, os.SEEK_END) == len(data) - 5000 == file.tell()
         assert file.read(4000) == data[-5000:-1000]
@@ -150,10 +150,10 @@ class Net(nn.Module):
 
 def load_mapped(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
     """Loads a file into a model; returns the mapped state."""
-    state, aliases = tensors.read_safetensors(path)
-    files = [parallel_io.MappedTensorAddresses.create(path, state)]
-    state = tensors.fit_names(state, aliases, model.state_dict())
-    parallel_io.load_from_mapped(files, model.load_state_dict, state, **kwargs)
+    state, aliases = state_dict_files.read_safetensors(path)
+    files = [parallel_file_reads.MappedTensorAddresses.create(path, state)]
+    state = state_dict_files.fit_names(state, aliases, model.state_dict())
+    parallel_file_reads.load_from_mapped(files, model.load_state_dict, state, **kwargs)
     return state
 
 
@@ -162,8 +162,8 @@ def test_a_model_is_filled_from_its_file(tmp_path: Path, monkeypatch: pytest.Mon
     source, target = Net(), Net()
     path = write_state(tmp_path / "model.safetensors", dict(source.state_dict()))
     read: list[int] = []
-    real = parallel_io.read_parallel
-    monkeypatch.setattr(parallel_io, "read_parallel", lambda *a: (read.append(len(a[2])), real(*a)))
+    real = parallel_file_reads.read_parallel
+    monkeypatch.setattr(parallel_file_reads, "read_parallel", lambda *a: (read.append(len(a[2])), real(*a)))
     versions = {name: value._version for name, value in target.named_parameters()}
     places = {name: value.data_ptr() for name, value in target.state_dict().items()}
     load_mapped(path, target)
@@ -192,11 +192,11 @@ def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
     """D2: never the bytes of a page that is not there."""
     model = nn.Linear(40, 40)
     path = write_state(tmp_path / "model.safetensors", dict(model.state_dict()))
-    state, _ = tensors.read_safetensors(path)
-    files = [parallel_io.MappedTensorAddresses.create(path, state)]
+    state, _ = state_dict_files.read_safetensors(path)
+    files = [parallel_file_reads.MappedTensorAddresses.create(path, state)]
     os.truncate(path, 3000)
     try:
-        parallel_io.load_from_mapped(files, model.load_state_dict, state)
+        parallel_file_reads.load_from_mapped(files, model.load_state_dict, state)
         text = ""
     except CheckpointError as error:
         text = str(error)
@@ -208,11 +208,13 @@ def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
 def test_copies_elsewhere_are_left_alone(tmp_path: Path) -> None:
     """Only what is mapped from the file is read from it, and only while it is filled."""
     path = write_state(tmp_path / "file.safetensors", {"a": torch.ones(1000)})
-    state, _ = tensors.read_safetensors(path)
+    state, _ = state_dict_files.read_safetensors(path)
 
     def load() -> None:
         assert torch.equal(torch.zeros(1000).copy_(torch.full((1000,), 3.0)), torch.full((1000,), 3.0))
         assert torch.equal(torch.zeros(500).copy_(state["a"][:500]), torch.ones(500))
         assert torch.equal(torch.zeros(500).copy_(state["a"][::2]), torch.ones(500))
 
-    parallel_io.load_from_mapped([parallel_io.MappedTensorAddresses.create(path, state)], load)
+    parallel_file_reads.load_from_mapped(
+        [parallel_file_reads.MappedTensorAddresses.create(path, state)], load
+    )

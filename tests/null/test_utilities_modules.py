@@ -18,7 +18,7 @@ from accelerate.core.errors import (
     UnknownNameError,
 )
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.facade import client_test_utils, fp8, modules, object_utils
+from accelerate.facade import attribute_utils, client_test_utils, fp8, module_queries
 from accelerate.facade.compilation import TorchDynamoPlugin, compile_regions
 from accelerate.facade.enums import CustomDtype, DistributedType, PrecisionType, RNGType
 from accelerate.offload import module_sizes
@@ -60,21 +60,21 @@ class Deep(nn.Module):
 
 def test_a_dotted_path_is_followed():
     model = Deep()
-    assert object_utils.recursive_getattr(model, "blocks.1.linear") is model.blocks[1].linear
+    assert attribute_utils.recursive_getattr(model, "blocks.1.linear") is model.blocks[1].linear
     with pytest.raises(AttributeError):
-        object_utils.recursive_getattr(model, "blocks.9")
+        attribute_utils.recursive_getattr(model, "blocks.9")
 
 
 def test_pretty_names():
-    assert object_utils.get_pretty_name(nn.Linear) == "Linear"
-    assert object_utils.get_pretty_name(nn.Linear(1, 1)) == "Linear"
-    assert object_utils.get_pretty_name(print) == "print"
-    assert object_utils.get_pretty_name(3) == "int"
+    assert attribute_utils.get_pretty_name(nn.Linear) == "Linear"
+    assert attribute_utils.get_pretty_name(nn.Linear(1, 1)) == "Linear"
+    assert attribute_utils.get_pretty_name(print) == "print"
+    assert attribute_utils.get_pretty_name(3) == "int"
 
 
 def test_dicts_are_merged_level_by_level():
     destination = {"a": {"c": 2, "both": 0}, "d": 3, "kind": {"x": 1}}
-    merged = object_utils.merge_dicts({"a": {"b": 1, "both": 9}, "e": {"f": 4}, "kind": 7}, destination)
+    merged = attribute_utils.merge_dicts({"a": {"b": 1, "both": 9}, "e": {"f": 4}, "kind": 7}, destination)
     assert merged is destination
     assert merged == {"a": {"c": 2, "both": 9, "b": 1}, "d": 3, "e": {"f": 4}, "kind": 7}
 
@@ -150,12 +150,12 @@ def test_an_unknown_dtype_is_refused():
     ("text", "size"), [("1.5GiB", 1610612736), ("5GB", 5 * 10**9), ("8Gb", 10**9), (12, 12), ("2KB", 2000)]
 )
 def test_sizes_of_files(text, size):
-    assert modules.convert_file_size_to_int(text) == size
+    assert module_queries.convert_file_size_to_int(text) == size
 
 
 def test_a_wrong_size_is_refused():
     with pytest.raises(ValueError, match="5zb"):
-        modules.convert_file_size_to_int("5zb")
+        module_queries.convert_file_size_to_int("5zb")
 
 
 def test_tensors_by_name_parameters_first():
@@ -182,77 +182,77 @@ def test_buffers_that_are_not_saved():
 def test_children_come_before_their_parents_and_once():
     model = Deep()
     model.again = model.blocks[0]
-    order = modules.get_module_children_bottom_up(model)
+    order = module_queries.get_module_children_bottom_up(model)
     assert order[-1] is model
     assert len(order) == len(set(order)) == len(list(model.modules()))
     for module in order:
         assert all(order.index(child) < order.index(module) for child in module.children())
-    pairs = modules.get_module_children_bottom_up(model, return_fqns=True)
+    pairs = module_queries.get_module_children_bottom_up(model, return_fqns=True)
     assert [module for _, module in pairs] == order
     assert all(model.get_submodule(path) is module for path, module in pairs)
 
 
 def test_a_class_is_found_by_name():
-    assert modules.get_module_class_from_name(Deep(), "Block") is Block
-    assert modules.get_module_class_from_name(Deep(), "Deep") is Deep
-    assert modules.get_module_class_from_name(Deep(), "Other") is None
+    assert module_queries.get_module_class_from_name(Deep(), "Block") is Block
+    assert module_queries.get_module_class_from_name(Deep(), "Deep") is Deep
+    assert module_queries.get_module_class_from_name(Deep(), "Other") is None
 
 
 def test_repeated_blocks():
-    assert modules.has_repeated_blocks(Deep())
-    assert modules.is_repeated_blocks(Deep().blocks)
-    assert not modules.is_repeated_blocks(nn.ModuleList([nn.ReLU(), nn.Linear(1, 1)]))
-    assert not modules.has_repeated_blocks(nn.Sequential(nn.ReLU(), nn.ReLU()))
-    assert not modules.is_repeated_blocks(nn.ModuleList())
+    assert module_queries.has_repeated_blocks(Deep())
+    assert module_queries.is_repeated_blocks(Deep().blocks)
+    assert not module_queries.is_repeated_blocks(nn.ModuleList([nn.ReLU(), nn.Linear(1, 1)]))
+    assert not module_queries.has_repeated_blocks(nn.Sequential(nn.ReLU(), nn.ReLU()))
+    assert not module_queries.is_repeated_blocks(nn.ModuleList())
 
 
 def test_a_model_without_sharding():
     model = Deep()
-    assert not modules.model_has_dtensor(model)
-    assert modules.get_model_tp_size(model) is None
+    assert not module_queries.model_has_dtensor(model)
+    assert module_queries.get_model_tp_size(model) is None
     model.tp_size = 4
-    assert modules.get_model_tp_size(model) == 4
+    assert module_queries.get_model_tp_size(model) == 4
 
 
 def test_peft_models_are_known_by_their_class(monkeypatch):
     import types
 
     model = Deep()
-    assert modules.is_peft_model(model) is False
+    assert module_queries.is_peft_model(model) is False
     peft = types.ModuleType("peft")
     peft.PeftModel = Deep
     monkeypatch.setitem(sys.modules, "peft", peft)
-    assert modules.is_peft_model(model) is True
-    assert modules.is_peft_model(nn.DataParallel(model)) is True
-    assert modules.is_peft_model(torch.compile(model, backend="eager")) is True
-    assert modules.is_peft_model(Block()) is False
+    assert module_queries.is_peft_model(model) is True
+    assert module_queries.is_peft_model(nn.DataParallel(model)) is True
+    assert module_queries.is_peft_model(torch.compile(model, backend="eager")) is True
+    assert module_queries.is_peft_model(Block()) is False
 
 
 def test_the_users_model_comes_out_of_its_wrappers():
     model = Deep()
     wrapped = nn.DataParallel(model)
-    assert modules.extract_model_from_parallel(model) is model
-    assert modules.extract_model_from_parallel(wrapped) is model
+    assert module_queries.extract_model_from_parallel(model) is model
+    assert module_queries.extract_model_from_parallel(wrapped) is model
     compiled = torch.compile(wrapped, backend="eager")
-    assert modules.is_compiled_module(compiled)
-    assert not modules.is_compiled_module(model)
-    assert modules.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
-    kept = modules.extract_model_from_parallel(compiled)
-    assert modules.is_compiled_module(kept)
+    assert module_queries.is_compiled_module(compiled)
+    assert not module_queries.is_compiled_module(model)
+    assert module_queries.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    kept = module_queries.extract_model_from_parallel(compiled)
+    assert module_queries.is_compiled_module(kept)
     assert kept._orig_mod is model
     assert compiled._orig_mod is wrapped, "the given model is not changed"
     x = torch.randn(2, 4)
     assert torch.equal(kept(x), model(x))
     plain = torch.compile(model, backend="eager")
-    assert modules.extract_model_from_parallel(plain) is plain
+    assert module_queries.extract_model_from_parallel(plain) is plain
 
 
 def test_wrappers_inside_a_model_come_off_on_request():
     model = Deep()
     inner = model.first
     model.first = nn.DataParallel(inner)
-    assert isinstance(modules.extract_model_from_parallel(model).first, nn.DataParallel)
-    assert modules.extract_model_from_parallel(model, recursive=True).first is inner
+    assert isinstance(module_queries.extract_model_from_parallel(model).first, nn.DataParallel)
+    assert module_queries.extract_model_from_parallel(model, recursive=True).first is inner
 
 
 def test_mixed_precision_comes_off_on_request():
@@ -261,8 +261,8 @@ def test_mixed_precision_comes_off_on_request():
     seen: list[torch.dtype] = []
     model.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     model(torch.randn(2, 4))
-    modules.extract_model_from_parallel(model)(torch.randn(2, 4))
-    modules.extract_model_from_parallel(model, keep_fp32_wrapper=False)(torch.randn(2, 4))
+    module_queries.extract_model_from_parallel(model)(torch.randn(2, 4))
+    module_queries.extract_model_from_parallel(model, keep_fp32_wrapper=False)(torch.randn(2, 4))
     assert seen == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
@@ -301,18 +301,18 @@ def test_blocks_are_compiled_in_place_and_names_stay():
         return graph.forward
 
     assert compile_regions(model, backend=backend) is model
-    assert modules.has_compiled_regions(model)
+    assert module_queries.has_compiled_regions(model)
     assert torch.equal(model(x), expected)
     assert list(model.state_dict()) == names
     assert len(compiled) == 1, "blocks of one class share the compiled code"
-    assert not modules.has_compiled_regions(Deep())
+    assert not module_queries.has_compiled_regions(Deep())
 
 
 def test_a_model_without_blocks_is_compiled_whole():
     model = nn.Linear(2, 2)
     assert compile_regions(model, backend="eager") is model
     assert model._compiled_call_impl is not None
-    assert not modules.has_compiled_regions(model)
+    assert not module_queries.has_compiled_regions(model)
 
 
 # --- precision by hand

@@ -23,7 +23,7 @@ from accelerate.cli.wizard import config_parsers, questions, terminal
 from accelerate.cli.wizard.questions import WizardAnswers, WizardQuestion
 from accelerate.core.setting import Setting, declared_settings
 from accelerate.device import Device
-from accelerate.launch.check import check_request
+from accelerate.launch.device_selection import check_request
 from accelerate.launch.launch_request import read_request
 
 DOWN, ENTER, CTRL_C = "\x1b[B", "\r", "\x03"

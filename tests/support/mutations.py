@@ -180,7 +180,7 @@ MUTATIONS = (
         name="digest",
         room="checkpoint: digests",
         mistake="the largest file is not compared with the manifest",
-        file="checkpoint/restore.py",
+        file="checkpoint/state_reader.py",
         old="by_size[ranks.local_rank :: ranks.local_size]",
         new="by_size[ranks.local_rank + 1 :: ranks.local_size]",
         tests=(
@@ -246,7 +246,7 @@ MUTATIONS = (
         name="accumulate",
         room="facade: accumulation",
         mistake="the last batch of a loader does not close its window",
-        file="facade/gradient.py",
+        file="facade/gradient_state.py",
         old="loader.micro_steps >= loader.micro_steps_before",
         new="loader.micro_steps > loader.micro_steps_before",
         tests=("tests/null/test_loop.py",),

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from accelerate.facade.accelerator import Accelerator
 
-# Runs on all ranks. Returns a line of text; raises ``CheckNotApplicableError``, or ``CheckFailedError`` or any
-# other error.
+# Runs on all ranks and returns a line of text. Raises ``CheckNotApplicableError`` where it does not apply,
+# ``CheckFailedError`` or any other error where it fails.
 Check = Callable[[Accelerator], str]
 
 

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import collect, names, pickles
-from accelerate.checkpoint.load import resolve_map_location
+from accelerate.checkpoint import names, pickles, rank_file_contents
+from accelerate.checkpoint.load_state import resolve_map_location
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.restore import TrainingStateReader
+from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
@@ -43,10 +43,10 @@ def save_accelerator_state(
     train_state = CheckpointTrainState([], optimizers, schedulers, scaler, rng=rng, step=step)
     train_state.stateful_loaders = _stateful(dataloaders)
     ranks = RankGroup.current()
-    states = collect.collect_states(train_state, replace(ranks, rank=process_index))
+    states = rank_file_contents.collect_states(train_state, replace(ranks, rank=process_index))
     states.model_states = model_states
     replicated = process_index == 0 or (save_on_each_node and ranks.local_rank == 0)
-    for item in collect.files_to_write(states, replicated=replicated, safe=safe_serialization):
+    for item in rank_file_contents.files_to_write(states, replicated=replicated, safe=safe_serialization):
         replace_file(folder / item.file, item.fill)
     for index in range(len(model_states) if replicated else 0):
         # The other format would be read in its place, or beside it.

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
-from accelerate.checkpoint.addresses import Address
-from accelerate.checkpoint.mapped_state import MappedOptimizerState
+from accelerate.checkpoint.mapped_optimizer_state import MappedOptimizerState
 from accelerate.checkpoint.rank_group import BackgroundSaveError, RankGroup
+from accelerate.checkpoint.storage_urls import Address
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
 

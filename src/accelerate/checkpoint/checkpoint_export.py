@@ -17,7 +17,7 @@ from accelerate.checkpoint.lazy_weights import (
     group_ties,
     open_weights,
 )
-from accelerate.checkpoint.tensors import as_dtype
+from accelerate.checkpoint.state_dict_files import as_dtype
 from accelerate.checkpoint.weight_files import write_weights
 from accelerate.core.errors import CheckpointError
 

@@ -17,13 +17,13 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from accelerate.checkpoint import addresses, discovery
+from accelerate.checkpoint import discovery, storage_urls
 from accelerate.checkpoint.atomic_replace import parse_working_name
 from accelerate.checkpoint.digest import PIECE, file_digest
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER, SHARDED_INDEX
-from accelerate.checkpoint.store import CheckpointStorage, FileRecord
+from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.core.errors import CheckpointError
 
 # A running save writes all the time; one that has not written for this long counts as dead.
@@ -57,9 +57,9 @@ def open_checkpoints(text: str) -> CheckpointCollection:
     Raises:
         CheckpointNotFoundError: there is no such folder, or nothing in it looks like a checkpoint.
     """
-    address = addresses.parse_address(text)
-    above, name = addresses.split_address(address)
-    store = addresses.open_store(above)
+    address = storage_urls.parse_address(text)
+    above, name = storage_urls.split_address(address)
+    store = storage_urls.open_store(above)
     if not store.is_folder(name):
         near = ", ".join(store.entries()[:12])
         raise CheckpointNotFoundError(
@@ -68,9 +68,9 @@ def open_checkpoints(text: str) -> CheckpointCollection:
     candidate = discovery.inspect_folder(store, name)
     if candidate is not None and (candidate.manifest is not None or not candidate.problem):
         return CheckpointCollection(store, [candidate], single=True)
-    folder_address = addresses.join_address(above, name)
-    for folder in (folder_address, addresses.join_address(folder_address, AUTOMATIC_FOLDER)):
-        inner_store = addresses.open_store(folder)
+    folder_address = storage_urls.join_address(above, name)
+    for folder in (folder_address, storage_urls.join_address(folder_address, AUTOMATIC_FOLDER)):
+        inner_store = storage_urls.open_store(folder)
         candidates = discovery.candidates(inner_store)
         if candidates:
             return CheckpointCollection(inner_store, candidates)

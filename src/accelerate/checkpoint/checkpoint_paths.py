@@ -8,13 +8,13 @@ from collections.abc import Container
 from pathlib import Path
 
 from accelerate.checkpoint import discovery
-from accelerate.checkpoint.addresses import Address, join_address, open_store, parse_address, split_address
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER, AUTOMATIC_NAME
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.store import CheckpointStorage
+from accelerate.checkpoint.storage import CheckpointStorage
+from accelerate.checkpoint.storage_urls import Address, join_address, open_store, parse_address, split_address
 from accelerate.core.errors import CheckpointError, SettingError
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from accelerate.checkpoint import manifest as manifests
 from accelerate.checkpoint.discovery import automatic_number, inspect_folder
 from accelerate.checkpoint.names import MANIFEST_NAME
-from accelerate.checkpoint.store import CheckpointStorage, FileRecord
+from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.core.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 
 from accelerate.checkpoint import manifest as manifests
-from accelerate.checkpoint.addresses import Address, open_store, parse_address
 from accelerate.checkpoint.atomic_replace import INTERRUPTED, ROLES, parse_working_name
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import AUTOMATIC_NAME, MANIFEST_NAME, is_checkpoint_name, rng_file
-from accelerate.checkpoint.store import CheckpointStorage
+from accelerate.checkpoint.storage import CheckpointStorage
+from accelerate.checkpoint.storage_urls import Address, open_store, parse_address
 from accelerate.core.errors import CheckpointError
 
 _AT_ONCE = 16  # folders that are inspected at once: a remote store answers slowly

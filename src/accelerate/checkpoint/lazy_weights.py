@@ -24,13 +24,13 @@ import torch
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint import names, pickles, state_dict_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.mapped_files import FileRegion
 from accelerate.core.errors import CheckpointError
 
-_DTYPES = {code: dtype for dtype, code in tensors._CODES.items()}
+_DTYPES = {code: dtype for dtype, code in state_dict_files._CODES.items()}
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _read_tensor(
 ) -> torch.Tensor:
     span = shape if stride is None else (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)),)
     tensor = torch.empty(span, dtype=dtype)
-    target = tensors.raw_bytes(tensor)
+    target = state_dict_files.raw_bytes(tensor)
     done = 0
     with file_errors("read", path), path.open("rb", buffering=0) as file:
         file.seek(offset)
@@ -345,7 +345,7 @@ def weights_from_state(state: Mapping[str, Any]) -> LazyWeights:
     Raises:
         CheckpointError: a value is no tensor, or has no data.
     """
-    aliases = tensors.find_ties(state)
+    aliases = state_dict_files.find_ties(state)
     return LazyWeights(dict(_checked_tensors(state, aliases)), aliases)
 
 
@@ -356,5 +356,5 @@ def _checked_tensors(
         if name in aliases:
             continue
         if not isinstance(value, torch.Tensor) or value.device.type == "meta":
-            tensors.untie({name: value})  # raises the error
+            state_dict_files.untie({name: value})  # raises the error
         yield name, in_memory(value)

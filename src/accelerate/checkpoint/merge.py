@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint import names, pickles, state_dict_files
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.rank_group import RankGroup
@@ -97,7 +97,9 @@ def write_merged(
         shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
         replace_file(
             folder / file,
-            partial(tensors.write_safetensors, shard_tensors, {}) if safe else partial(_write_torch, shard),
+            partial(state_dict_files.write_safetensors, shard_tensors, {})
+            if safe
+            else partial(_write_torch, shard),
         )
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in lazy_tensors.values())

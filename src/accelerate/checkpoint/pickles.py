@@ -28,7 +28,7 @@ from torch import _utils as torch_utils
 from torch.storage import TypedStorage, _LegacyStorage
 
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.parallel_io import ParallelReadFile
+from accelerate.checkpoint.parallel_file_reads import ParallelReadFile
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

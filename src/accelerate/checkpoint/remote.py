@@ -30,7 +30,7 @@ from accelerate.checkpoint.digest import Digester, FileRecord
 from accelerate.checkpoint.errors import remote_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.names import MANIFEST_NAME, is_checkpoint_name
-from accelerate.checkpoint.store import WorkingFolder
+from accelerate.checkpoint.storage import WorkingFolder
 from accelerate.core.errors import CheckpointError, MissingExtraError
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from accelerate.checkpoint import async_save, checkpoint_paths, collect, commit, snapshot
-from accelerate.checkpoint.addresses import Address, open_store, split_address
+from accelerate.checkpoint import async_save, checkpoint_paths, commit, rank_file_contents, snapshot
 from accelerate.checkpoint.manifest import Manifest, ManifestEntry
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.store import CheckpointStorage, FileRecord
+from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
+from accelerate.checkpoint.storage_urls import Address, open_store, split_address
 from accelerate.checkpoint.store_channel import CheckpointStoreChannel, open_channel
 from accelerate.checkpoint.train_state import CheckpointTrainState, StatefulAdapter
 from accelerate.core.errors import CheckpointError
@@ -34,7 +34,7 @@ def save(
     *,
     project: ProjectConfiguration | None = None,
     safe_serialization: bool = True,
-    before: Callable[[collect.ModelStates, Path], None] | None = None,
+    before: Callable[[rank_file_contents.ModelStates, Path], None] | None = None,
     ranks: RankGroup | None = None,
     store: Callable[[Any], CheckpointStorage] = open_store,
     in_background: bool = False,
@@ -145,7 +145,7 @@ class _SaveRun:
             raise
 
     def collect(
-        self, before: Callable[[collect.ModelStates, Path], None] | None, *, copy_states: bool
+        self, before: Callable[[rank_file_contents.ModelStates, Path], None] | None, *, copy_states: bool
     ) -> None:
         """Collect the states; with ``copy_states``, later changes of the objects do not change them."""
         collective_section, transaction = self.transaction.ranks.collective_section, self.transaction
@@ -157,10 +157,10 @@ class _SaveRun:
             transaction.open()
         with collective_section(self.action) as section:
             # May be collective, so no rank begins before all have come this far.
-            states = collect.collect_states(self.train_state, transaction.ranks)
+            states = rank_file_contents.collect_states(self.train_state, transaction.ranks)
             section.value = states.local_plans
         with collective_section(self.action):
-            states.shard_writers = collect.shard_writers(
+            states.shard_writers = rank_file_contents.shard_writers(
                 self.train_state, section.values, transaction.ranks.rank
             )
             if before is not None:
@@ -193,7 +193,9 @@ class _SaveRun:
             if self._snapshot is not None:
                 self._snapshot.wait()
             files = list(
-                collect.files_to_write(self.states, replicated=transaction.is_committer, safe=self.safe)
+                rank_file_contents.files_to_write(
+                    self.states, replicated=transaction.is_committer, safe=self.safe
+                )
             )
             for item in files:
                 returned = transaction.write(item.file, item.fill)
@@ -243,8 +245,8 @@ def content_writer(content: bytes) -> Callable[[BinaryIO], None]:
 
 def _manifest_table(
     train_state: CheckpointTrainState,
-    states: collect.CollectedStates,
-    files: list[collect.CheckpointFileWrite],
+    states: rank_file_contents.CollectedStates,
+    files: list[rank_file_contents.CheckpointFileWrite],
 ) -> PartTable:
     """Return the saved objects by category; all shards of an object are one entry."""
     table: PartTable = {}

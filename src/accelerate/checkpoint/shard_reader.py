@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.lazy_tensor import LazyTensor
-from accelerate.checkpoint.read_plan import FileRangeReader, FileSlice, ReadPlan, TensorLocator
+from accelerate.checkpoint.tensor_read_plan import FileRangeReader, FileSlice, ReadPlan, TensorLocator
 from accelerate.core.errors import CheckpointError
 
 PathKey = tuple[Any, ...]
@@ -105,7 +105,7 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
     return index
 
 
-class ShardedCheckpointReader:
+class ShardFolderReader:
     """A folder of shards, open for reading.
 
     Args:
@@ -280,7 +280,7 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
     Raises:
         CheckpointError: shards are missing, or the index cannot be read.
     """
-    shards = ShardedCheckpointReader(find_model_folder(folder))
+    shards = ShardFolderReader(find_model_folder(folder))
     entries = {name: entry for name in shards.paths if (entry := shards.tensor_metadata(name)) is not None}
     shards.check_files(entries)
     tops = {shards.paths[name][0] for name in entries}
@@ -293,5 +293,5 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
     return tensors
 
 
-def _read_later(shards: ShardedCheckpointReader, name: str) -> Callable[[], torch.Tensor]:
+def _read_later(shards: ShardFolderReader, name: str) -> Callable[[], torch.Tensor]:
     return lambda: shards.read(name)

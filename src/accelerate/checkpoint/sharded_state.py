@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
-from accelerate.checkpoint import names, tensors
+from accelerate.checkpoint import names, state_dict_files
 from accelerate.checkpoint.manifest import ManifestEntry
-from accelerate.checkpoint.read_plan import ReadPlan
 from accelerate.checkpoint.save_plan import LocalSavePlan, RankShardFile, only_distributed
-from accelerate.checkpoint.shard_reader import ShardedCheckpointReader
+from accelerate.checkpoint.shard_reader import ShardFolderReader
+from accelerate.checkpoint.tensor_read_plan import ReadPlan
 from accelerate.checkpoint.train_state import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
 
@@ -56,8 +56,9 @@ class ShardedModelState:
 
     def local_plan(self, rank: int, /) -> Any:
         """Plan the save, see ``ShardedState``. Buffers differ by rank: those of rank 0 are saved."""
-        state = tensors.strip_compile_prefix(self._state())
-        _refuse_meta_tensors(state)
+        state = state_dict_files.strip_compile_prefix(self._state())
+        for name, value in state.items():
+            state_dict_files.refuse_meta_tensor(name, value)
         self._ties = {
             alias: name for alias, name in _find_ties(self.module).items() if {alias, name} <= set(state)
         }
@@ -94,7 +95,7 @@ class ShardedModelState:
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
         """Prepare the load, see ``ShardedState``. Tensors are read into the model's own memory."""
-        shards = ShardedCheckpointReader(folder, trusted=context.trusted)
+        shards = ShardFolderReader(folder, trusted=context.trusted)
         state = self._state()
         entries = _entries_by_model_name(shards, state)
         self._compare_names(shards, entries, state, context)
@@ -104,7 +105,7 @@ class ShardedModelState:
 
     def _compare_names(
         self,
-        shards: ShardedCheckpointReader,
+        shards: ShardFolderReader,
         entries: Mapping[str, list[str]],
         state: Mapping[str, Any],
         context: CheckpointLoadContext,
@@ -139,7 +140,7 @@ class ShardedModelState:
 
     def _plan_reads(
         self,
-        shards: ShardedCheckpointReader,
+        shards: ShardFolderReader,
         entries: Mapping[str, list[str]],
         state: dict[str, Any],
         context: CheckpointLoadContext,
@@ -212,7 +213,7 @@ class ShardedOptimizerState:
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
         """Prepare the load, see ``ShardedState``."""
-        shards = ShardedCheckpointReader(folder, trusted=context.trusted)
+        shards = ShardFolderReader(folder, trusted=context.trusted)
         shards.check_files(shards.paths)
         read_plan = ReadPlan()
         return partial(self._load, read_plan, self._read(shards, context, read_plan))
@@ -222,7 +223,7 @@ class ShardedOptimizerState:
         self.optimizer.load_state_dict(state)
 
     def _read(
-        self, shards: ShardedCheckpointReader, context: CheckpointLoadContext, read_plan: ReadPlan
+        self, shards: ShardFolderReader, context: CheckpointLoadContext, read_plan: ReadPlan
     ) -> dict[str, Any]:
         """Return the optimizer's future ``state_dict``; ``read_plan`` fills its tensors."""
         entries: dict[Any, list[str]] = {}
@@ -350,15 +351,6 @@ def _find_ties(module: nn.Module) -> dict[str, str]:
     return ties
 
 
-def _refuse_meta_tensors(state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            raise CheckpointError(
-                f"{name} has no data to save (it is on the meta device)",
-                fix="give the model its weights before saving it",
-            )
-
-
 def _drop_non_tensors(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: _drop_non_tensors(value) for key, value in state.items()}
@@ -367,22 +359,23 @@ def _drop_non_tensors(state: Any) -> Any:
     return state if isinstance(state, torch.Tensor) else {}
 
 
-def _entries_by_model_name(shards: ShardedCheckpointReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
+def _entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the index's entries by the model's names; an object may have several entries."""
     tops = {path[0] for path in shards.paths.values()}
     below = len(tops) == 1 and all(len(path) > 1 for path in shards.paths.values())
     entries: dict[str, list[str]] = {}
     for name, path in shards.paths.items():
         entries.setdefault(str(path[1 if below else 0]), []).append(name)
-    model_names = {tensors.canonical_name(_clean_name(name)): name for name in state}
-    saved_names = {tensors.canonical_name(name) for name in entries}
+    model_names = {state_dict_files.canonical_name(_clean_name(name)): name for name in state}
+    saved_names = {state_dict_files.canonical_name(name) for name in entries}
     if len(saved_names) < len(entries) or len(model_names) < len(state):
         return entries
-    return {model_names.get(tensors.canonical_name(name), name): group for name, group in entries.items()}
+    canonical = state_dict_files.canonical_name
+    return {model_names.get(canonical(name), name): group for name, group in entries.items()}
 
 
 def _note_untied(
-    shards: ShardedCheckpointReader,
+    shards: ShardFolderReader,
     entries: Mapping[str, list[str]],
     module: nn.Module,
     context: CheckpointLoadContext,
@@ -398,18 +391,17 @@ def _note_untied(
 
 
 def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:
-    pairs = (("it lacks", missing), ("the model does not have", surplus))
-    for text, tensor_names in pairs:
+    for text, tensor_names in (("it lacks", missing), ("the model does not have", surplus)):
         if tensor_names:
             more = f" and {len(tensor_names) - _SHOWN} more" if len(tensor_names) > _SHOWN else ""
             yield f"{text} {', '.join(tensor_names[:_SHOWN])}{more}"
 
 
 def _read_nested(
-    shards: ShardedCheckpointReader,
+    shards: ShardFolderReader,
     group: Iterable[str],
     depth: int,
-    make_tensor: Callable[[ShardedCheckpointReader, str, Sequence[Any]], Any] | None = None,
+    make_tensor: Callable[[ShardFolderReader, str, Sequence[Any]], Any] | None = None,
 ) -> Any:
     """Read the value below the first ``depth`` keys from its entries."""
     flat = {shards.paths[name][depth:]: name for name in group}
@@ -424,7 +416,7 @@ def _read_nested(
     return _restore_lists(root)
 
 
-def _read_value(shards: ShardedCheckpointReader, name: str, path: Sequence[Any], make_tensor: Any) -> Any:
+def _read_value(shards: ShardFolderReader, name: str, path: Sequence[Any], make_tensor: Any) -> Any:
     if make_tensor is None or shards.tensor_metadata(name) is None:
         return shards.read(name)
     return make_tensor(shards, name, path)
@@ -445,7 +437,7 @@ def _tensor_like_param(
     parameter: torch.Tensor,
     param_state: Mapping[str, Any],
     read_plan: ReadPlan,
-    shards: ShardedCheckpointReader,
+    shards: ShardFolderReader,
     name: str,
     path: Sequence[Any],
 ) -> torch.Tensor:
@@ -476,7 +468,7 @@ def _is_reusable(present: Any, like: DTensor, dtype: torch.dtype) -> TypeGuard[D
 
 
 def _match_groups(
-    shards: ShardedCheckpointReader,
+    shards: ShardFolderReader,
     groups: Sequence[Mapping[str, Any]],
     saved: Sequence[Mapping[str, Any]],
     param_names: list[list[str]],

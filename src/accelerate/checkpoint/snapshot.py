@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate import device as devices
-from accelerate.checkpoint.collect import CollectedStates
+from accelerate.checkpoint.rank_file_contents import CollectedStates
 
 _ALIGNED = 64  # bytes, a cache line
 _PAGE = 4096  # bytes, the smallest that a system has

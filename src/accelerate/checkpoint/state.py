@@ -20,7 +20,7 @@ may write files into it and take models out of its list, that of a load may take
 from __future__ import annotations
 
 from accelerate.checkpoint.discovery import latest_checkpoint
-from accelerate.checkpoint.load import CheckpointLoadResult, load
+from accelerate.checkpoint.load_state import CheckpointLoadResult, load
 from accelerate.checkpoint.save import save
 from accelerate.checkpoint.train_state import (
     CheckpointTrainState,

@@ -16,11 +16,11 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
-from accelerate.checkpoint import commit, lazy_weights, names, pickles, tensors
+from accelerate.checkpoint import commit, lazy_weights, names, pickles, state_dict_files
 from accelerate.checkpoint.atomic_replace import parse_working_name, working_name
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.store import sync_file
-from accelerate.checkpoint.tensors import clean_state_dict_for_safetensors, id_tensor_storage
+from accelerate.checkpoint.state_dict_files import clean_state_dict_for_safetensors, id_tensor_storage
+from accelerate.checkpoint.storage import sync_file
 from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds
 
@@ -61,15 +61,15 @@ def save(
         return
     if not isinstance(f, str | PurePath):
         if safe_serialization:
-            separate, aliases = tensors.untie(obj)
-            tensors.write_safetensors(separate, aliases, cast(BinaryIO, f))
+            separate, aliases = state_dict_files.untie(obj)
+            state_dict_files.write_safetensors(separate, aliases, cast(BinaryIO, f))
         else:
             torch.save(obj, f)
         return
     path = Path(f).expanduser()
     if safe_serialization:
-        separate, aliases = tensors.untie(obj)
-        replace_file(path, partial(tensors.write_safetensors, separate, aliases))
+        separate, aliases = state_dict_files.untie(obj)
+        replace_file(path, partial(state_dict_files.write_safetensors, separate, aliases))
     else:
         replace_file(path, partial(pickles.write, obj))
 
@@ -105,7 +105,7 @@ def load_state_dict(
     path = Path(checkpoint_file).expanduser()
     if path.suffix == ".safetensors":
         with file_errors("read", path):
-            state, _ = tensors.read_safetensors(path)
+            state, _ = state_dict_files.read_safetensors(path)
     else:
         state = pickles.read(path, "cpu", "load(path, weights_only=False) of accelerate.utils")
     return {name: _place_tensor(name, value, device_map or {}) for name, value in state.items()}
@@ -162,7 +162,7 @@ def save_weights(
         SettingError: the limit is no size.
     """
     folder = Path(directory).expanduser()
-    state = tensors.strip_compile_prefix(state)
+    state = state_dict_files.strip_compile_prefix(state)
     if safe_serialization:
         return write_weights(lazy_weights.weights_from_state(state), folder, max_shard_size=max_shard_size)
     split = split_torch_state_dict_into_shards(
@@ -203,7 +203,7 @@ def write_weights(
     for file, members in split.filename_to_tensors.items():
         own = {alias: name for alias, name in weights.aliases.items() if name in members}
         shard = cast(dict[str, torch.Tensor], {name: casts[name] for name in members})
-        fills[file] = partial(tensors.write_safetensors, shard, own)
+        fills[file] = partial(state_dict_files.write_safetensors, shard, own)
     index = names.SAFE_WEIGHTS_INDEX_NAME
     _replace_files(folder, names.SAFE_WEIGHTS_PATTERN_NAME, index, fills, _encode_index(split), on_file)
     return list(fills)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accelerate.checkpoint import self_loading_modules
+from accelerate.checkpoint import custom_state_loading
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.mapped_files import MappedFiles
-from accelerate.checkpoint.tensors import as_dtype, canonical_name, is_distributed
+from accelerate.checkpoint.state_dict_files import as_dtype, canonical_name, is_distributed
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def load_weights(
         WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged.
     """
     targets = _model_tensors(model)
-    self_loading = self_loading_modules.find_self_loading(
+    self_loading = custom_state_loading.find_self_loading(
         model, saved_tensors, {n for t in targets for n in t.names}
     )
     ours = [t for t in targets if t.is_persistent and not self_loading.covers(t.names)]

@@ -59,9 +59,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``launch`` to it.
     """
-    from accelerate.cli import parser
+    from accelerate.cli import launch_argparse_parser
 
-    return parser.launch_command_parser(PLUGIN, subparsers)
+    return launch_argparse_parser.launch_command_parser(PLUGIN, subparsers)
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -71,9 +71,9 @@ def launch_command(args: argparse.Namespace) -> None:
         AccelerateError: it cannot be started as asked.
         RankError: a rank failed; its traceback has been printed.
     """
-    from accelerate.cli import parser
+    from accelerate.cli import launch_argparse_parser
 
-    parser.launch_command(PLUGIN, args)
+    launch_argparse_parser.launch_command(PLUGIN, args)
 
 
 def main() -> None:

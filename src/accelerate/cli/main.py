@@ -22,10 +22,10 @@ COMMANDS: Registry[click.Command] = Registry(
         "bar_charts",
         "config_classes",
         "error_output",
-        "launcher_functions",
+        "legacy_launchers",
         "main",
         "options",
-        "parser",
+        "launch_argparse_parser",
     ),
 )
 

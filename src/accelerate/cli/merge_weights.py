@@ -27,7 +27,7 @@ def _merge(
 ) -> None:
     from accelerate.checkpoint.merge import merge
     from accelerate.checkpoint.shard_reader import lazy_tensors
-    from accelerate.facade.engine_state import engine_weights
+    from accelerate.facade.engine_checkpoint_loader import engine_weights
 
     def find(folder: Path) -> Mapping[str, LazyTensor]:
         own = engine_weights(folder)

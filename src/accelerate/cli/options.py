@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from accelerate.core.setting import Setting, declared_settings
-from accelerate.facade.accumulation import GradientAccumulationSettings
+from accelerate.facade.accumulation_settings import GradientAccumulationSettings
 from accelerate.facade.option_report_settings import OptionReportSettings
 from accelerate.facade.resume_settings import ResumeSettings
 from accelerate.launch.kinds import KINDS

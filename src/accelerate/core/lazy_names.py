@@ -3,9 +3,9 @@
 The table maps a public module to its names, and a name to its *source*:
 
     "package.module:attribute"                 an object of this package, the package's own name left out
-    LazyCallSource(maker, *args, **kw)         the result of calling ``maker`` (a source): similar names
-    DirectObjectSource(constant)               a plain constant that needs no code
-    UnimplementedPublicName("what will come")  not built yet: usable in ``import``, ``isinstance`` and as a
+    LazyCall(maker, *args, **kw)               the result of calling ``maker`` (a source): similar names
+    DirectObject(constant)               a plain constant that needs no code
+    UnimplementedName("what will come")        not built yet: usable in ``import``, ``isinstance`` and as a
                                                base class; using it otherwise raises FeatureNotBuiltError
 """
 
@@ -22,7 +22,7 @@ from accelerate.core.errors import FeatureNotBuiltError, nearest
 T = TypeVar("T")
 
 
-class LazyCallSource:
+class LazyCall:
     """A source that makes its object by a call, once, when the name is first used.
 
     Args:
@@ -37,14 +37,14 @@ class LazyCallSource:
         self.maker, self.args, self.kwargs, self.then = maker, args, kwargs, then
 
 
-class DirectObjectSource:
+class DirectObject:
     """A source that is the object itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-class UnimplementedPublicName:
+class UnimplementedName:
     """The source of a public name that is not built.
 
     Args:
@@ -56,7 +56,7 @@ class UnimplementedPublicName:
         self.text, self.instead = text, instead
 
 
-NameSource = str | LazyCallSource | DirectObjectSource | UnimplementedPublicName
+NameSource = str | LazyCall | DirectObject | UnimplementedName
 NameTable = Mapping[str, Mapping[str, NameSource]]
 
 
@@ -139,11 +139,11 @@ class PublicNames:
         return self._load_object(self.sources[module][name], f"{module}.{name}")
 
     def _load_object(self, source: NameSource, path: str) -> Any:
-        if isinstance(source, UnimplementedPublicName):
+        if isinstance(source, UnimplementedName):
             return make_placeholder(path, source)
-        if isinstance(source, DirectObjectSource):
+        if isinstance(source, DirectObject):
             return source.value
-        if isinstance(source, LazyCallSource):
+        if isinstance(source, LazyCall):
             result = self._load_object(source.maker, path)(*source.args, **source.kwargs)
             result = result if source.then is None else source.then(result)
             if isinstance(result, FunctionType):
@@ -193,7 +193,7 @@ def get_override(module: str, name: str, default: T) -> T:
     return vars(sys.modules[module]).get(name, default) if module in sys.modules else default
 
 
-def make_placeholder(path: str, source: UnimplementedPublicName) -> Any:
+def make_placeholder(path: str, source: UnimplementedName) -> Any:
     """Return a placeholder for a name that is not built; its spelling tells its kind (PEP 8)."""
     module, _, name = path.rpartition(".")
     state = "has no counterpart here" if source.instead else "is not built yet"

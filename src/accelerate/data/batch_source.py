@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
 from accelerate.data.epoch_order import Broadcast, OrderState, finish_at_end, open_order, open_walk
+from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.position import Epoch, FetchedBatch
 from accelerate.data.rng_states import RNGSnapshot, capture_generators, find_generators, restore_generators
 from accelerate.data.sample_order import (
@@ -32,9 +34,7 @@ from accelerate.data.sample_order import (
     single_steps,
     skip_items,
 )
-from accelerate.data.shard import BatchSamplerShard, slicer_for
 from accelerate.data.sharding_detection import check_first_batch
-from accelerate.data.stream import IterableDatasetShard
 from accelerate.data.stream_resume import resume_stream
 from accelerate.world import collective
 from accelerate.world.rng import derive, seed_host

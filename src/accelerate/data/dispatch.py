@@ -26,14 +26,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate.core.errors import PrepareError
 from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
 from accelerate.data.batch_rows import count_rows, take_rows
+from accelerate.data.batch_sampler_shard import BatchSamplerShard
 from accelerate.data.batch_source import fetch_batches, fetches_by_index, find_shard, stream_batches
+from accelerate.data.iterable_dataset import GlobalBatchCollate, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
-from accelerate.data.shard import BatchSamplerShard
-from accelerate.data.stream import GlobalBatchCollate, supports_marks
 from accelerate.world import collective
-from accelerate.world.tensors import concatenate, ignorant_find_batch_size, slice_tensors
+from accelerate.world.tensor_trees import concatenate, ignorant_find_batch_size, slice_tensors
 
 Slice = Callable[..., Any]
 RankBatches = list[FetchedBatch | None]

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
+from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
 from accelerate.data.batch_source import (
     IndexSampler,
     copy_loader,
@@ -27,12 +28,11 @@ from accelerate.data.batch_source import (
     with_index_sampler,
 )
 from accelerate.data.epoch_order import DataShard
+from accelerate.data.iterable_dataset import CountingCollate, GlobalBatchCollate, IterableDatasetShard, unmark
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, LoaderPosition
 from accelerate.data.sample_order import inner_sampler, sampler_chain
-from accelerate.data.shard import SkipBatchSampler, slicer_for
-from accelerate.data.stream import CountingCollate, GlobalBatchCollate, IterableDatasetShard, unmark
 from accelerate.world.rng import synchronize_rng_states
-from accelerate.world.tensors import ignorant_find_batch_size, send_to_device
+from accelerate.world.tensor_trees import ignorant_find_batch_size, send_to_device
 
 
 class DataLoaderStateMixin:

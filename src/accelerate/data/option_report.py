@@ -8,11 +8,11 @@ from typing import Any
 from torch.utils.data import SequentialSampler
 
 from accelerate.core.option_report import OptionStatus, RequestedOption
+from accelerate.data.batch_sampler_shard import SeedableRandomSampler
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
+from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.loader import get_sampler
-from accelerate.data.shard import SeedableRandomSampler
-from accelerate.data.stream import IterableDatasetShard
 
 
 def loader_option_statuses(

@@ -12,14 +12,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.data import sharding_detection
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, SeedableRandomSampler
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
+from accelerate.data.iterable_dataset import CountingCollate, IterableDatasetShard, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler
 from accelerate.data.rank_batches import SingleIndexSampler
-from accelerate.data.shard import BatchSamplerShard, SeedableRandomSampler
-from accelerate.data.stream import CountingCollate, IterableDatasetShard, supports_marks
 from accelerate.world import collective
-from accelerate.world.layout import mesh_data_shard
+from accelerate.world.mesh_layout import mesh_data_shard
 
 
 def prepare_data_loader(

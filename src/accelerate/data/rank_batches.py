@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
 from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
 from accelerate.data.position import Epoch
 from accelerate.data.sample_order import (
@@ -19,7 +20,6 @@ from accelerate.data.sample_order import (
     mark_last,
     skip_items,
 )
-from accelerate.data.shard import BatchSamplerShard, slicer_for
 
 # A rank's samples of a step, and the number of real ones.
 RankSamples = tuple[list[Any], int]

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.position import Epoch
 from accelerate.data.sample_order import END
-from accelerate.data.stream import IterableDatasetShard
 
 
 class RemainingStream(IterableDataset[Any]):

@@ -16,16 +16,16 @@ from accelerate.data.loader import skip_first_batches as skip
 from accelerate.facade import constructor_args
 from accelerate.facade.checkpoint_methods import CheckpointMixin
 from accelerate.facade.collectives import CollectivesMixin
-from accelerate.facade.gradient import GradientAccumulationPlugin, GradientState
+from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
 from accelerate.facade.handler_properties import HandlerPropertiesMixin
 from accelerate.facade.mesh import DeviceMeshMixin
+from accelerate.facade.oom_rollback import capture_rollback
 from accelerate.facade.option_report import OptionReportMixin
 from accelerate.facade.preemption import PreemptionMixin
 from accelerate.facade.preparation import PreparationMixin
-from accelerate.facade.rollback import capture_rollback
 from accelerate.facade.state import AcceleratorState
 from accelerate.facade.tracking import TrackingMixin
-from accelerate.facade.train_loop import TrainLoopMixin
+from accelerate.facade.train_step_methods import TrainLoopMixin
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.strategy import choose_strategy

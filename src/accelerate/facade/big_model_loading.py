@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.lazy_weights import open_weights
-from accelerate.checkpoint.rank0_weights import weights_from_rank0
+from accelerate.checkpoint.rank0_weight_broadcast import weights_from_rank0
 from accelerate.checkpoint.weight_loading import MismatchedKeys, WeightPlacer, load_weights
 from accelerate.core import packages
 from accelerate.core.errors import (
@@ -22,7 +22,7 @@ from accelerate.core.errors import (
     PrepareError,
     UnknownNameError,
 )
-from accelerate.facade.placements import CurrentDevicePlacement, Device, DeviceMapPlacement
+from accelerate.facade.load_placement import CurrentDevicePlacement, Device, DeviceMapPlacement
 from accelerate.offload.device_maps import get_balanced_memory, infer_auto_device_map
 from accelerate.offload.dispatch import dispatch_model
 

@@ -17,20 +17,20 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import async_save, snapshot
 from accelerate.checkpoint import state as checkpoints
-from accelerate.checkpoint.addresses import parse_address
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.state import CheckpointLoadResult, CheckpointTrainState
+from accelerate.checkpoint.storage_urls import parse_address
 from accelerate.checkpoint.weight_files import save as save_object
 from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.checkpoint_adapters import model_adapter, optimizer_adapter, resolve_offloaded
-from accelerate.facade.engine_state import engine_state_loaders
-from accelerate.facade.modules import extract_model_from_parallel
+from accelerate.facade.engine_checkpoint_loader import engine_state_loaders
+from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.processes import ProcessMixin
 from accelerate.world import rng
 
 if TYPE_CHECKING:
-    from accelerate.facade.gradient import GradientState
+    from accelerate.facade.gradient_state import GradientState
     from accelerate.precision.base import Precision
     from accelerate.strategy.base import Strategy
 

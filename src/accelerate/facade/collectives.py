@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from accelerate.facade.gradient import GradientState
+from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.join import join_uneven_inputs
 from accelerate.facade.metrics import gather_for_metrics
 from accelerate.facade.processes import ProcessMixin

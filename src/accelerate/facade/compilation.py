@@ -13,7 +13,7 @@ from accelerate.core import environ
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, report_overridden, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.facade.modules import is_repeated_blocks
+from accelerate.facade.module_queries import is_repeated_blocks
 from accelerate.precision.settings import CompileSettings, DynamoBackend
 
 

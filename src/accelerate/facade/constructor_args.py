@@ -8,9 +8,9 @@ from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.data.configuration import DataLoaderConfiguration
-from accelerate.facade.accumulation import GradientAccumulationSettings
+from accelerate.facade.accumulation_settings import GradientAccumulationSettings
 from accelerate.facade.compilation import TorchDynamoPlugin
-from accelerate.facade.gradient import GradientAccumulationPlugin
+from accelerate.facade.gradient_state import GradientAccumulationPlugin
 from accelerate.precision import PRECISIONS
 from accelerate.strategy import STRATEGIES
 from accelerate.watch.profile import ProfileKwargs

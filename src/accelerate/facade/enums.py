@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from accelerate import device as devices
-from accelerate.core.enums import BaseEnum, StringEnum
+from accelerate.core.enum_bases import BaseEnum, StringEnum
 from accelerate.precision import PRECISIONS
 from accelerate.track import TRACKERS
 

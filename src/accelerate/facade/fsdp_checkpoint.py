@@ -23,7 +23,7 @@ from accelerate.facade.checkpoint_adapters import (
     sharded_model_state,
     sharded_optimizer_state,
 )
-from accelerate.facade.modules import is_peft_model
+from accelerate.facade.module_queries import is_peft_model
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.train_state import ShardedState

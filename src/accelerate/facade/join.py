@@ -9,10 +9,10 @@ from typing import Any
 from torch.distributed.algorithms.join import Join, Joinable
 
 from accelerate.core.errors import PrepareError
+from accelerate.data.batch_sampler_shard import BatchSamplerShard
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
-from accelerate.data.shard import BatchSamplerShard
-from accelerate.data.stream import GlobalBatchCollate, IterableDatasetShard
+from accelerate.data.iterable_dataset import GlobalBatchCollate, IterableDatasetShard
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from accelerate.core import tree
-from accelerate.facade.gradient import GradientState
+from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import Strategy
 

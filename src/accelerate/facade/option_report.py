@@ -33,8 +33,8 @@ from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.option_report import loader_option_statuses
 from accelerate.facade import compilation, option_report_settings
-from accelerate.facade.accumulation import GradientAccumulationSettings
-from accelerate.facade.gradient import GradientState
+from accelerate.facade.accumulation_settings import GradientAccumulationSettings
+from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.processes import ProcessMixin
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ReferenceType, ref
 
 from accelerate.checkpoint import checkpoint_paths, discovery
-from accelerate.checkpoint.addresses import Address, join_address, open_store
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.storage_urls import Address, join_address, open_store
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import load_settings
 from accelerate.facade.processes import ProcessMixin
@@ -24,7 +24,7 @@ from accelerate.world.preemption import PreemptionKwargs
 if TYPE_CHECKING:
     from torch import nn
 
-    from accelerate.facade.gradient import GradientState
+    from accelerate.facade.gradient_state import GradientState
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade import prepare_plan
-from accelerate.facade.gradient import GradientState
+from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.scheduler import AcceleratedScheduler

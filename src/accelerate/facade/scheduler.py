@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accelerate.core.errors import PrepareError
-from accelerate.facade.gradient import GradientState
+from accelerate.facade.gradient_state import GradientState
 from accelerate.world import collective
 
 

@@ -10,8 +10,8 @@ from accelerate.core import environ
 from accelerate.core.errors import UnknownNameError, WorldError
 from accelerate.core.setting import load_settings
 from accelerate.facade.enums import DistributedType
-from accelerate.facade.gradient import GradientState as GradientState
-from accelerate.facade.gradient import _SharedStateDescriptor
+from accelerate.facade.gradient_state import GradientState as GradientState
+from accelerate.facade.gradient_state import _SharedStateDescriptor
 from accelerate.facade.processes import ProcessMixin
 from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy import STRATEGIES

@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError
 from accelerate.data.loader import DataLoaderStateMixin
-from accelerate.facade.gradient import GradientState
+from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.loss_weighting import scale_gradients
 from accelerate.strategy.base import Strategy
 

@@ -1,8 +1,8 @@
 """Runs a script exactly as ``python script.py`` or ``python -m module`` would, and keeps its traceback.
 
-Started once per rank by ``child.py``, and known to Python by this file's name alone, which is one that no
-script has. It imports nothing that Python has not loaded already (``__future__`` would be one more), so that
-starting it costs no more than starting Python.
+Started once per rank by ``rank_entry_point.py``, and known to Python by this file's name alone, which is one
+that no script has. It imports nothing that Python has not loaded already (``__future__`` would be one more),
+so that starting it costs no more than starting Python.
 
 An exception that nobody catches goes to ERROR_FILE: a line of when, exit code and what, then the traceback
 as Python prints it, without the frames of this file. A crash of the interpreter goes to FAULT_FILE. The
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 THIS_FILE = __file__
-STARTER = os.path.join(os.path.dirname(THIS_FILE), "child.py")
+STARTER = os.path.join(os.path.dirname(THIS_FILE), "rank_entry_point.py")
 
 
 def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: str) -> None:

@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate.launch import option_report
-from accelerate.launch.check import check_request
+from accelerate.launch.device_selection import check_request
+from accelerate.launch.job_scheduler import overridden_lines
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import JobSettings, LaunchRequest
 from accelerate.launch.origin_variables import origin_variables
 from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.scheduler import overridden_lines
 
 P = TypeVar("P", bound=LaunchPlan)
 

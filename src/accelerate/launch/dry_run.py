@@ -129,7 +129,7 @@ def _strategy_text(request: LaunchRequest, *, alone: bool) -> str:
 
 def _mesh_text(request: LaunchRequest, processes: int) -> str:
     """The dimensions, outermost first; neighbouring ranks meet in the last one."""
-    from accelerate.world.layout import DIMENSIONS, MeshLayout
+    from accelerate.world.mesh_layout import DIMENSIONS, MeshLayout
 
     sizes = {name: request.get(f"parallelism_config_{name}_size") or 1 for name in DIMENSIONS.values()}
     layout = MeshLayout(**{degree: sizes[name] for degree, name in DIMENSIONS.items()}).check(processes)

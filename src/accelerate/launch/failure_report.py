@@ -13,7 +13,7 @@ from accelerate.launch.supervisor import GracefulStopRegistration, JobOutcome, P
 # A process that dies without a word is noticed a moment later, when its peers may have complained already.
 DETECTION_DELAY = 100_000_000  # ns
 # What starts the script in each rank; the frames of these two files are no part of the script's stack.
-RANK_SCRIPT = str(Path(__file__).with_name("child.py"))
+RANK_SCRIPT = str(Path(__file__).with_name("rank_entry_point.py"))
 RUNNER = str(Path(__file__).with_name("accelerate_rank.py"))
 
 _HINTS: dict[int, str] = {

@@ -23,11 +23,11 @@ from accelerate.core.setting import (
     load_settings,
     setting,
 )
-from accelerate.launch import config_files, config_sections
+from accelerate.launch import config_files, config_section_normalization
 from accelerate.launch.config_files import ConfigFile
+from accelerate.launch.job_scheduler import JobSchedulerContext, detect_scheduler
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.multi_machine import MULTI_MACHINE
-from accelerate.launch.scheduler import JobSchedulerContext, detect_scheduler
+from accelerate.launch.multi_machine_condition import MULTI_MACHINE
 
 S = TypeVar("S")
 
@@ -388,7 +388,7 @@ def build_request(
         SettingError: as for ``read_request``.
     """
     if file is not None:
-        file = config_sections.normalize_sections(file, (*launcher_settings(), *script_settings))
+        file = config_section_normalization.normalize_sections(file, (*launcher_settings(), *script_settings))
         _check_keys(file, script_settings)
     env = environ.snapshot() if env is None else env
     scheduler = detect_scheduler(env)

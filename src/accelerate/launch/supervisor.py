@@ -2,7 +2,7 @@
 
 The first that fails ends the job: the others get a moment to fail by themselves (what they say helps), are
 asked to stop, and killed after ``stop_timeout``. A signal to the launcher goes on to them. Nothing outlives
-``run``, and when the launcher itself is killed, its guard (guard.py) ends them.
+``run``, and when the launcher itself is killed, its guard (orphan_guard.py) ends them.
 
 A rank may announce that it stops gracefully on a signal (``GracefulStopRegistration``). If all do, they get
 the time that they need; a second signal ends them at once. A failing job does not ask them, for it would
@@ -263,7 +263,7 @@ class GuardProcess:
     """The process that ends the ranks when this one dies."""
 
     def __init__(self, seconds: float) -> None:
-        path = str(Path(__file__).with_name("guard.py"))
+        path = str(Path(__file__).with_name("orphan_guard.py"))
         # It inherits what is blocked. Signals to this process that come meanwhile are delivered afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:

@@ -21,10 +21,10 @@ from torch._compile import _disable_dynamo
 
 from accelerate.offload.align_hook import AlignDevicesHook, Keys
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
+from accelerate.offload.module_input_output import ModuleInputOutputMover
 from accelerate.offload.module_tensors import as_device, table_of
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.offload.pager import Pager
-from accelerate.offload.tensor_mover import ModuleInputOutputMover
 from accelerate.offload.tensor_source import OffloadError
 from accelerate.offload.weight_block import WeightBlock, move_tensor
 from accelerate.offload.weight_store import with_values

@@ -25,7 +25,7 @@ import torch
 from accelerate import device as devices
 from accelerate.core.units import show_bytes, show_seconds
 from accelerate.device.base import Device
-from accelerate.offload.pages import HostPageAllocator, StagingBuffers, WeightPage, read_page
+from accelerate.offload.weight_pages import HostPageAllocator, StagingBuffers, WeightPage, read_page
 
 
 class PagerBlockProtocol(Protocol):

@@ -16,8 +16,8 @@ from torch import nn
 from accelerate.offload.module_tensors import as_parameter
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
 from accelerate.offload.pager import Pager
-from accelerate.offload.pages import WeightPage, is_movable, split_by_source
 from accelerate.offload.tensor_source import HostSource, OffloadError
+from accelerate.offload.weight_pages import WeightPage, is_movable, split_by_source
 
 Table = dict[str, Any]
 # (a table of a module, what it held when the block was read)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from accelerate.core.enums import BaseEnum
+from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.precision import PRECISIONS

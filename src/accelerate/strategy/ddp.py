@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.core.enums import BaseEnum
+from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options

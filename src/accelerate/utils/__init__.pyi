@@ -1,4 +1,4 @@
-# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
 from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
@@ -25,19 +25,17 @@ from accelerate.checkpoint.weight_files import load as load
 from accelerate.checkpoint.weight_files import load_state_dict as load_state_dict
 from accelerate.checkpoint.weight_files import save as save
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
-from accelerate.cli.launcher_functions import env_var_path_add as env_var_path_add
-from accelerate.cli.launcher_functions import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accelerate.cli.launcher_functions import (
+from accelerate.cli.legacy_launchers import env_var_path_add as env_var_path_add
+from accelerate.cli.legacy_launchers import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.cli.legacy_launchers import (
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
 )
-from accelerate.cli.launcher_functions import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accelerate.cli.launcher_functions import (
-    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
-)
-from accelerate.cli.launcher_functions import prepare_tpu as prepare_tpu
-from accelerate.cli.launcher_functions import setup_fp8_env as setup_fp8_env
-from accelerate.core.enums import BaseEnum as BaseEnum
-from accelerate.core.enums import EnumWithContains as EnumWithContains
+from accelerate.cli.legacy_launchers import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.cli.legacy_launchers import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accelerate.cli.legacy_launchers import prepare_tpu as prepare_tpu
+from accelerate.cli.legacy_launchers import setup_fp8_env as setup_fp8_env
+from accelerate.core.enum_bases import BaseEnum as BaseEnum
+from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.core.units import show_bytes as convert_bytes
@@ -45,6 +43,9 @@ from accelerate.core.versions import OPERATIONS as STR_OPERATION_TO_FUNC
 from accelerate.core.versions import compare_versions as compare_versions
 from accelerate.core.versions import is_torch_version as is_torch_version
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
+from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
+from accelerate.facade.attribute_utils import merge_dicts as merge_dicts
+from accelerate.facade.attribute_utils import recursive_getattr as recursive_getattr
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compilation import compile_regions as compile_regions
@@ -90,31 +91,28 @@ from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
 from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
 from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
-from accelerate.facade.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.facade.megatron_lm_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
 from accelerate.facade.megatron_lm_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
-from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
-from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
-from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
-from accelerate.facade.modules import extract_model_from_parallel as extract_model_from_parallel
-from accelerate.facade.modules import get_model_tp_size as get_model_tp_size
-from accelerate.facade.modules import get_module_children_bottom_up as get_module_children_bottom_up
-from accelerate.facade.modules import get_module_class_from_name as get_module_class_from_name
-from accelerate.facade.modules import has_compiled_regions as has_compiled_regions
-from accelerate.facade.modules import has_repeated_blocks as has_repeated_blocks
-from accelerate.facade.modules import is_compiled_module as is_compiled_module
-from accelerate.facade.modules import is_peft_model as is_peft_model
-from accelerate.facade.modules import is_repeated_blocks as is_repeated_blocks
-from accelerate.facade.modules import model_has_dtensor as model_has_dtensor
-from accelerate.facade.object_utils import get_pretty_name as get_pretty_name
-from accelerate.facade.object_utils import merge_dicts as merge_dicts
-from accelerate.facade.object_utils import recursive_getattr as recursive_getattr
+from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from accelerate.facade.module_queries import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
+from accelerate.facade.module_queries import convert_file_size_to_int as convert_file_size_to_int
+from accelerate.facade.module_queries import extract_model_from_parallel as extract_model_from_parallel
+from accelerate.facade.module_queries import get_model_tp_size as get_model_tp_size
+from accelerate.facade.module_queries import get_module_children_bottom_up as get_module_children_bottom_up
+from accelerate.facade.module_queries import get_module_class_from_name as get_module_class_from_name
+from accelerate.facade.module_queries import has_compiled_regions as has_compiled_regions
+from accelerate.facade.module_queries import has_repeated_blocks as has_repeated_blocks
+from accelerate.facade.module_queries import is_compiled_module as is_compiled_module
+from accelerate.facade.module_queries import is_peft_model as is_peft_model
+from accelerate.facade.module_queries import is_repeated_blocks as is_repeated_blocks
+from accelerate.facade.module_queries import model_has_dtensor as model_has_dtensor
 from accelerate.facade.precision_functions import get_grad_scaler as get_grad_scaler
 from accelerate.facade.precision_functions import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accelerate.launch.notebook.prepare import PrepareForLaunch as PrepareForLaunch
+from accelerate.launch.notebook.spawn_target import PrepareForLaunch as PrepareForLaunch
 from accelerate.offload.device_maps import check_device_map as check_device_map
 from accelerate.offload.device_maps import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
@@ -399,25 +397,25 @@ from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.rng import set_seed as set_seed
 from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
-from accelerate.world.tensor_copy import copy_tensor_to_devices as copy_tensor_to_devices
-from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
-from accelerate.world.tensors import TensorInformation as TensorInformation
-from accelerate.world.tensors import concatenate as concatenate
-from accelerate.world.tensors import convert_outputs_to_fp32 as convert_outputs_to_fp32
-from accelerate.world.tensors import convert_to_fp32 as convert_to_fp32
-from accelerate.world.tensors import find_batch_size as find_batch_size
-from accelerate.world.tensors import find_device as find_device
-from accelerate.world.tensors import get_data_structure as get_data_structure
-from accelerate.world.tensors import get_shape as get_shape
-from accelerate.world.tensors import honor_type as honor_type
-from accelerate.world.tensors import ignorant_find_batch_size as ignorant_find_batch_size
-from accelerate.world.tensors import initialize_tensors as initialize_tensors
-from accelerate.world.tensors import is_tensor_information as is_tensor_information
-from accelerate.world.tensors import is_torch_tensor as is_torch_tensor
-from accelerate.world.tensors import listify as listify
-from accelerate.world.tensors import pad_input_tensors as pad_input_tensors
-from accelerate.world.tensors import recursively_apply as recursively_apply
-from accelerate.world.tensors import send_to_device as send_to_device
-from accelerate.world.tensors import slice_tensors as slice_tensors
+from accelerate.world.single_owner_broadcast import copy_tensor_to_devices as copy_tensor_to_devices
+from accelerate.world.tensor_trees import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accelerate.world.tensor_trees import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from accelerate.world.tensor_trees import TensorInformation as TensorInformation
+from accelerate.world.tensor_trees import concatenate as concatenate
+from accelerate.world.tensor_trees import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accelerate.world.tensor_trees import convert_to_fp32 as convert_to_fp32
+from accelerate.world.tensor_trees import find_batch_size as find_batch_size
+from accelerate.world.tensor_trees import find_device as find_device
+from accelerate.world.tensor_trees import get_data_structure as get_data_structure
+from accelerate.world.tensor_trees import get_shape as get_shape
+from accelerate.world.tensor_trees import honor_type as honor_type
+from accelerate.world.tensor_trees import ignorant_find_batch_size as ignorant_find_batch_size
+from accelerate.world.tensor_trees import initialize_tensors as initialize_tensors
+from accelerate.world.tensor_trees import is_tensor_information as is_tensor_information
+from accelerate.world.tensor_trees import is_torch_tensor as is_torch_tensor
+from accelerate.world.tensor_trees import listify as listify
+from accelerate.world.tensor_trees import pad_input_tensors as pad_input_tensors
+from accelerate.world.tensor_trees import recursively_apply as recursively_apply
+from accelerate.world.tensor_trees import send_to_device as send_to_device
+from accelerate.world.tensor_trees import slice_tensors as slice_tensors
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs

@@ -1,9 +1,9 @@
-# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
 from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
-from accelerate.core.enums import BaseEnum as BaseEnum
-from accelerate.core.enums import EnumWithContains as EnumWithContains
+from accelerate.core.enum_bases import BaseEnum as BaseEnum
+from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
@@ -19,8 +19,8 @@ from accelerate.facade.fp8 import AORecipeKwargs as AORecipeKwargs
 from accelerate.facade.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accelerate.facade.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.facade.fp8 import TERecipeKwargs as TERecipeKwargs
-from accelerate.facade.gradient import GradientAccumulationPlugin as GradientAccumulationPlugin
-from accelerate.facade.modules import get_module_class_from_name as get_module_class_from_name
+from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.facade.module_queries import get_module_class_from_name as get_module_class_from_name
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.precision.settings import DynamoBackend as DynamoBackend
@@ -51,7 +51,7 @@ from accelerate.strategy.sharding.plugin import (
 )
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
 from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
-from accelerate.world.tensors import TensorInformation as TensorInformation
+from accelerate.world.tensor_trees import TensorInformation as TensorInformation
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
 from typing import Any
 

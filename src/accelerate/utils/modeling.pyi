@@ -1,12 +1,12 @@
-# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
 from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accelerate.checkpoint.weight_files import id_tensor_storage as id_tensor_storage
 from accelerate.checkpoint.weight_files import load_state_dict as load_state_dict
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
-from accelerate.facade.modules import convert_file_size_to_int as convert_file_size_to_int
-from accelerate.facade.modules import is_peft_model as is_peft_model
+from accelerate.facade.module_queries import convert_file_size_to_int as convert_file_size_to_int
+from accelerate.facade.module_queries import is_peft_model as is_peft_model
 from accelerate.facade.precision_functions import get_grad_scaler as get_grad_scaler
 from accelerate.facade.precision_functions import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,

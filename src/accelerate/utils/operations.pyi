@@ -1,9 +1,9 @@
-# Written by `python -m accelerate.core.stubs accelerate.names` from the table of names. Do not edit.
+# Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
 from accelerate.core.tree import is_namedtuple as is_namedtuple
-from accelerate.facade.modules import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
-from accelerate.facade.modules import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
+from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from accelerate.facade.module_queries import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
 from accelerate.world.collective import broadcast as broadcast
@@ -15,26 +15,26 @@ from accelerate.world.collective import gather_tensor_shape as gather_tensor_sha
 from accelerate.world.collective import pad_across_processes as pad_across_processes
 from accelerate.world.collective import reduce as reduce
 from accelerate.world.collective import verify_operation as verify_operation
-from accelerate.world.tensor_copy import copy_tensor_to_devices as copy_tensor_to_devices
-from accelerate.world.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from accelerate.world.tensors import ConvertOutputsToFp32 as ConvertOutputsToFp32
-from accelerate.world.tensors import concatenate as concatenate
-from accelerate.world.tensors import convert_outputs_to_fp32 as convert_outputs_to_fp32
-from accelerate.world.tensors import convert_to_fp32 as convert_to_fp32
-from accelerate.world.tensors import find_batch_size as find_batch_size
-from accelerate.world.tensors import find_device as find_device
-from accelerate.world.tensors import get_data_structure as get_data_structure
-from accelerate.world.tensors import get_shape as get_shape
-from accelerate.world.tensors import honor_type as honor_type
-from accelerate.world.tensors import ignorant_find_batch_size as ignorant_find_batch_size
-from accelerate.world.tensors import initialize_tensors as initialize_tensors
-from accelerate.world.tensors import is_tensor_information as is_tensor_information
-from accelerate.world.tensors import is_torch_tensor as is_torch_tensor
-from accelerate.world.tensors import listify as listify
-from accelerate.world.tensors import pad_input_tensors as pad_input_tensors
-from accelerate.world.tensors import recursively_apply as recursively_apply
-from accelerate.world.tensors import send_to_device as send_to_device
-from accelerate.world.tensors import slice_tensors as slice_tensors
+from accelerate.world.single_owner_broadcast import copy_tensor_to_devices as copy_tensor_to_devices
+from accelerate.world.tensor_trees import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accelerate.world.tensor_trees import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from accelerate.world.tensor_trees import concatenate as concatenate
+from accelerate.world.tensor_trees import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accelerate.world.tensor_trees import convert_to_fp32 as convert_to_fp32
+from accelerate.world.tensor_trees import find_batch_size as find_batch_size
+from accelerate.world.tensor_trees import find_device as find_device
+from accelerate.world.tensor_trees import get_data_structure as get_data_structure
+from accelerate.world.tensor_trees import get_shape as get_shape
+from accelerate.world.tensor_trees import honor_type as honor_type
+from accelerate.world.tensor_trees import ignorant_find_batch_size as ignorant_find_batch_size
+from accelerate.world.tensor_trees import initialize_tensors as initialize_tensors
+from accelerate.world.tensor_trees import is_tensor_information as is_tensor_information
+from accelerate.world.tensor_trees import is_torch_tensor as is_torch_tensor
+from accelerate.world.tensor_trees import listify as listify
+from accelerate.world.tensor_trees import pad_input_tensors as pad_input_tensors
+from accelerate.world.tensor_trees import recursively_apply as recursively_apply
+from accelerate.world.tensor_trees import send_to_device as send_to_device
+from accelerate.world.tensor_trees import slice_tensors as slice_tensors
 from typing import Any
 
 def is_torch_xpu_tensor(tensor: Any) -> bool: ...

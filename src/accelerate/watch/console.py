@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
-from accelerate.watch.rank_info import get_rank_info
+from accelerate.watch.process_rank import get_rank_info
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.core.errors import UnknownNameError, WorldError
-from accelerate.watch.rank_info import get_rank_info
+from accelerate.watch.process_rank import get_rank_info
 from accelerate.world import world
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.core.errors import SettingError
-from accelerate.watch.rank_info import get_rank_info
+from accelerate.watch.process_rank import get_rank_info
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

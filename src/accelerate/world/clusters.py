@@ -18,8 +18,15 @@ from dataclasses import fields
 
 from accelerate.core.errors import WorldError
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.world.env_variable_parsers import (
+    DEFAULT_PORT,
+    Env,
+    derive_node,
+    is_loopback,
+    job_port,
+    read_number,
+)
 from accelerate.world.slurm_lists import expand_counts, expand_nodes
-from accelerate.world.variables import DEFAULT_PORT, Env, derive_node, is_loopback, job_port, read_number
 
 
 @frozen_dataclass

@@ -25,7 +25,7 @@ from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
 from accelerate.world.packed_tree import PackedTree
-from accelerate.world.tensors import CannotPadNestedTensorWarning, pad_tensor, recursively_apply
+from accelerate.world.tensor_trees import CannotPadNestedTensorWarning, pad_tensor, recursively_apply
 
 F = TypeVar("F", bound=Callable[..., Any])
 

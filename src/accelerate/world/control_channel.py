@@ -34,8 +34,8 @@ import torch.distributed as dist
 from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
 from accelerate.world.call_site import CallSite, current_call_site
-from accelerate.world.control_flow import on_same_path
-from accelerate.world.failure_report import SAME_CALLS
+from accelerate.world.call_site_control_flow import on_same_path
+from accelerate.world.rank_failure_report import SAME_CALLS
 
 # Label for error texts; digests of operation and structure, flag any_size, bytes of the description, bytes of
 # the values. The description follows, so that everything that usually matches is compared at once.

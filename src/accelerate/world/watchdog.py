@@ -27,8 +27,8 @@ from typing import Any
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world.call_site import CallSite, find_call_site
-from accelerate.world.failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
-from accelerate.world.store import StoreClient
+from accelerate.world.rank_failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
+from accelerate.world.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 

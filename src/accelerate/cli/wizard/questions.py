@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, get_args
 
 from accelerate import device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard.config_keys import file_value
+from accelerate.cli.wizard.config_key_changes import file_value
 from accelerate.core.setting import Setting, convert_value, declared_settings
-from accelerate.launch.check import CPU_GROUP
 from accelerate.launch.config_writer import KeyPath
 from accelerate.launch.conflicts import NOT_DISTRIBUTED
+from accelerate.launch.device_selection import CPU_GROUP
 from accelerate.launch.launch_request import launcher_settings
 
 # Asked at the end: they depend on everything else.

@@ -1,8 +1,8 @@
 """Jobs that start again, and jobs on several machines.
 
-``settings.py`` holds the settings. On one machine ``restarts.py`` starts the processes again when they fail.
-On several, ``multi_machine_runner.py`` runs in the launcher: it starts the processes, watches them, and never
-waits for the network. What does wait is ``agent.py``, a process of its own, which meets the other machines
-(``rendezvous.py``, over ``torch.distributed.elastic``) and tells the launcher by ``agent_process.py`` what
-to do.
+``settings.py`` holds the settings. On one machine ``single_machine_restarts.py`` starts the processes again
+when they fail. On several, ``multi_machine_runner.py`` runs in the launcher: it starts the processes, watches
+them, and never waits for the network. What does wait is ``rendezvous_agent.py``, a process of its own, which
+meets the other machines (``rendezvous.py``, over ``torch.distributed.elastic``) and tells the launcher by
+``agent_process_handle.py`` what to do.
 """

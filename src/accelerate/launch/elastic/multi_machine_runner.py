@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.core.errors import LaunchError
-from accelerate.launch.elastic.agent_process import FAREWELL_SECONDS, ElasticAgentProcess, Message
+from accelerate.launch.elastic.agent_process_handle import FAREWELL_SECONDS, ElasticAgentProcess, Message
 from accelerate.launch.elastic.attempt import ElasticAttemptRunner, LocalAttempt
-from accelerate.launch.elastic.restarts import describe_failure
+from accelerate.launch.elastic.single_machine_restarts import describe_failure
 from accelerate.launch.errors import RankError
 from accelerate.launch.plan import Variables
 from accelerate.launch.supervisor import STOP_SIGNALS

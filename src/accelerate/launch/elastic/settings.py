@@ -8,7 +8,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.multi_machine import MULTI_MACHINE
+from accelerate.launch.multi_machine_condition import MULTI_MACHINE
 
 STATIC, DYNAMIC = "static", "c10d"
 DEFAULT_PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another

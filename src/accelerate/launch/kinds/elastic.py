@@ -11,7 +11,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, print_line
-from accelerate.launch.check import LaunchDeviceSelection, allocate_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.elastic import settings
 from accelerate.launch.elastic.settings import STATIC, ElasticLaunchSettings, RendezvousEndpoint
 from accelerate.launch.kinds.local import (
@@ -89,7 +89,7 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
 
 
 def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
-    from accelerate.launch.elastic import restarts
+    from accelerate.launch.elastic import single_machine_restarts
     from accelerate.launch.rank_commands import reserve_port
 
     size, most = plan.allocation.processes, request.values_of(ElasticLaunchSettings).max_restarts
@@ -105,14 +105,14 @@ def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempt
         return [{**plan.variables, **own, **counted} for own in each]
 
     with reserve_port(request, size) as port:
-        restarts.run_with_restarts(
+        single_machine_restarts.run_with_restarts(
             attempts, size, most, variables_of_restart, lambda line: print_line(request, line)
         )
 
 
 def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
     from accelerate.launch import preflight
-    from accelerate.launch.elastic.agent_process import ElasticAgentProcess
+    from accelerate.launch.elastic.agent_process_handle import ElasticAgentProcess
     from accelerate.launch.elastic.multi_machine_runner import MultiMachineAttemptRunner
 
     assert plan.endpoint is not None

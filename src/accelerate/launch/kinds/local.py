@@ -14,7 +14,7 @@ from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import LaunchDeviceSelection, allocate_devices, count_cores
+from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, count_cores
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables

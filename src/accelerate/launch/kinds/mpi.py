@@ -19,13 +19,13 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import LaunchDeviceSelection, count_cores, select_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import explain_start_error, script_command, shared_variables
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.multi_machine import MULTI_MACHINE
+from accelerate.launch.multi_machine_condition import MULTI_MACHINE
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
-from accelerate.world.variables import DEFAULT_PORT, JOB_PORT_COUNT
+from accelerate.world.env_variable_parsers import DEFAULT_PORT, JOB_PORT_COUNT
 
 # Variables of this process that the ranks get besides those of the job.
 FORWARDED_VARIABLES = re.compile(

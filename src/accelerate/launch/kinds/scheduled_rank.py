@@ -19,7 +19,8 @@ from accelerate.core.errors import LaunchError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import LaunchDeviceSelection, count_cores, select_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
+from accelerate.launch.job_scheduler import JobSchedulerContext
 from accelerate.launch.kinds.local import (
     explain_start_error,
     replace_process,
@@ -29,8 +30,7 @@ from accelerate.launch.kinds.local import (
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
-from accelerate.launch.scheduler import JobSchedulerContext
-from accelerate.world.variables import DEFAULT_PORT
+from accelerate.world.env_variable_parsers import DEFAULT_PORT
 
 
 @frozen_dataclass

@@ -17,7 +17,7 @@ from accelerate.core.setting import setting
 from accelerate.device import Device
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.check import LaunchDeviceSelection
+from accelerate.launch.device_selection import LaunchDeviceSelection
 from accelerate.launch.kinds.local import LocalLaunch, LocalLaunchPlan, script_command
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.plan import PlannedCommand

@@ -2,10 +2,10 @@
 
 launchers.py           the public functions
 function_launcher.py   the ranks of one call: their environment, their output, their exit
-multi_machine_call.py  one call on several machines
+rendezvous_config.py  one call on several machines
 payload.py             the pickled function: by value where it belongs to the notebook
 fork.py                forked ranks, for functions that cannot be pickled
 device_use.py          which line first used a device, for errors of forked ranks
-rank.py                the code of each rank; rank_starter.py is the file that Python starts
-prepare.py             the callable for torch's and PyTorch/XLA's own process starters
+rank.py                the code of each rank; rank_entry_point.py is the file that Python starts
+spawn_target.py             the callable for torch's and PyTorch/XLA's own process starters
 """

@@ -29,7 +29,7 @@ from accelerate.launch.plan import Variables
 from accelerate.launch.port import PortInUseError, ReservedPort
 from accelerate.launch.supervisor import JobOutcome, ProcessSpec, WorkerSupervisor
 
-STARTER = str(Path(__file__).with_name("rank_starter.py"))
+STARTER = str(Path(__file__).with_name("rank_entry_point.py"))
 STOP_TIMEOUT = 3.0  # seconds that ranks which are asked to stop have before they are killed
 
 

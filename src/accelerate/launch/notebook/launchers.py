@@ -11,11 +11,11 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.core.setting import load_settings
 from accelerate.device import Device, DeviceProbeHost
-from accelerate.launch.check import count_cores
+from accelerate.launch.device_selection import count_cores
 from accelerate.launch.notebook import device_use
 from accelerate.launch.notebook.function_launcher import FunctionError, FunctionLauncher
-from accelerate.launch.notebook.multi_machine_call import NotebookRendezvousConfig
-from accelerate.launch.notebook.prepare import PrepareForLaunch
+from accelerate.launch.notebook.rendezvous_config import NotebookRendezvousConfig
+from accelerate.launch.notebook.spawn_target import PrepareForLaunch
 from accelerate.precision import PRECISIONS
 
 device_use.record_first_uses()

@@ -33,7 +33,7 @@ from accelerate.offload.pipeline.traced_forward import InferenceStage, TracedFor
 from accelerate.stages import split, tensor_tree
 from accelerate.world import collective
 from accelerate.world import world as worlds
-from accelerate.world.tensors import ignorant_find_batch_size, pad_input_tensors, send_to_device
+from accelerate.world.tensor_trees import ignorant_find_batch_size, pad_input_tensors, send_to_device
 from accelerate.world.world import World
 
 

@@ -30,12 +30,7 @@ from accelerate.strategy.base import (
     StrategyRequest,
     graph_leaves,
 )
-from accelerate.strategy.settings.deepspeed import (
-    COUNTERPARTS,
-    DeepSpeedSettings,
-    UseDeepSpeedSetting,
-    is_same,
-)
+from accelerate.strategy.settings import deepspeed as deepspeed_settings
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -109,13 +104,16 @@ class DeepSpeed(Strategy):
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
         """Return whether a plugin or the launcher asks for DeepSpeed, also with one process."""
-        return bool(_given_plugins(request)) or load_settings(UseDeepSpeedSetting).value.use_deepspeed
+        return (
+            bool(_given_plugins(request))
+            or load_settings(deepspeed_settings.UseDeepSpeedSetting).value.use_deepspeed
+        )
 
     @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
         """Return the switch, the launcher's options and the plugins."""
-        yield from requested_options(load_settings(UseDeepSpeedSetting))
-        yield from requested_options(load_settings(DeepSpeedSettings))
+        yield from requested_options(load_settings(deepspeed_settings.UseDeepSpeedSetting))
+        yield from requested_options(load_settings(deepspeed_settings.DeepSpeedSettings))
         for plugin in _given_plugins(request):
             yield RequestedOption("deepspeed_plugin", type(plugin).__name__, "the argument deepspeed_plugin")
             yield from plugin.given_options()
@@ -124,7 +122,7 @@ class DeepSpeed(Strategy):
         """Return the status of each option, read from the engines' configuration."""
         handles = self.engines.trained_engines()
         for option in self.requested_options(self.request):
-            if option.name not in COUNTERPARTS:
+            if option.name not in deepspeed_settings.COUNTERPARTS:
                 yield option.report_applied()
             elif not handles:
                 yield option.report_pending("no model is prepared with its optimizer")
@@ -134,9 +132,9 @@ class DeepSpeed(Strategy):
     def _config_status(self, option: RequestedOption, handle: EngineHandle) -> OptionStatus:
         from accelerate.strategy.deepspeed import config_tree
 
-        keys, absent = COUNTERPARTS[option.name]
+        keys, absent = deepspeed_settings.COUNTERPARTS[option.name]
         here = config_tree.get_key(handle.config, ".".join(keys), absent)
-        ours = option.value in ("auto", None) or is_same(option.value, here)
+        ours = option.value in ("auto", None) or deepspeed_settings.is_same(option.value, here)
         return option.report_unless(
             "" if ours else f"the DeepSpeed configuration says {'.'.join(keys)}: {here}"
         )

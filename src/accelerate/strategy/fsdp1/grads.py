@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from accelerate.strategy.fsdp1.flat_parameter import FlatParam, FlatSlot
-from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
+from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
+from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 
 
 def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
+from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
-from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
 
 
 def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tensor]]) -> None:

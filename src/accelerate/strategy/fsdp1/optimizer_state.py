@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.fsdp1.flat_parameter import FlatParam, FlatSlot
-from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel, TakeValue, as_distributed
+from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
+from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel, TakeValue, as_distributed
 from accelerate.world import collective
 
 # For each group: (the parameter that the optimizer holds, the stand-in of the user's in it if it is flat).

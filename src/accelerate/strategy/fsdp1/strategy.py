@@ -20,16 +20,16 @@ from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import PrepareBundle, StrategyRequest, graph_leaves
 from accelerate.strategy.settings.fsdp import FSDPSettings, UseFSDPSetting
-from accelerate.strategy.sharding.base import ShardedStrategy, find_plugin, fsdp_options
+from accelerate.strategy.sharding.sharded_strategy import ShardedStrategy, find_plugin, fsdp_options
 from accelerate.world import collective
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import ShardingStrategy
 
+    from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
     from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
     from accelerate.strategy.fsdp1.wrap import FSDP1WrapLayout, FSDP1Wrapper
-    from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
 
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
 
@@ -293,7 +293,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def model_checkpoint_view(self, model: nn.Module) -> Any:
         """Return the model by the user's names, with DTensors where it is sharded."""
-        from accelerate.strategy.fsdp1.wrapped_model import wrapped_model_view
+        from accelerate.strategy.fsdp1.model_state_dict import wrapped_model_view
 
         wrapped_model = self._wrapped_model(model)
         return self.unwrap(model) if wrapped_model is None else wrapped_model_view(wrapped_model)
@@ -311,7 +311,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the gathered state dict, on the host of rank 0; other ranks get nothing. Collective."""
-        from accelerate.strategy.fsdp1.wrapped_model import discard_value, to_host
+        from accelerate.strategy.fsdp1.model_state_dict import discard_value, to_host
 
         wrapped_model = self._wrapped_model(model)
         if wrapped_model is None:
@@ -333,7 +333,7 @@ class FSDP1Strategy(ShardedStrategy):
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
     ) -> dict[str, Any]:
         """Return the gathered optimizer state, on the host of rank 0."""
-        from accelerate.strategy.fsdp1.wrapped_model import discard_value, to_host
+        from accelerate.strategy.fsdp1.model_state_dict import discard_value, to_host
 
         state = self._wrapped_optimizer(optimizer).gather_state(to_host if self._is_leader else discard_value)
         return state if self._is_leader else {}

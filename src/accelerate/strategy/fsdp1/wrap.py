@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.fsdp1.flat_parameter import walk_modules
-from accelerate.strategy.fsdp1.wrapped_model import FSDP1WrappedModel
-from accelerate.strategy.sharding.fsdp_layout import (
+from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
+from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
+from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
     model_digest,
     plan_layout,

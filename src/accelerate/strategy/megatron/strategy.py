@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
     from accelerate.strategy.megatron.full_state import MegatronFullStateConverter
     from accelerate.strategy.megatron.layout import MegatronLayout
-    from accelerate.strategy.megatron.optimizer import MegatronOptimizerStepper
+    from accelerate.strategy.megatron.optimizer_wrapper import MegatronOptimizerStepper
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin
 
 

@@ -16,7 +16,7 @@ from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.core.setting import load_settings
 from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
 from accelerate.strategy.settings.parallelism import ParallelismSettings
-from accelerate.world.layout import DIMENSIONS, MeshLayout
+from accelerate.world.mesh_layout import DIMENSIONS, MeshLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

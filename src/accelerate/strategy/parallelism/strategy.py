@@ -1,7 +1,7 @@
 """The strategy of a device mesh: data, tensor, context, sequence and pipeline parallelism combined.
 
-The processes form a mesh of named dimensions. Each dimension other than data parallel is a ``MeshDimension`` in
-a folder beside this file; it changes the models first. Then FSDP2 shards parameters over the remaining ones.
+The processes form a mesh of named dimensions. Each dimension other than data parallel is a ``MeshDimension``
+beside this file; it changes the models first. Then FSDP2 shards parameters over the remaining ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from accelerate.core.option_report import OptionStatus, RequestedOption, request
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest
 from accelerate.strategy.settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
-from accelerate.strategy.sharding.base import fsdp_options
 from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
+from accelerate.strategy.sharding.sharded_strategy import fsdp_options
 
 if TYPE_CHECKING:
     import torch

@@ -17,14 +17,14 @@ from torch import nn
 
 from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import PrepareBundle, graph_leaves
-from accelerate.strategy.sharding.base import ShardedStrategy
+from accelerate.strategy.sharding.sharded_strategy import ShardedStrategy
 from accelerate.world import collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.fsdp_layout import FSDPShardingPlan
+    from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
     from accelerate.strategy.sharding.shard import Sharder
 
 

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
-from accelerate.strategy.sharding.fsdp_layout import (
+from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
     model_digest,
     plan_layout,
@@ -41,7 +41,7 @@ from accelerate.strategy.sharding.initial_weights import (
     weight_marks,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.quantized_weights import check_packed
+from accelerate.strategy.sharding.quantized_weight_check import check_packed
 from accelerate.world import collective
 
 

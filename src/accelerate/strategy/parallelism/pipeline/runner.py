@@ -21,6 +21,7 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.stages import tensor_tree
 from accelerate.strategy.parallelism.pipeline import shared_grads as grads
+from accelerate.strategy.parallelism.pipeline.fake_tensor_model import FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
     PipelineForwardTrace,
@@ -36,7 +37,6 @@ from accelerate.strategy.parallelism.pipeline.micro_batches import (
     check_same_call,
 )
 from accelerate.strategy.parallelism.pipeline.one_f_one_b import OneFOneBCall, check_loss
-from accelerate.strategy.parallelism.pipeline.shadow_model import FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.stage import StageForward
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ class TensorParallel(MeshDimension):
         known = getattr(model, "_tp_size", None) or shared.device_mesh.size(-1)
         if known != size:
             raise PrepareError(
-                f"tp_size is {size}, and the {type(model).__name__} is tensor parallel over {known} processes",
+                f"tp_size is {size}, and the {type(model).__name__} is tensor parallel over {known}",
                 fix=f"ParallelismConfig(tp_size={known}), or load the model whole",
             )
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.remote import RemoteCheckpointStorage
-from accelerate.checkpoint.store import CheckpointStorage, LocalCheckpointStorage
+from accelerate.checkpoint.storage import CheckpointStorage, LocalCheckpointStorage
 from accelerate.core.errors import SettingError
 
 Address = Path | str  # a str is the URL of a remote place

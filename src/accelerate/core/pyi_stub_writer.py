@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
-from accelerate.core.lazy_names import PublicNames, UnimplementedPublicName
+from accelerate.core.lazy_names import PublicNames, UnimplementedName
 
-COMMAND = "python -m accelerate.core.stubs accelerate.names"
+COMMAND = "python -m accelerate.core.pyi_stub_writer accelerate.names"
 HEADER = f"# Written by `{COMMAND}` from the table of names. Do not edit.\n# ruff: noqa\n"
 WIDTH = 110
 PLAIN = {"bool", "int", "str", "float", "None"}
@@ -73,7 +73,7 @@ def _declaration(names: PublicNames, module: str, name: str) -> str:
         return f"from {owner} import {name} as {name}"
     return (
         _placeholder_declaration(name)
-        if isinstance(source, UnimplementedPublicName)
+        if isinstance(source, UnimplementedName)
         else _value_declaration(name, names.resolve(module, name))
     )
 

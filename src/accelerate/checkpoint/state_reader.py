@@ -10,7 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import mapped_state, names, parallel_io, pickles, tensors
+from accelerate.checkpoint import (
+    mapped_optimizer_state,
+    names,
+    parallel_file_reads,
+    pickles,
+    state_dict_files,
+)
 from accelerate.checkpoint.digest import file_digest, file_digests
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
@@ -166,8 +172,8 @@ class TrainingStateReader:
             return
         if path is safe:
             with file_errors("read", safe):
-                state, aliases = tensors.read_safetensors(safe)
-                files = [parallel_io.MappedTensorAddresses.create(safe, state)]
+                state, aliases = state_dict_files.read_safetensors(safe)
+                files = [parallel_file_reads.MappedTensorAddresses.create(safe, state)]
         else:
             kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
             state, aliases, files = pickles.read(path, **kwargs), {}, []
@@ -176,11 +182,11 @@ class TrainingStateReader:
         template = (
             model.template() if isinstance(model, StatefulAdapter) and model.template else model.state_dict()
         )
-        for alias, name in tensors.find_untied(aliases, template).items():
+        for alias, name in state_dict_files.find_untied(aliases, template).items():
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
-        state = tensors.fit_names(state, aliases, template)
+        state = state_dict_files.fit_names(state, aliases, template)
         function = partial(
-            parallel_io.load_from_mapped, files, model.load_state_dict, state, **self.model_kwargs
+            parallel_file_reads.load_from_mapped, files, model.load_state_dict, state, **self.model_kwargs
         )
         self.pending.append((f"load {what} from {path}", function))
 
@@ -194,9 +200,11 @@ class TrainingStateReader:
         if (
             category == "optimizers"
             and "mmap" not in kwargs
-            and mapped_state.can_map(path, kwargs["map_location"])
+            and mapped_optimizer_state.can_map(path, kwargs["map_location"])
         ):
-            load = partial(mapped_state.MappedOptimizerState(path, **kwargs).load_into, item.load_state_dict)
+            load = partial(
+                mapped_optimizer_state.MappedOptimizerState(path, **kwargs).load_into, item.load_state_dict
+            )
         else:
             load = partial(item.load_state_dict, pickles.read(path, **kwargs))
         self.pending.append((f"load {what} from {path}", load))

@@ -16,7 +16,7 @@ from accelerate.checkpoint import names
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.store import CheckpointStorage
+from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.core.units import show_bytes

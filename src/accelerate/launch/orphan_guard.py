@@ -1,7 +1,7 @@
 """Outlives the launcher by a moment: when it dies, whatever the reason, its processes end too.
 
-Started by path as ``guard.py SECONDS``, with the launcher's end of a pipe as stdin. A line ``+PID`` is a
-process that was started as the leader of its own session, ``-PID`` one that has ended. ``done`` is the
+Started by path as ``orphan_guard.py SECONDS``, with the launcher's end of a pipe as stdin. A line ``+PID`` is
+a process that was started as the leader of its own session, ``-PID`` one that has ended. ``done`` is the
 launcher's farewell; an end of the pipe without it means that the launcher is dead: every process is asked to
 stop, and after SECONDS killed with all it started.
 

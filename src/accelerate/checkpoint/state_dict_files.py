@@ -75,11 +75,7 @@ def untie(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
                 why="safetensors files hold tensors only",
                 fix="save with safe_serialization=False",
             )
-        if value.device.type == "meta":
-            raise CheckpointError(
-                f"{name} has no data to save (it is on the meta device)",
-                fix="give the model its weights before saving it",
-            )
+        refuse_meta_tensor(name, value)
         tensor = value.detach()
         if _address(tensor):
             memory = (tensor.device, tensor.untyped_storage().data_ptr())
@@ -88,6 +84,15 @@ def untie(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
             seen.add(memory)
         tensors[name] = tensor.contiguous()
     return tensors, aliases
+
+
+def refuse_meta_tensor(name: str, value: Any) -> None:
+    """Raise CheckpointError if ``value`` is a tensor on the meta device: there is nothing to save."""
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        raise CheckpointError(
+            f"{name} has no data to save (it is on the meta device)",
+            fix="give the model its weights before saving it",
+        )
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:

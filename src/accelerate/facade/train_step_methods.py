@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.facade.gradient import GradientState
+from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.processes import ProcessMixin

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
 
-from accelerate.checkpoint import names, pickles, tensors
+from accelerate.checkpoint import names, pickles, state_dict_files
 from accelerate.checkpoint.manifest import ManifestEntry, to_plain
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.train_state import OBJECT_FILES, CheckpointTrainState, ShardWriter, class_name
@@ -126,10 +126,12 @@ def files_to_write(states: CollectedStates, *, replicated: bool, safe: bool) -> 
 
 def _model_file(state: dict[str, Any], index: int, name: str, safe: bool) -> CheckpointFileWrite:
     file = names.model_file(index, safe=safe)
-    state = tensors.strip_compile_prefix(state)
+    state = state_dict_files.strip_compile_prefix(state)
     if not safe:
-        entry = ManifestEntry(file, name, tensors.dtypes_and_shapes(state))
+        entry = ManifestEntry(file, name, state_dict_files.dtypes_and_shapes(state))
         return CheckpointFileWrite("models", entry, partial(pickles.write, OrderedDict(state)))
-    separate, aliases = tensors.untie(state)
-    entry = ManifestEntry(file, name, tensors.dtypes_and_shapes(separate), aliases)
-    return CheckpointFileWrite("models", entry, partial(tensors.write_safetensors, separate, aliases))
+    separate, aliases = state_dict_files.untie(state)
+    entry = ManifestEntry(file, name, state_dict_files.dtypes_and_shapes(separate), aliases)
+    return CheckpointFileWrite(
+        "models", entry, partial(state_dict_files.write_safetensors, separate, aliases)
+    )

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import checkpoint_paths, discovery
-from accelerate.checkpoint.addresses import Address
-from accelerate.checkpoint.fetch import local_checkpoint
+from accelerate.checkpoint.local_checkpoint_copy import local_checkpoint
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.restore import TrainingStateReader, verify_files
-from accelerate.checkpoint.store import CheckpointStorage
+from accelerate.checkpoint.state_reader import TrainingStateReader, verify_files
+from accelerate.checkpoint.storage import CheckpointStorage
+from accelerate.checkpoint.storage_urls import Address
 from accelerate.checkpoint.train_state import CheckpointTrainState
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.fsdp1.flat_parameter import (
+from accelerate.strategy.fsdp1.flat_parameter_layout import (
     FlatParam,
     FlatSlot,
     flat_params,

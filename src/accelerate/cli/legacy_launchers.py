@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.cli import parser
+from accelerate.cli import launch_argparse_parser
 from accelerate.cli.launch import PLUGIN
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core import environ
@@ -24,12 +24,12 @@ from accelerate.launch.plan import LaunchPlan
 
 
 def _launch_with(args: argparse.Namespace, **decided: Any) -> None:
-    with parser.print_rank_errors():
-        launch(parser.build_request(PLUGIN, args, **decided))
+    with launch_argparse_parser.print_rank_errors():
+        launch(launch_argparse_parser.build_request(PLUGIN, args, **decided))
 
 
 def _plan_with(args: argparse.Namespace, **decided: Any) -> LaunchPlan:
-    request = parser.build_request(PLUGIN, args, **decided)
+    request = launch_argparse_parser.build_request(PLUGIN, args, **decided)
     plan: LaunchPlan = choose_kind(request).plan(request)
     return plan
 
@@ -72,12 +72,12 @@ def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
         args: flags, script and its arguments.
     """
     values = {key: value for key, value in sagemaker_config.to_dict().items() if value is not None}
-    asked = parser.build_request(PLUGIN, args)
+    asked = launch_argparse_parser.build_request(PLUGIN, args)
     file = ConfigFile(Path(type(sagemaker_config).__name__), values)
-    with parser.print_rank_errors():
+    with launch_argparse_parser.print_rank_errors():
         launch(
             launch_request.build_request(
-                file, parser.typed_flags(PLUGIN, args), asked.program, SCRIPT_SETTINGS
+                file, launch_argparse_parser.typed_flags(PLUGIN, args), asked.program, SCRIPT_SETTINGS
             )
         )
 
@@ -144,7 +144,7 @@ def prepare_extend_env_parallelism_config(
 def _add_script_variables(
     args: argparse.Namespace, current_env: dict[str, str], *heads: str
 ) -> dict[str, str]:
-    told = parser.build_request(PLUGIN, args).script_variables()
+    told = launch_argparse_parser.build_request(PLUGIN, args).script_variables()
     return _add_variables(
         current_env, {name: value for name, value in told.items() if name.startswith(heads)}
     )

@@ -17,7 +17,7 @@ from torch import nn
 
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.mapped_files import FileRegion, MappedFiles
-from accelerate.checkpoint.tensors import is_distributed
+from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.checkpoint.weight_loading import (
     CurrentDeviceWeightPlacer,
     ModelTensor,

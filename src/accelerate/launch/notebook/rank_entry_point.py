@@ -1,4 +1,4 @@
-"""The first file of a rank that runs a function: ``rank_starter.py PARCEL FOLDER [RANK]``.
+"""The first file of a rank that runs a function: ``rank_entry_point.py PARCEL FOLDER [RANK]``.
 
 It imports nothing of this package before the modules of the notebook's own process can be found.
 """

@@ -22,7 +22,7 @@ from accelerate.world import watchdog
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.sharding.fsdp_layout import FSDPShardingPlan
+    from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
     from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 

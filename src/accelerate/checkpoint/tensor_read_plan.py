@@ -20,7 +20,7 @@ import torch
 from accelerate.checkpoint import pickles
 from accelerate.checkpoint.digest import usable_cores
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.parallel_io import CHUNK, is_plain, memory_of, read_at, read_exactly
+from accelerate.checkpoint.parallel_file_reads import CHUNK, is_plain, memory_of, read_at, read_exactly
 
 _ZIP = b"PK\x03\x04"
 

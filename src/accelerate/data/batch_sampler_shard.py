@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler
 
 from accelerate.core.errors import PrepareError
 from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
+from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.rng_states import find_generators
 from accelerate.data.sample_order import (
     RankBatchSlicer,
@@ -24,7 +25,6 @@ from accelerate.data.sample_order import (
     is_known,
     sampler_chain,
 )
-from accelerate.data.stream import IterableDatasetShard
 from accelerate.world import collective
 
 __all__ = [

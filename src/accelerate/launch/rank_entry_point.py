@@ -1,4 +1,4 @@
-"""The first file of a rank: ``child.py FAULT_FILE ERROR_FILE script|module TARGET ARGUMENTS...``.
+"""The first file of a rank: ``rank_entry_point.py FAULT_FILE ERROR_FILE script|module TARGET ARGUMENTS...``.
 
 Python compiles the file it is started with each time, so all there is to do stands in ``accelerate_rank.py``,
 whose compiled form is kept.

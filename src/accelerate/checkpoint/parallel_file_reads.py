@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accelerate.checkpoint import tensors
+from accelerate.checkpoint import state_dict_files
 from accelerate.checkpoint.digest import usable_cores
 from accelerate.checkpoint.errors import file_errors
 from accelerate.core.errors import CheckpointError
@@ -137,7 +137,7 @@ class MappedTensorAddresses:
     @classmethod
     def create(cls, path: Path, state: Mapping[str, torch.Tensor]) -> MappedTensorAddresses:
         """Return the addresses of the tensors that ``tensors.read_safetensors`` mapped from a file."""
-        places = tensors.file_ranges(path)
+        places = state_dict_files.file_ranges(path)
         return cls(path, {value.data_ptr(): places[name] for name, value in state.items()})
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accelerate.checkpoint.tensors import is_distributed
+from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core import packages
 from accelerate.core.units import parse_bytes
 from accelerate.offload.module_sizes import named_module_tensors

@@ -19,7 +19,7 @@ from typing import Any
 from accelerate.core import environ
 from accelerate.launch.supervisor import GuardProcess
 
-AGENT_FILE = str(Path(__file__).with_name("agent.py"))
+AGENT_FILE = str(Path(__file__).with_name("rendezvous_agent.py"))
 FAREWELL_SECONDS = (
     6.0  # seconds that the agent has to tell the others and end; a little more than its own limit
 )

@@ -12,9 +12,9 @@ from accelerate.core import environ
 from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
 from accelerate.core.setting import Setting, convert_value
 from accelerate.launch import config_files, config_writer
-from accelerate.launch.check import check_request
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.config_writer import KeyPath
+from accelerate.launch.device_selection import check_request
 from accelerate.launch.launch_request import build_request
 
 
