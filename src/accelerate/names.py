@@ -14,7 +14,7 @@ def exports(text: str) -> dict[str, NameSource]:
     """Return the names of one file, from ``"file: name name"``; ``public=own`` where the own name differs."""
     file, _, names = text.partition(": ")
     pairs = (name.partition("=") for name in names.split())
-    return {public: f"{file}:{own or public}" for public, _, own in pairs}
+    return {public: f"{file}:{own_name or public}" for public, _, own_name in pairs}
 
 
 def not_built(text: str, names: str) -> dict[str, NameSource]:

@@ -23,11 +23,11 @@ def check_ranks(accelerator: Accelerator) -> str:
     variable = environ.get("WORLD_SIZE")
     matches = variable is None or int(variable) == world.size
     expect(matches, f"WORLD_SIZE is {variable}, but the world has {world.size}")
-    every = collective.gather_object([(world.rank, world.size, socket.gethostname(), str(world.device))])
-    expect_equal([rank for rank, *_ in every], list(range(world.size)), "the list of ranks")
-    expect_equal({size for _, size, *_ in every}, {world.size}, "the size that the ranks know")
-    hosts = {host for *_, host, _ in every}
-    devices = [(host, device) for *_, host, device in every]
+    reports = collective.gather_object([(world.rank, world.size, socket.gethostname(), str(world.device))])
+    expect_equal([rank for rank, *_ in reports], list(range(world.size)), "the list of ranks")
+    expect_equal({size for _, size, *_ in reports}, {world.size}, "the size that the ranks know")
+    hosts = {host for *_, host, _ in reports}
+    devices = [(host, device) for *_, host, device in reports]
     # Where a process sees one device only, all of them may call theirs by the same name.
     if world.device.type != "cpu" and world.hardware.count() > 1:
         expect(len(set(devices)) == world.size, f"ranks share a device: {devices}")
@@ -58,10 +58,10 @@ def check_gather(accelerator: Accelerator) -> str:
 def check_reduce(accelerator: Accelerator) -> str:
     """Check the all-reduced sum and mean."""
     rank, size = accelerator.process_index, accelerator.num_processes
-    own = torch.tensor([1.0, float(rank)], device=accelerator.device)
+    values = torch.tensor([1.0, float(rank)], device=accelerator.device)
     total = size * (size - 1) / 2
-    expect_equal(accelerator.reduce(own, reduction="sum").tolist(), [float(size), total], "the sum")
-    expect_equal(accelerator.reduce(own, reduction="mean").tolist(), [1.0, total / size], "the mean")
+    expect_equal(accelerator.reduce(values, reduction="sum").tolist(), [float(size), total], "the sum")
+    expect_equal(accelerator.reduce(values, reduction="mean").tolist(), [1.0, total / size], "the mean")
     return f"sum {total:g} and mean {total / size:g} of the ranks"
 
 
@@ -69,8 +69,8 @@ def check_broadcast(accelerator: Accelerator) -> str:
     """Check a broadcast from the first and from the last rank."""
     last = accelerator.num_processes - 1
     for source in sorted({0, last}):
-        own = torch.full((4,), float(accelerator.process_index), device=accelerator.device)
-        received = collective.broadcast(own, from_process=source)
+        values = torch.full((4,), float(accelerator.process_index), device=accelerator.device)
+        received = collective.broadcast(values, from_process=source)
         expect_equal(received.tolist(), [float(source)] * 4, f"what rank {source} sent")
     return "from rank 0" + (f" and from rank {last}" if last else "")
 
@@ -78,8 +78,8 @@ def check_broadcast(accelerator: Accelerator) -> str:
 def check_objects(accelerator: Accelerator) -> str:
     """Check the gather and broadcast of Python objects."""
     rank, size = accelerator.process_index, accelerator.num_processes
-    every = collective.gather_object([{"rank": rank, "text": "x" * rank}])
-    expect_equal(every, [{"rank": r, "text": "x" * r} for r in range(size)], "the list of objects")
+    objects = collective.gather_object([{"rank": rank, "text": "x" * rank}])
+    expect_equal(objects, [{"rank": r, "text": "x" * r} for r in range(size)], "the list of objects")
     sent = collective.broadcast_object_list([rank, {"rank": rank}])
     expect_equal(sent, [0, {"rank": 0}], "what rank 0 sent")
     return f"gathered from {size}, sent by rank 0"
@@ -89,14 +89,14 @@ def measure_all_reduce(accelerator: Accelerator) -> str:
     """Measure the time of one all-reduce."""
     if accelerator.num_processes == 1:
         raise CheckNotApplicableError("one process exchanges nothing")
-    own = torch.ones(_NUMBERS, device=accelerator.device)
-    accelerator.reduce(own, reduction="sum")
+    values = torch.ones(_NUMBERS, device=accelerator.device)
+    accelerator.reduce(values, reduction="sum")
     times: list[float] = []
     for _ in range(_REPEATS):
         accelerator.wait_for_everyone()
         began = time.perf_counter()
-        accelerator.reduce(own, reduction="sum")
+        accelerator.reduce(values, reduction="sum")
         accelerator.world.hardware.synchronize()
         times.append(time.perf_counter() - began)
-    size = _NUMBERS * own.element_size()
+    size = _NUMBERS * values.element_size()
     return f"the sum of {show_bytes(size)} takes {1e3 * sorted(times)[_REPEATS // 2]:.1f} ms (median)"

@@ -54,15 +54,15 @@ def _check_coverage(accelerator: Accelerator, count: int, *, shuffle: bool = Fal
     orders: list[list[int]] = []
     for epoch in range(_EPOCHS):
         seen: list[int] = []
-        own = 0
+        num_rows = 0
         for (batch,) in loader:
             expect_equal(batch.device.type, accelerator.device.type, "the device of a batch")
-            own += len(batch)
+            num_rows += len(batch)
             seen += accelerator.gather_for_metrics(batch).tolist()
         missing, twice = set(range(count)) - {*seen}, len(seen) - len({*seen})
         expect(not missing, f"epoch {epoch} leaves out {len(missing)} of {count}: {sorted(missing)[:5]}")
         expect(not twice, f"epoch {epoch} counts {twice} of {count} samples twice")
-        shares = collective.gather_object([own])
+        shares = collective.gather_object([num_rows])
         expect(len({*shares}) == 1, f"ranks have shares of different sizes: {shares}")
         if count % (_BATCH * accelerator.num_processes) == 0:
             expect_equal(sum(shares), count, "the number of rows on all ranks")

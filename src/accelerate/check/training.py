@@ -57,9 +57,9 @@ def check_parity(accelerator: Accelerator) -> str:
     model, skipped = _train_prepared(accelerator, model, data)
     _train_alone(alone, data, window, skipped)
     if not accelerator.strategy.shards_params:
-        own = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
-        every = accelerator.gather(own[None])
-        different = [rank for rank, row in enumerate(every) if not torch.equal(row, every[0])]
+        local_weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
+        rank_weights = accelerator.gather(local_weights[None])
+        different = [rank for rank, row in enumerate(rank_weights) if not torch.equal(row, rank_weights[0])]
         expect(not different, f"the weights of ranks {different} are not those of rank 0")
     state = accelerator.get_state_dict(model)
     if not accelerator.is_main_process:

@@ -90,9 +90,9 @@ def load_accelerator_state(
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write the state of one of the user's objects, on the main process (or one process per machine)."""
     if RankGroup.current().is_writer(save_on_each_node):
-        what = f"{names.custom_file(index)} ({type(obj).__name__})"
+        description = f"{names.custom_file(index)} ({type(obj).__name__})"
         file = Path(path) / names.custom_file(index)
-        replace_file(file, partial(pickles.write, obj.state_dict(), what=what))
+        replace_file(file, partial(pickles.write, obj.state_dict(), what=description))
 
 
 def load_custom_state(

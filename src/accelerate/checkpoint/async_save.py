@@ -63,11 +63,11 @@ class AsyncSave:
         error = self.error
         if error is None:
             return None
-        what, why, fix = f"{type(error).__name__}: {error}", "", ""
+        message, reason, fix = f"{type(error).__name__}: {error}", "", ""
         if isinstance(error, AccelerateError):
-            what, why, fix = error.what, error.why, error.fix
+            message, reason, fix = error.what, error.why, error.fix
         failure = BackgroundSaveError(
-            f"saving {self.path} in the background failed: {what}", why=why, fix=fix
+            f"saving {self.path} in the background failed: {message}", why=reason, fix=fix
         )
         failure.__cause__ = error
         return failure

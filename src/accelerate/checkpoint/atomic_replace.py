@@ -77,17 +77,17 @@ def refuse_unmovable(target: Path) -> None:
     """
     if not target.exists():
         return
-    why = ""
+    reason = ""
     if not target.is_dir():
-        why = "it is a file"
+        reason = "it is a file"
     elif os.path.ismount(target):
-        why = "it is the root of a file system, which cannot be renamed"
+        reason = "it is the root of a file system, which cannot be renamed"
     elif target in (Path.cwd(), *Path.cwd().parents):
-        why = "it holds the current directory, which would vanish under this process"
-    if why:
+        reason = "it holds the current directory, which would vanish under this process"
+    if reason:
         raise CheckpointError(
             f"{target} cannot be replaced by a new checkpoint in one step",
-            why=why,
+            why=reason,
             fix=f"save into a folder of its own, for example {target / 'checkpoint'}",
         )
 

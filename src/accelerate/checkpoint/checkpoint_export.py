@@ -118,7 +118,7 @@ def strip_wrappers(weights: LazyWeights, *, multi_process: bool) -> LazyWeights:
         multi_process: several processes may have trained: one ``module.`` that all names begin with goes.
     """
     weights = weights.rename(lambda name: name.replace("_orig_mod.", ""))
-    every = [*weights.tensors, *weights.aliases]
-    if multi_process and every and all(name.startswith("module.") for name in every):
+    weight_names = [*weights.tensors, *weights.aliases]
+    if multi_process and weight_names and all(name.startswith("module.") for name in weight_names):
         weights = weights.rename(lambda name: name.removeprefix("module."))
     return weights

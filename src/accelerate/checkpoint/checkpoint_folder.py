@@ -134,11 +134,11 @@ def check_files(
     hashing, sizes = checkpoint.manifest.hashing, checkpoint.store.files(checkpoint.folder)
     files = [item for item in checkpoint.manifest.files.items() if only is None or item[0] in only]
     by_size = sorted(files, key=lambda item: (-item[1].size, item[0]))
-    one = partial(_check_file, checkpoint, hashing, sizes)
+    check_file = partial(_check_file, checkpoint, hashing, sizes)
     large = [item for item in by_size if item[1].size > PIECE]
-    yield from (one(item, None) for item in large)  # each by all cores
+    yield from (check_file(item, None) for item in large)  # each by all cores
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(partial(one, threads=1), by_size[len(large) :])
+        yield from pool.map(partial(check_file, threads=1), by_size[len(large) :])
 
 
 def _check_file(

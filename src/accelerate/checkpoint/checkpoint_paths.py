@@ -168,5 +168,5 @@ def _recover(store: CheckpointStorage, name: str) -> None:
 def next_iteration(name: str, manifest: Manifest | None, project: ProjectConfiguration) -> int:
     """Return the number of the next save after ``name`` was loaded: above every checkpoint that is there."""
     loaded = manifest.iteration if manifest is not None else discovery.automatic_number(name)
-    wanted = project.iteration if loaded is None else max(project.iteration, loaded + 1)
-    return _next_free_number(open_store(automatic_folder(project)), wanted)
+    iteration = project.iteration if loaded is None else max(project.iteration, loaded + 1)
+    return _next_free_number(open_store(automatic_folder(project)), iteration)

@@ -55,8 +55,8 @@ class CustomStateDictModules:
                 values, prefix, {"assign_to_params_buffers": True}, True, missing, unused, errors
             )
             if errors or missing:
-                why = "; ".join(errors) or f"missing: {', '.join(missing)}"
-                raise CheckpointError(f"{source} does not fit the module {prefix[:-1]!r}", why=why)
+                reason = "; ".join(errors) or f"missing: {', '.join(missing)}"
+                raise CheckpointError(f"{source} does not fit the module {prefix[:-1]!r}", why=reason)
             for name, old in before.items():
                 new = module._parameters[name]
                 if new is not None and new is not old:

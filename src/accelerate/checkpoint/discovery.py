@@ -209,16 +209,17 @@ def latest_checkpoint(
         CheckpointNotFoundError: there is none; says what was found instead.
     """
     store = open_store(parse_address(folder))
-    every = candidates(store)
+    checkpoints = candidates(store)
     if allowed_ids is not None:
-        every = [
-            c if c.problem or c.id in allowed_ids else replace(c, problem=NOT_ON_ALL_MACHINES) for c in every
+        checkpoints = [
+            c if c.problem or c.id in allowed_ids else replace(c, problem=NOT_ON_ALL_MACHINES)
+            for c in checkpoints
         ]
-    ignored = tuple(f"{c.name} ({c.problem})" for c in every if c.problem)
-    usable = [c for c in every if not c.problem]
+    ignored = tuple(f"{c.name} ({c.problem})" for c in checkpoints if c.problem)
+    usable = [c for c in checkpoints if not c.problem]
     if not usable:
-        what = "; ".join(ignored) if ignored else "it has no folder that looks like one"
-        raise CheckpointNotFoundError(f"there is no complete checkpoint in {folder}", why=what)
+        reason = "; ".join(ignored) if ignored else "it has no folder that looks like one"
+        raise CheckpointNotFoundError(f"there is no complete checkpoint in {folder}", why=reason)
     return CheckpointSearchResult(usable[-1], ignored)
 
 

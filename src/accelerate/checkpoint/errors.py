@@ -44,8 +44,8 @@ def file_errors(action: str, path: Path) -> Generator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        why = f"{error.strerror or error} (on {socket.gethostname()})"
-        raise CheckpointError(f"cannot {action} {path}", why=why, fix=_fix(error.errno, path)) from error
+        reason = f"{error.strerror or error} (on {socket.gethostname()})"
+        raise CheckpointError(f"cannot {action} {path}", why=reason, fix=_fix(error.errno, path)) from error
     except (
         SafetensorError,
         PickleError,
@@ -69,8 +69,10 @@ def remote_errors(action: str, place: str) -> Generator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        why = f"{_first_line(error)} (on {socket.gethostname()})"
-        raise CheckpointError(f"cannot {action} {place}", why=why, fix=_remote_fix(error, place)) from error
+        reason = f"{_first_line(error)} (on {socket.gethostname()})"
+        raise CheckpointError(
+            f"cannot {action} {place}", why=reason, fix=_remote_fix(error, place)
+        ) from error
 
 
 def _remote_fix(error: Exception, place: str) -> str:

@@ -49,8 +49,8 @@ class LazyWeights:
 
     def rename(self, function: Callable[[str], str]) -> LazyWeights:
         """Return the weights by other names; unchanged if two names would become one."""
-        every = [*self.tensors, *self.aliases, *self.others]
-        if len({function(name) for name in every}) < len(every):
+        all_names = [*self.tensors, *self.aliases, *self.others]
+        if len({function(name) for name in all_names}) < len(all_names):
             return self
         return LazyWeights(
             {function(name): tensor for name, tensor in self.tensors.items()},

@@ -57,15 +57,15 @@ def local_checkpoint(
         ranks_here = [rank for rank, (node, _) in enumerate(nodes) if node == ranks.node]
         folder_here = next(path for node, path in nodes if node == ranks.node and path is not None)
         with ranks.collective_section(action):
-            needed = _needed_files(_sizes(store, folder, manifest), manifest, train_state, ranks_here)
-            _refuse_too_large(store.label(name), needed, folder_here)
-            _fetch(store, folder, _local_share(needed, ranks), folder_here)
-        yield folder_here, _narrow_manifest(manifest, needed)
+            file_sizes = _needed_files(_sizes(store, folder, manifest), manifest, train_state, ranks_here)
+            _refuse_too_large(store.label(name), file_sizes, folder_here)
+            _fetch(store, folder, _local_share(file_sizes, ranks), folder_here)
+        yield folder_here, _narrow_manifest(manifest, file_sizes)
     except CheckpointError as error:
-        what, why = error.what, error.why
+        message, reason = error.what, error.why
         for fetched_path in (str(path) for _, path in nodes if path is not None):
-            what, why = (text.replace(fetched_path, store.label(folder)) for text in (what, why))
-        AccelerateError.__init__(error, what, why=why, fix=error.fix)
+            message, reason = (text.replace(fetched_path, store.label(folder)) for text in (message, reason))
+        AccelerateError.__init__(error, message, why=reason, fix=error.fix)
         raise
     finally:
         if target is not None:
@@ -88,12 +88,12 @@ def _needed_files(
     """Return name and size of the files that a load by the ranks ``ranks_here`` may read."""
     wanted_ranks = {*ranks_here, 0}  # the random states of new ranks are derived from those of rank 0
     unrequested = _unrequested_files(manifest, train_state) if manifest is not None else set[str]()
-    needed: dict[str, int] = {}
+    file_sizes: dict[str, int] = {}
     for file, size in sizes.items():
         match = _OF_RANK.fullmatch(file)
         if file not in unrequested and (match is None or int(match[1] or match[2]) in wanted_ranks):
-            needed[file] = size
-    return needed
+            file_sizes[file] = size
+    return file_sizes
 
 
 def _unrequested_files(manifest: Manifest, train_state: CheckpointTrainState) -> set[str]:

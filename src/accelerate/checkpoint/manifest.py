@@ -142,9 +142,9 @@ def to_plain(value: Any, where: str) -> Any:
         return [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    what = "a dict with keys that are not text" if isinstance(value, dict) else f"a {type(value).__name__}"
+    kind = "a dict with keys that are not text" if isinstance(value, dict) else f"a {type(value).__name__}"
     raise CheckpointError(
-        f"{where} is {what}, which a manifest cannot hold",
+        f"{where} is {kind}, which a manifest cannot hold",
         why="it holds plain values only: dict, list, str, int, float, bool, None",
         fix="convert it (for a tensor or numpy number: .item() or .tolist()), or register an object that has "
         "state_dict and load_state_dict",

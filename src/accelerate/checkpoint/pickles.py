@@ -115,11 +115,11 @@ def write(value: Any, file: BinaryIO, what: str = "") -> None:
 @cache
 def _known_types() -> frozenset[Any]:
     """Return the classes that a ``weights_only`` load accepts."""
-    known = (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device)
+    classes = (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device)
     storages = TypedStorage.__subclasses__() + _LegacyStorage.__subclasses__()
     rebuild = (value for name, value in vars(torch_utils).items() if name.startswith("_rebuild_"))
     return frozenset(
-        (*known, *storages, *rebuild, collections.OrderedDict, collections.Counter, set, *safe_globals())
+        (*classes, *storages, *rebuild, collections.OrderedDict, collections.Counter, set, *safe_globals())
     )
 
 

@@ -69,7 +69,7 @@ def collect_states(train_state: CheckpointTrainState, ranks: RankGroup) -> Colle
     sharded = {(category, index): sharded for category, index, sharded in train_state.sharded_states()}
     models = [model for index, model in enumerate(train_state.models) if ("models", index) not in sharded]
     weights = [model.state_dict() for model in models]
-    states = CollectedStates(weights, local_plans=[one.local_plan(rank) for one in sharded.values()])
+    states = CollectedStates(weights, local_plans=[state.local_plan(rank) for state in sharded.values()])
     states.model_classes = {
         id(state): class_name(model) for state, model in zip(weights, models, strict=True)
     }

@@ -192,7 +192,9 @@ class RemoteCheckpointStorage:
         self._refuse_committed(name)
         with remote_errors("remove", self.label(name)):
             self._made_folders = {
-                made for made in self._made_folders if made != name and not made.startswith(f"{name}/")
+                folder
+                for folder in self._made_folders
+                if folder != name and not folder.startswith(f"{name}/")
             }
             # The manifest goes first: without it the folder is no checkpoint.
             for key in (self._key(f"{name}/{MANIFEST_NAME}"), self._key(name)):
@@ -353,9 +355,11 @@ def _connect(root: str) -> tuple[Any, str]:
             return url_to_fs(root)
     except CheckpointError as error:
         cause = error.__cause__
-        known = known_implementations.get(scheme, {})
+        implementation = known_implementations.get(scheme, {})
         if isinstance(cause, ImportError):
-            raise MissingExtraError(_package_to_install(cause, known.get("class", "")), need) from cause
+            raise MissingExtraError(
+                _package_to_install(cause, implementation.get("class", "")), need
+            ) from cause
         if scheme not in available_protocols():
             error.fix = "look for a typing error, or install the package that brings fsspec this kind of URL"
         raise

@@ -163,18 +163,18 @@ class RankShardFile:
         for rank, things in enumerate(written):
             for index, offset, length in things or []:
                 stored[index] = filesystem._StorageInfo(names.shard_file(rank), offset, length)
-        known = dict(self.index.state_dict_metadata)
+        entries = dict(self.index.state_dict_metadata)
         paths = dict(self.index.planner_data)
         for keys, owner in self.ties.items():
             alias, name = _join_keys(keys), _join_keys(owner)
-            if not isinstance(entry := known.get(name), TensorStorageMetadata):
+            if not isinstance(entry := entries.get(name), TensorStorageMetadata):
                 continue
-            known[alias], paths[alias] = entry, keys
+            entries[alias], paths[alias] = entry, keys
             for chunk in entry.chunks:
                 stored[MetadataIndex(alias, chunk.offsets)] = stored[MetadataIndex(name, chunk.offsets)]
         index = replace(
             self.index,
-            state_dict_metadata=known,
+            state_dict_metadata=entries,
             planner_data=paths,
             storage_data=stored,
             storage_meta=StorageMeta(),

@@ -112,8 +112,10 @@ class ShardedModelState:
     ) -> None:
         ties = _find_ties(self.module)
         groups = {_clean_name(name): ties.get(_clean_name(name), _clean_name(name)) for name in state}
-        there = {groups[_clean_name(name)] for name in entries if name in state}
-        missing = [name for name in state if name not in entries and groups[_clean_name(name)] not in there]
+        saved_groups = {groups[_clean_name(name)] for name in entries if name in state}
+        missing = [
+            name for name in state if name not in entries and groups[_clean_name(name)] not in saved_groups
+        ]
         surplus = [name for name in entries if name not in state and name not in self.remote_names]
         if (missing or surplus) and context.strict:
             raise CheckpointError(
@@ -244,8 +246,8 @@ class ShardedOptimizerState:
         own_state = self.optimizer.state_dict()
         groups = _match_groups(shards, own_state["param_groups"], saved, param_names, context)
         state: dict[Any, Any] = {}
-        every = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for index, parameter in enumerate(every):
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
             name = next((n for n in param_names[index] if n in saved_names), None)
             if name is None:
                 state.update({index: own_state["state"][index]} if index in own_state["state"] else {})
@@ -383,8 +385,8 @@ def _note_untied(
     ties, first = _find_ties(module), dict[Any, str]()
     for name, group in entries.items():
         owner = first.setdefault(shards.file_ranges(group[0]), name)
-        one, other = _clean_name(name), _clean_name(owner)
-        if owner != name and ties.get(one, one) != ties.get(other, other):
+        clean_name, clean_owner = _clean_name(name), _clean_name(owner)
+        if owner != name and ties.get(clean_name, clean_name) != ties.get(clean_owner, clean_owner):
             context.notes.append(
                 f"{shards.folder.name} has {name} tied to {owner}; in this model they are two tensors"
             )
@@ -483,10 +485,12 @@ def _match_groups(
     result: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
         group_names = [param_names[index] for index in group["params"]]
-        every = {name for names_ in group_names for name in names_}
-        best, best_names = max(unmatched, key=lambda pair: len(pair[1] & every), default=(None, set[str]()))
+        all_names = {name for names_ in group_names for name in names_}
+        best, best_names = max(
+            unmatched, key=lambda pair: len(pair[1] & all_names), default=(None, set[str]())
+        )
         missing = [names_[0] for names_ in group_names if not best_names.intersection(names_)]
-        surplus = sorted(best_names - every)
+        surplus = sorted(best_names - all_names)
         if context.strict and (best is None or missing or surplus):
             raise CheckpointError(
                 f"{shards.folder} does not fit group {number} of the optimizer",

@@ -110,15 +110,15 @@ class SnapshotHostMemory:
         unplaced: list[int] = []
         places: dict[int, tuple[int, int]] = {}
         for index in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            needed = _align_up(sizes[index])
+            aligned_size = _align_up(sizes[index])
             block_index = next(
-                (b for b, block in enumerate(blocks) if used[b] + needed <= block.numel()), None
+                (b for b, block in enumerate(blocks) if used[b] + aligned_size <= block.numel()), None
             )
             if block_index is None:
                 unplaced.append(index)
                 continue
             places[index] = block_index, used[block_index]
-            used[block_index] += needed
+            used[block_index] += aligned_size
         if unplaced:
             blocks.append(devices.get(kind).host_memory(sum(_align_up(sizes[index]) for index in unplaced)))
             end = 0
@@ -203,8 +203,8 @@ class _TensorCopies:
         self.copies: dict[int, Any] = {id(tensor): self._copy_tensor(tensor) for tensor in self._tensors}
 
     def _copy_storages(self, storages: _Storages) -> dict[_Key, torch.UntypedStorage]:
-        wanted = [(device.type, storage.nbytes()) for device, storage in storages.values()]
-        memory = dict(zip(storages, staging.allocate(wanted), strict=True))
+        requests = [(device.type, storage.nbytes()) for device, storage in storages.values()]
+        memory = dict(zip(storages, staging.allocate(requests), strict=True))
         self.busy_devices: list[torch.device] = []
         for key, (device, storage) in storages.items():
             hardware = devices.get(device.type)

@@ -268,8 +268,8 @@ def find_untied(aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> d
     owners = find_ties(model_state)
 
     def root(name: str) -> str:
-        own = names.get(canonical_name(name), name)
-        return owners.get(own, own)
+        model_key = names.get(canonical_name(name), name)
+        return owners.get(model_key, model_key)
 
     return {
         alias: name
@@ -289,6 +289,6 @@ def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
     name = text.removeprefix("torch.")
     dtype = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        known = ", ".join(sorted({*_SHORT, *_SHORT.values(), "float64"}))
-        raise SettingError(f"{text!r} is no floating point dtype", fix=f"one of {known}")
+        choices = ", ".join(sorted({*_SHORT, *_SHORT.values(), "float64"}))
+        raise SettingError(f"{text!r} is no floating point dtype", fix=f"one of {choices}")
     return dtype

@@ -123,15 +123,15 @@ class TrainingStateReader:
         Raises:
             CheckpointError: an object refuses its state; those before it have theirs already.
         """
-        for what, function in self.pending:
-            _attempt(what, function)
+        for action, function in self.pending:
+            _attempt(action, function)
 
     def finish(self, train_state: CheckpointTrainState) -> None:
         """Load folders of own files, then random states: nothing draws a number after."""
         for part in train_state.own_files:
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
-        for what, function in self.pending_rng:
-            _attempt(what, function)
+        for action, function in self.pending_rng:
+            _attempt(action, function)
 
     def _report_missing(self, file: str, what: str) -> None:
         if not self.strict:
@@ -149,26 +149,26 @@ class TrainingStateReader:
         folder = self.folder / names.sharded_folder(category, index)
         if not folder.is_dir():
             return False
-        what, sharded = f"{describe_object(category, index)} ({class_name(item)})", sharded_state_of(item)
+        label, sharded = f"{describe_object(category, index)} ({class_name(item)})", sharded_state_of(item)
         if sharded is None:
             raise CheckpointError(
-                f"{what} cannot be loaded from {folder}",
+                f"{label} cannot be loaded from {folder}",
                 why="it was saved sharded, by parameter names",
                 fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
             )
         trusted = not self.load_kwargs.get("weights_only", True)
         context = CheckpointLoadContext(self.strict, trusted, self.model_kwargs, self.missing, self.notes)
         with file_errors("read", folder):
-            self.pending.append((f"load {what} from {folder}", sharded.prepare_load(folder, context)))
+            self.pending.append((f"load {label} from {folder}", sharded.prepare_load(folder, context)))
         return True
 
     def _read_model(self, model: Any, index: int) -> None:
-        what = f"{describe_object('models', index)} ({class_name(model)})"
+        label = f"{describe_object('models', index)} ({class_name(model)})"
         safe = self.folder / names.model_file(index, safe=True)
         other = (names.model_file(index, safe=False), names.gathered_file(index))
         path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
         if not path.is_file():
-            self._report_missing(safe.name, what)
+            self._report_missing(safe.name, label)
             return
         if path is safe:
             with file_errors("read", safe):
@@ -188,13 +188,13 @@ class TrainingStateReader:
         function = partial(
             parallel_file_reads.load_from_mapped, files, model.load_state_dict, state, **self.model_kwargs
         )
-        self.pending.append((f"load {what} from {path}", function))
+        self.pending.append((f"load {label} from {path}", function))
 
     def _read_torch_file(self, category: str, index: int, item: Any, file: str) -> None:
-        what = f"{describe_object(category, index)} ({class_name(item)})"
+        label = f"{describe_object(category, index)} ({class_name(item)})"
         path = self.folder / file
         if not path.is_file():
-            self._report_missing(file, what)
+            self._report_missing(file, label)
             return
         kwargs = {"map_location": self.map_location, **self.load_kwargs}
         if (
@@ -207,7 +207,7 @@ class TrainingStateReader:
             )
         else:
             load = partial(item.load_state_dict, pickles.read(path, **kwargs))
-        self.pending.append((f"load {what} from {path}", load))
+        self.pending.append((f"load {label} from {path}", load))
 
     def check_custom_count(self, train_state: CheckpointTrainState) -> None:
         """Refuse a number of registered objects that differs from the saved number.
@@ -231,8 +231,8 @@ class TrainingStateReader:
         saved = self.manifest.loaders if self.manifest else []
         for index, loader in enumerate(train_state.loaders):
             if index < len(saved):
-                what = f"put {describe_object('loaders', index)} to its position"
-                self.pending.append((what, partial(loader.load_state_dict, saved[index])))
+                action = f"put {describe_object('loaders', index)} to its position"
+                self.pending.append((action, partial(loader.load_state_dict, saved[index])))
             elif self.manifest is None:
                 self.notes.append(
                     f"the position of {describe_object('loaders', index)} is not saved: it starts anew"

@@ -118,8 +118,8 @@ class CheckpointStoreChannel:
             self._refuse_lost(action)
             missing = [rank for message_key, rank in rank_of_key.items() if not self._store.has(message_key)]
             ended = self._store.read([f"ended/{rank}" for rank in missing]) if missing else {}
-            for key, why in ended.items():
-                raise _peer_error(action, f"{key.replace('ended/', 'rank ')} has given up: {why}")
+            for key, reason in ended.items():
+                raise _peer_error(action, f"{key.replace('ended/', 'rank ')} has given up: {reason}")
             silent = [rank for rank in missing if self._is_silent(rank, started_at)]
             if silent:
                 raise _peer_error(action, f"rank {silent[0]} is gone: it was killed, or does not answer")

@@ -196,14 +196,14 @@ class CheckpointTrainState:
             CheckpointError: names the object.
         """
         categories = ("models", "optimizers", "schedulers", "custom", "loaders", "stateful_loaders")
-        every = [
+        objects = [
             (category, index, item)
             for category in categories
             for index, item in enumerate(getattr(self, category))
         ]
         if self.scaler is not None:
-            every.append(("scaler", 0, self.scaler))
-        for category, index, item in every:
+            objects.append(("scaler", 0, self.scaler))
+        for category, index, item in objects:
             if not isinstance(item, Stateful):
                 raise CheckpointError(
                     f"{describe_object(category, index)} cannot be saved: it is a {type(item).__name__} and "
@@ -217,9 +217,9 @@ class CheckpointTrainState:
             return []
         models = [(i, s) for i, model in enumerate(self.models) if (s := sharded_state_of(model)) is not None]
         entries = [("models", i, s) for i, s in models] if len(models) == len(self.models) else []
-        every = enumerate(self.optimizers)
+        optimizers = enumerate(self.optimizers)
         return entries + [
-            ("optimizers", i, s) for i, item in every if (s := sharded_state_of(item)) is not None
+            ("optimizers", i, s) for i, item in optimizers if (s := sharded_state_of(item)) is not None
         ]
 
 
@@ -237,12 +237,12 @@ def class_name(item: Any) -> str:
 
 def describe_object(category: str, index: int) -> str:
     """Return an object's name for errors: ``"optimizer 1"`` for ``("optimizers", 1)``."""
-    word = {"custom": "registered object", "stateful_loaders": "loader", "rng": "random states of rank"}.get(
+    label = {"custom": "registered object", "stateful_loaders": "loader", "rng": "random states of rank"}.get(
         category
     )
     if category == "scaler":
         return "the gradient scaler"
-    return f"{word or category.removesuffix('s')} {index}"
+    return f"{label or category.removesuffix('s')} {index}"
 
 
 # category -> file by index, for the categories with one torch file per object, in the order they are written

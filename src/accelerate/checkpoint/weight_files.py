@@ -201,9 +201,9 @@ def write_weights(
     )
     fills: dict[str, Callable[[BinaryIO], object]] = {}
     for file, members in split.filename_to_tensors.items():
-        own = {alias: name for alias, name in weights.aliases.items() if name in members}
+        file_aliases = {alias: name for alias, name in weights.aliases.items() if name in members}
         shard = cast(dict[str, torch.Tensor], {name: casts[name] for name in members})
-        fills[file] = partial(state_dict_files.write_safetensors, shard, own)
+        fills[file] = partial(state_dict_files.write_safetensors, shard, file_aliases)
     index = names.SAFE_WEIGHTS_INDEX_NAME
     _replace_files(folder, names.SAFE_WEIGHTS_PATTERN_NAME, index, fills, _encode_index(split), on_file)
     return list(fills)

@@ -207,9 +207,11 @@ def load_weights(
     self_loading = custom_state_loading.find_self_loading(
         model, saved_tensors, {n for t in targets for n in t.names}
     )
-    ours = [t for t in targets if t.is_persistent and not self_loading.covers(t.names)]
+    direct_targets = [t for t in targets if t.is_persistent and not self_loading.covers(t.names)]
     remaining = {n: s for n, s in saved_tensors.items() if n not in self_loading.names}
-    pairs, missing, unexpected = _match_tensors(ours, remaining, as_dtype(dtype), tuple(keep_in_fp32))
+    pairs, missing, unexpected = _match_tensors(
+        direct_targets, remaining, as_dtype(dtype), tuple(keep_in_fp32)
+    )
     if any(t.is_parameter for t in missing) and _tie_weights(model):
         return load_weights(
             model, saved_tensors, source, placement, dtype=dtype, keep_in_fp32=keep_in_fp32, strict=strict,
@@ -225,9 +227,9 @@ def load_weights(
     unused = self_loading.load(source, placement.device)
     names = tuple(t.names[0] for t in missing)
     unexpected = (*unexpected, *unused)
-    for what, said in (("missing, left as they are", names), ("unused", unexpected)):
-        if said:
-            logger.warning("%s: %s", source, _format_names(what, said))
+    for label, keys in (("missing, left as they are", names), ("unused", unexpected)):
+        if keys:
+            logger.warning("%s: %s", source, _format_names(label, keys))
     return MismatchedKeys(names, unexpected)
 
 
@@ -285,9 +287,9 @@ def _match_tensors(
 
 def _strip_wrappers(names: Iterable[str]) -> list[str]:
     """Return the names without wrappers; unchanged where two would become one."""
-    every = list(names)
-    short = [canonical_name(name) for name in every]
-    return short if len(set(short)) == len(every) else every
+    full_names = list(names)
+    short = [canonical_name(name) for name in full_names]
+    return short if len(set(short)) == len(full_names) else full_names
 
 
 def _refuse_missing_keys(
@@ -343,21 +345,21 @@ def _refuse_mismatches(source: Path, pairs: list[TensorMatch], local_shards: boo
 
 
 def _format_names(what: str, names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return f"{what}: {', '.join(every[:_SHOWN])}{more}" if every else ""
+    name_list = list(names)
+    more = f" and {len(name_list) - _SHOWN} more" if len(name_list) > _SHOWN else ""
+    return f"{what}: {', '.join(name_list[:_SHOWN])}{more}" if name_list else ""
 
 
 def _target_dtype(
     target: ModelTensor, wanted: torch.dtype | None, fp32_modules: Iterable[str]
 ) -> torch.dtype:
     """Return the dtype that a tensor becomes: only floating point dtypes change."""
-    own = target.tensor.dtype
-    if not own.is_floating_point:
-        return own
+    model_dtype = target.tensor.dtype
+    if not model_dtype.is_floating_point:
+        return model_dtype
     if any(f".{module}." in f".{name}." for name in target.names for module in fp32_modules):
         return torch.float32
-    return wanted or own
+    return wanted or model_dtype
 
 
 @torch.no_grad()

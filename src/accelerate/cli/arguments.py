@@ -78,7 +78,7 @@ class CustomHelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        typed = {clean_option(word.partition("=")[0]) for word in sys.argv}
+        typed = {clean_option(arg.partition("=")[0]) for arg in sys.argv}
         self.titles = [title for switch, title in options_to_group.items() if switch not in typed]
 
     def add_argument(self, action: argparse.Action) -> None:

@@ -60,8 +60,8 @@ def _ls(folder: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    own = ("name", "step", "position", "metadata", "saved", "age", "size")
-    titles = (*own, "processes", "strategy", "format", "status")
+    first_titles = ("name", "step", "position", "metadata", "saved", "age", "size")
+    titles = (*first_titles, "processes", "strategy", "format", "status")
     _print_table(
         titles, ([_cell_text(row, title) for title in titles] for row in rows), dim=_incomplete_rows(rows)
     )
@@ -88,11 +88,11 @@ def _candidate_row(candidate: CheckpointCandidate, *, newest: bool) -> dict[str,
 def _loader_position(loaders: list[Any]) -> str:
     """Return the position of the first loader: ``epoch 2, 384 of 1000 samples``."""
     first: dict[str, Any] = next((loader for loader in loaders if "epoch" in loader), {})
-    told = first.get("in_progress")
-    if not first or told is None or (told["complete"] and not told["active"]):
+    progress = first.get("in_progress")
+    if not first or progress is None or (progress["complete"] and not progress["active"]):
         return f"epoch {first['epoch']}" if first else ""
-    whole = f" of {told['length']}" if told["length"] else ""
-    return f"epoch {told['epoch']}, {told['samples']}{whole} samples"
+    whole = f" of {progress['length']}" if progress["length"] else ""
+    return f"epoch {progress['epoch']}, {progress['samples']}{whole} samples"
 
 
 def _cell_text(row: dict[str, Any], title: str) -> str:
@@ -127,15 +127,15 @@ def _print_table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set
     from rich.table import Table
     from rich.text import Text
 
-    every, console = list(lines), Console()
-    shown = [i for i, title in enumerate(titles) if any(line[i] for line in every)]
+    rows, console = list(lines), Console()
+    shown = [i for i, title in enumerate(titles) if any(line[i] for line in rows)]
     if console.width < 110 and "age" in titles:
         # The age says when in less room; the rest is in the wide table and in --json.
         shown = [i for i in shown if titles[i] not in ("saved", "processes", "format")]
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for i in shown:
         table.add_column(titles[i], no_wrap=i != shown[-1])
-    for index, line in enumerate(every):
+    for index, line in enumerate(rows):
         table.add_row(*(Text(line[i]) for i in shown), style="dim" if dim and index in dim else None)
     console.print(table)
 

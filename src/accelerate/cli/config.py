@@ -89,9 +89,9 @@ def _warn_about_file(path: Path) -> None:
     problem = config_key_changes.find_refusal(config_files.read_raw(path)[0], path)
     if problem is not None:
         click.echo(f"note: accelerate launch will refuse this file: {problem}", err=True)
-    here = Path(config_files.WORKING_NAME)
-    if path == config_files.default_file() and here.is_file():
-        click.echo(f"note: in this folder {here} is used instead", err=True)
+    working_file = Path(config_files.WORKING_NAME)
+    if path == config_files.default_file() and working_file.is_file():
+        click.echo(f"note: in this folder {working_file} is used instead", err=True)
 
 
 @_config.command("default", short_help="Write a file for all devices of this machine.")

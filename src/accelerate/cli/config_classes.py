@@ -90,9 +90,9 @@ class BaseConfig:
         """
         fields = {item.name: item for item in dataclasses.fields(cls)}
         # A launch knows more settings than programs of 1.x; those are left out here.
-        known = {*fields, *(row.section or row.name for row in launch_settings() if row.in_file)}
+        valid_keys = {*fields, *(row.section or row.name for row in launch_settings() if row.in_file)}
         for key in file.values:
-            if key not in known:
+            if key not in valid_keys:
                 raise UnknownNameError("key", key, fields, where=f"in {file.locate(key)}")
         for name, item in fields.items():
             if name not in cls.process_config(file.values) and item.default is dataclasses.MISSING:

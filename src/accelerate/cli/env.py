@@ -80,23 +80,23 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
     import json
     import subprocess
 
-    asked = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _ASK_TORCH],
         capture_output=True,
         text=True,
         env=environ.make_child_environment({}),
         check=False,
     )
-    if asked.returncode != 0:
-        lines = asked.stderr.strip().splitlines()
-        yield "PyTorch version", f"cannot be imported: {lines[-1] if lines else f'code {asked.returncode}'}"
+    if process.returncode != 0:
+        lines = process.stderr.strip().splitlines()
+        yield "PyTorch version", f"cannot be imported: {lines[-1] if lines else f'code {process.returncode}'}"
         return
-    told = json.loads(asked.stdout.strip().splitlines()[-1])
-    yield "PyTorch version", told["version"]
-    yield "PyTorch accelerator", told["type"] if told["count"] else "none"
+    facts = json.loads(process.stdout.strip().splitlines()[-1])
+    yield "PyTorch version", facts["version"]
+    yield "PyTorch accelerator", facts["type"] if facts["count"] else "none"
     yield (
         "devices",
-        f"{told['count']} x {', '.join(sorted(set(told['names'])))}" if told["count"] else "CPU only",
+        f"{facts['count']} x {', '.join(sorted(set(facts['names'])))}" if facts["count"] else "CPU only",
     )
 
 

@@ -22,8 +22,8 @@ def print_error(error: AccelerateError, command: str) -> None:
 def convert_usage_error(error: click.UsageError, command: str) -> AccelerateError:
     """A mistake that click found on the command line ``command``."""
     if isinstance(error, click.NoSuchOption):
-        known = [name for param in _params(error) for name in param.opts]
-        return UnknownNameError("flag", error.option_name, known, why=_help_hint(command))
+        flags = [name for param in _params(error) for name in param.opts]
+        return UnknownNameError("flag", error.option_name, flags, why=_help_hint(command))
     return SettingError(error.format_message().rstrip("."), fix=_help_hint(command))
 
 

@@ -86,17 +86,17 @@ class _MultiValueOptionCommand(click.Command):
 def split_dtypes(args: Sequence[str]) -> list[str]:
     """``--dtypes a b`` as ``--dtypes a --dtypes b``; a last word that is no format is the model."""
     split_args: list[str] = []
-    words = -1  # of the flag that is being read; -1 outside of it
-    for index, word in enumerate(args):
-        is_model = words > 0 and index == len(args) - 1 and word not in sums.BITS and not _has_model(args)
-        if word == "--dtypes" and index + 1 < len(args):
-            words = 0
-        elif word.startswith("-") or words < 0 or is_model:
-            words = -1 if word.startswith("-") else words
-            split_args.append(word)
+    num_values = -1  # of the flag that is being read; -1 outside of it
+    for index, arg in enumerate(args):
+        is_model = num_values > 0 and index == len(args) - 1 and arg not in sums.BITS and not _has_model(args)
+        if arg == "--dtypes" and index + 1 < len(args):
+            num_values = 0
+        elif arg.startswith("-") or num_values < 0 or is_model:
+            num_values = -1 if arg.startswith("-") else num_values
+            split_args.append(arg)
         else:
-            words += 1
-            split_args += ["--dtypes", word]
+            num_values += 1
+            split_args += ["--dtypes", arg]
     return split_args
 
 
@@ -109,9 +109,9 @@ def _print_estimate(model_name: str, given: Mapping[str, Any]) -> None:
     """Prints what was asked for."""
     for dtype in given["dtypes"]:
         sums.dtype_bits(dtype)
-    wanted = given["training"] or any(given[n] != f.default for n, f in FLAGS.items() if f.training)
-    kinds = _training_setups(given) if wanted else []
-    facts, below = _model_facts(model_name, given, head=bool(given["head"] or wanted))
+    with_training = given["training"] or any(given[n] != f.default for n, f in FLAGS.items() if f.training)
+    kinds = _training_setups(given) if with_training else []
+    facts, below = _model_facts(model_name, given, head=bool(given["head"] or with_training))
     rows = estimate_rows(facts, given["dtypes"])
     bills = [
         sums.estimate_training(facts, kind, trace_activations(model_name, _skeleton_options(given), kind))
@@ -268,11 +268,11 @@ def _size_or_na(size: int) -> str:
 
 
 def _training_title(how: sums.MemoryEstimateConfig) -> str:
-    words = [f"Training with {how.optimizer}", f"batch {how.batch}"]
-    words += [f"length {how.length}"] if how.length else []
-    words += [f"{how.recompute} recomputation"] if how.recompute != "none" else []
-    words += [f"each of {how.num_processes} under {how.strategy}"] if how.num_processes > 1 else []
-    return ", ".join(words)
+    parts = [f"Training with {how.optimizer}", f"batch {how.batch}"]
+    parts += [f"length {how.length}"] if how.length else []
+    parts += [f"{how.recompute} recomputation"] if how.recompute != "none" else []
+    parts += [f"each of {how.num_processes} under {how.strategy}"] if how.num_processes > 1 else []
+    return ", ".join(parts)
 
 
 def _chart_rows(
@@ -287,8 +287,8 @@ def _chart_rows(
 def _as_json(
     facts: sums.ModelFacts, rows: list[dict[str, Any]], bills: list[sums.RankMemoryEstimate]
 ) -> dict[str, Any]:
-    told = {"model": facts.name, "class": facts.kind, "parameters": facts.parameters}
-    summary: dict[str, Any] = {**told, "largest_layer_names": list(facts.largest[1]), "rows": rows}
+    header = {"model": facts.name, "class": facts.kind, "parameters": facts.parameters}
+    summary: dict[str, Any] = {**header, "largest_layer_names": list(facts.largest[1]), "rows": rows}
     return {**summary, "training": [bill.as_json() for bill in bills]} if bills else summary
 
 
@@ -367,8 +367,8 @@ def estimate_command(args: argparse.Namespace) -> None:
     Args:
         args: what ``estimate_command_parser().parse_args()`` returned.
     """
-    given = {name: getattr(args, name, flag.default) for name, flag in FLAGS.items()}
-    _print_estimate(args.model_name, given)
+    options = {name: getattr(args, name, flag.default) for name, flag in FLAGS.items()}
+    _print_estimate(args.model_name, options)
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
@@ -421,16 +421,16 @@ def estimate_training_usage(
     Returns:
         ``model``, ``optimizer`` (the backward pass), ``gradients`` and ``step``; -1 where nothing is known.
     """
-    known = mixed_precision in sums.BITS and msamp_config is None
+    is_known = mixed_precision in sums.BITS and msamp_config is None
     eight = sums.BITS.get(mixed_precision) == 8 and mixed_precision != "int8"  # computes as 16 bits do
-    sizes = sums.rule_of_thumb(bytes, ("float16" if eight else mixed_precision) if known else "int4")
+    sizes = sums.rule_of_thumb(bytes, ("float16" if eight else mixed_precision) if is_known else "int4")
     return {name: sizes.get(name, sizes["backward"]) for name in ("model", "optimizer", "gradients", "step")}
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
     """The name by which timm finds a model of the hub; its own models have names without an owner."""
-    known = "/" not in model_name or model_name.startswith("hf-hub:")
-    return model_name if known else f"hf-hub:{model_name}"
+    is_timm_name = "/" not in model_name or model_name.startswith("hf-hub:")
+    return model_name if is_timm_name else f"hf-hub:{model_name}"
 
 
 def check_has_model(error: BaseException) -> str:

@@ -57,24 +57,24 @@ class LaunchParser(CustomArgumentParser):
         """Parses the flags; the script and what follows it are kept as they are, also ``--`` and flags."""
         args = list(sys.argv[1:] if args is None else args)
         split = self._first_positional(args)
-        known, unknown = super().parse_known_args(args[:split], namespace or argparse.Namespace())
+        parsed, unknown = super().parse_known_args(args[:split], namespace or argparse.Namespace())
         program = args[split:]
-        known.training_script = program[0] if program else None
-        known.training_script_args = program[1:]
-        return known, unknown
+        parsed.training_script = program[0] if program else None
+        parsed.training_script_args = program[1:]
+        return parsed, unknown
 
     def _first_positional(self, args: Sequence[str]) -> int:
         """The index of the first word that is neither a flag nor a flag's value."""
         skip = False
-        for index, word in enumerate(args):
+        for index, arg in enumerate(args):
             if skip:
                 skip = False
-            elif word == "--":
+            elif arg == "--":
                 return index + 1
-            elif not word.startswith("-"):
+            elif not arg.startswith("-"):
                 return index
             else:
-                action = self._option_string_actions.get(word)
+                action = self._option_string_actions.get(arg)
                 skip = action is not None and action.nargs != 0
         return len(args)
 
@@ -92,9 +92,9 @@ def launch_command_parser(command: click.Command, subparsers: Any = None) -> arg
     """See ``accelerate.cli.launch.launch_command_parser``."""
     if subparsers is None:
         return LaunchParser(command=command)
-    theirs, subparsers._parser_class = subparsers._parser_class, partial(LaunchParser, command=command)
+    parser_class, subparsers._parser_class = subparsers._parser_class, partial(LaunchParser, command=command)
     parser: argparse.ArgumentParser = subparsers.add_parser("launch", help=command.short_help)
-    subparsers._parser_class = theirs
+    subparsers._parser_class = parser_class
     parser.set_defaults(func=partial(launch_command, command))
     return parser
 
@@ -133,15 +133,15 @@ def build_request(command: click.Command, args: argparse.Namespace, **decided: A
 
 def typed_flags(command: click.Command, args: argparse.Namespace) -> dict[str, Any]:
     """The flags that were typed, by setting; what a namespace holds by default was not."""
-    given: Mapping[str, Any] = vars(args)
-    typed = given.get("nondefault") or ()
+    values: Mapping[str, Any] = vars(args)
+    typed = values.get("nondefault") or ()
     flags: dict[str, Any] = {}
     for param in command.params:
         if not isinstance(param, click.Option) or param.name is None:
             continue
         for dest in dict.fromkeys((_namespace_key(param), param.name)):
-            if dest in given and (dest in typed or _is_given(param, dest, given[dest])):
-                flags[param.name] = given[dest]
+            if dest in values and (dest in typed or _is_given(param, dest, values[dest])):
+                flags[param.name] = values[dest]
     return flags
 
 

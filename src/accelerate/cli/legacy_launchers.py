@@ -72,12 +72,12 @@ def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
         args: flags, script and its arguments.
     """
     values = {key: value for key, value in sagemaker_config.to_dict().items() if value is not None}
-    asked = launch_argparse_parser.build_request(PLUGIN, args)
+    request = launch_argparse_parser.build_request(PLUGIN, args)
     file = ConfigFile(Path(type(sagemaker_config).__name__), values)
     with launch_argparse_parser.print_rank_errors():
         launch(
             launch_request.build_request(
-                file, launch_argparse_parser.typed_flags(PLUGIN, args), asked.program, SCRIPT_SETTINGS
+                file, launch_argparse_parser.typed_flags(PLUGIN, args), request.program, SCRIPT_SETTINGS
             )
         )
 
@@ -108,9 +108,9 @@ def _single_command(plan: LaunchPlan) -> tuple[list[str], dict[str, str]]:
     if not others:
         return list(first.program), environ.make_child_environment({**plan.variables, **first.variables})
     python, *script = first.program
-    own = [] if python == sys.executable else ["--no-python", python]
+    interpreter = [] if python == sys.executable else ["--no-python", python]
     starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(len(plan.commands))]
-    return [*starter, *own, *script], environ.make_child_environment(plan.variables)
+    return [*starter, *interpreter, *script], environ.make_child_environment(plan.variables)
 
 
 def prepare_tpu(
@@ -144,9 +144,9 @@ def prepare_extend_env_parallelism_config(
 def _add_script_variables(
     args: argparse.Namespace, current_env: dict[str, str], *heads: str
 ) -> dict[str, str]:
-    told = launch_argparse_parser.build_request(PLUGIN, args).script_variables()
+    variables = launch_argparse_parser.build_request(PLUGIN, args).script_variables()
     return _add_variables(
-        current_env, {name: value for name, value in told.items() if name.startswith(heads)}
+        current_env, {name: value for name, value in variables.items() if name.startswith(heads)}
     )
 
 

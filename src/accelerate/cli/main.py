@@ -46,9 +46,9 @@ class LazyCommandRegistry(click.Group):
         """Lists them. What a command says of itself is the first line of its file, which is not imported."""
         rows: list[tuple[str, str]] = []
         for typed in self.list_commands(ctx):
-            said = COMMANDS.summary(typed.replace("-", "_"))
-            command = None if said else self.get_command(ctx, typed)
-            rows.append((typed, command.get_short_help_str() if command else said))
+            summary = COMMANDS.summary(typed.replace("-", "_"))
+            command = None if summary else self.get_command(ctx, typed)
+            rows.append((typed, command.get_short_help_str() if command else summary))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

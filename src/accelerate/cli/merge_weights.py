@@ -30,8 +30,8 @@ def _merge(
     from accelerate.facade.engine_checkpoint_loader import engine_weights
 
     def find(folder: Path) -> Mapping[str, LazyTensor]:
-        own = engine_weights(folder)
-        return lazy_tensors(folder) if own is None else own[1]
+        located_weights = engine_weights(folder)
+        return lazy_tensors(folder) if located_weights is None else located_weights[1]
 
     merge(find, checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
 

@@ -104,7 +104,7 @@ class GroupedOptionsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keeps what was typed, for the help, which comes before everything else is parsed."""
-        ctx.meta[_TYPED_FLAGS] = {word.partition("=")[0] for word in args}
+        ctx.meta[_TYPED_FLAGS] = {arg.partition("=")[0] for arg in args}
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -122,9 +122,9 @@ class GroupedOptionsCommand(click.Command):
             if isinstance(param, click.Option) and not param.hidden:
                 topic = param.setting.topic if isinstance(param, SettingOption) else ""
                 topics.setdefault(topic, []).append(param)
-        own = topics.pop("", [])
+        other_params = topics.pop("", [])
         foldable = folded_topics()
-        for topic, params in (*topics.items(), ("Other", own)):
+        for topic, params in (*topics.items(), ("Other", other_params)):
             entries = [entry for param in params if (entry := param.get_help_record(ctx))]
             typed = ctx.meta.get(_TYPED_FLAGS, set()) & {name for param in params for name in param.opts}
             if topic in foldable and params[0].is_flag and not typed:

@@ -75,17 +75,17 @@ def _plan(model: str, gpus: str, **given: Any) -> None:
     facts = measure_model(skeleton.build_skeleton(model, **options), model)
     layouts = parallel_layouts.list_layouts(facts, training, cluster, _activation_tracer(model, options))
     best = parallel_layouts.recommend_layout(layouts, cluster)
-    why = parallel_layouts.explain_choice(best, layouts, cluster)
+    explanation = parallel_layouts.explain_choice(best, layouts, cluster)
     chosen = _select_layout(layouts, best, given["take"])
     if given["plot"]:
         title = f"{facts.kind}, {show_count(facts.parameters)} parameters, {gpus}"
         plot_bars(Path(given["plot"]), {way.name: way.estimate.parts for way in layouts}, title)
     if given["as_json"]:
-        click.echo(json.dumps(plan_as_json(layouts, cluster, best, why), indent=1))
+        click.echo(json.dumps(plan_as_json(layouts, cluster, best, explanation), indent=1))
     else:
         click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters, on {cluster}.")
         print_layouts(layouts, cluster, best)
-        click.echo(f"\n{why}")
+        click.echo(f"\n{explanation}")
     if given["write"]:
         if chosen is None:
             raise SettingError("nothing fits, so there is nothing to write", fix="--take NUMBER of a row")
@@ -103,10 +103,10 @@ def _activation_tracer(model: str, options: Mapping[str, Any]) -> Callable[[Memo
         from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig
 
         strategy = "zero1" if narrow else "single"
-        how = MemoryEstimateConfig(
+        config = MemoryEstimateConfig(
             dtype, mixed, batch=batch, length=length, attention=attention, strategy=strategy
         )
-        return trace_activations(model, options, how)
+        return trace_activations(model, options, config)
 
     def trace_once(how: MemoryEstimateConfig) -> Any:
         return trace(how.batch, how.length, how.dtype, how.mixed_precision, how.narrow_weights, how.attention)

@@ -95,12 +95,12 @@ def device_budgets(
     from accelerate.offload.device_maps import get_max_memory
     from accelerate.offload.placement import CPU, DISK
 
-    here = get_max_memory() if cpu is None or not devices else {}
+    free_memory = get_max_memory() if cpu is None or not devices else {}
     limits: dict[Device, int | float | str] = dict(enumerate(devices))
     if not devices:
-        limits |= {device: free for device, free in here.items() if device != CPU}
-    if cpu is not None or CPU in here:
-        limits[CPU] = here[CPU] if cpu is None else cpu
+        limits |= {device: free for device, free in free_memory.items() if device != CPU}
+    if cpu is not None or CPU in free_memory:
+        limits[CPU] = free_memory[CPU] if cpu is None else cpu
     return limits if disk is None else limits | {DISK: disk}
 
 
@@ -154,8 +154,10 @@ def plan_placement(
 
 def _unsplittable_classes(model: nn.Module) -> frozenset[str]:
     """The classes that a model, or a part of it, says must stay whole, as far as it has modules of them."""
-    told = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    return frozenset(told & {type(part).__name__ for part in model.modules()})
+    class_names = {
+        name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
+    }
+    return frozenset(class_names & {type(part).__name__ for part in model.modules()})
 
 
 def _compute_bytes(model: nn.Module, bits: WeightStorageFormat | None) -> int:

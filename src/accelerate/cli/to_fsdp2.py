@@ -100,8 +100,8 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 def _is_hybrid(table: Mapping[str, Any]) -> bool:
     """Return whether the sharding is HSDP: shards are replicated across machines."""
-    given = table.get("fsdp_sharding_strategy")
-    return "HYBRID" in str(_NUMBERS.get(given, given) if isinstance(given, int) else given).upper()
+    value = table.get("fsdp_sharding_strategy")
+    return "HYBRID" in str(_NUMBERS.get(value, value) if isinstance(value, int) else value).upper()
 
 
 def _fsdp_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,23 +119,23 @@ def _fsdp_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert_value(key: str, value: Any) -> Any:
-    words = ARGUMENT_VALUE_MAPPING.get(key)
-    if words is None or isinstance(value, bool):
+    choices = ARGUMENT_VALUE_MAPPING.get(key)
+    if choices is None or isinstance(value, bool):
         return value
-    word = str(_NUMBERS.get(value, value) if isinstance(value, int) else value).upper()
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    if word not in words:
-        raise UnknownNameError("value", str(value), words, where=f"of {key}")
-    return words[word]
+    text = str(_NUMBERS.get(value, value) if isinstance(value, int) else value).upper()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text not in choices:
+        raise UnknownNameError("value", str(value), choices, where=f"of {key}")
+    return choices[text]
 
 
 def _dropped_key_lines(config: Mapping[str, Any]) -> Iterator[str]:
     """A line for each key that is left out."""
     for key in _fsdp_options(config):
         if isinstance(ARGUMENT_KEY_MAPPING.get(key), ConversionStatus):
-            why = "prefetches by itself" if key.endswith("_prefetch") else "has no such option"
-            yield f"{key} is left out: FSDP2 {why}"
+            reason = "prefetches by itself" if key.endswith("_prefetch") else "has no such option"
+            yield f"{key} is left out: FSDP2 {reason}"
     if _is_hybrid(_fsdp_options(config)):
         yield f"{REPLICATE_SIZE} is the number of replicas (HSDP): one for each machine, as it was"
     if str(_fsdp_options(config).get("fsdp_state_dict_type")).upper() == LOCAL_STATE_DICT:

@@ -43,12 +43,12 @@ def build_program(given: dict[str, Any]) -> tuple[str, ...]:
         SettingError: there is nothing to run, or no TPU is named, or a file cannot be read.
     """
     file = config_files.find_config(given["config_file"])
-    said = dict(file.values) if file is not None else {}
-    commands = _read_commands(given, said)
+    file_values = dict(file.values) if file is not None else {}
+    commands = _read_commands(given, file_values)
     if given["install_accelerate"]:
         version = given["accelerate_version"]
-        what = "-U accelerate" if version == "latest" else f"accelerate=={version}"
-        commands = [f"pip install {what}", *commands]
+        package = "-U accelerate" if version == "latest" else f"accelerate=={version}"
+        commands = [f"pip install {package}", *commands]
     if not commands:
         raise SettingError(
             "there is nothing to run",
@@ -57,8 +57,8 @@ def build_program(given: dict[str, Any]) -> tuple[str, ...]:
         )
     return gcloud.worker_command(
         "; ".join([f"cd {_FOLDER}", *commands]),
-        name=given["tpu_name"] or said.get("tpu_name"),
-        zone=given["tpu_zone"] or said.get("tpu_zone"),
+        name=given["tpu_name"] or file_values.get("tpu_name"),
+        zone=given["tpu_zone"] or file_values.get("tpu_zone"),
         alpha=given["use_alpha"],
     )
 

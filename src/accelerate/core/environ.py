@@ -68,10 +68,10 @@ def get_flag(name: str, default: bool = False) -> bool:
 
 def parse_bool(text: str, *, where: str) -> bool:
     """Return ``text`` as a boolean; ``where`` names its origin in the error."""
-    word = text.strip().lower()
-    if word in TRUE:
+    token = text.strip().lower()
+    if token in TRUE:
         return True
-    if word in FALSE:
+    if token in FALSE:
         return False
     from accelerate.core.errors import SettingError
 

@@ -49,7 +49,7 @@ def _make_init(cls: Any) -> Callable[..., None]:
     """Return the ``__init__`` of a class: arguments in the order of its fields, or by name."""
     items = [item for item in fields(cls) if item.init]
     order: tuple[str, ...] = cls.__match_args__
-    known = {item.name for item in items}
+    field_names = {item.name for item in items}
     defaults = {item.name: item.default for item in items if item.default is not MISSING}
     factories = {i.name: i.default_factory for i in items if i.default_factory is not MISSING}
 
@@ -57,8 +57,8 @@ def _make_init(cls: Any) -> Callable[..., None]:
         by_place = dict(zip(order, args, strict=False))
         values = {**defaults, **by_place, **kwargs}
         values |= {name: make() for name, make in factories.items() if name not in values}
-        if len(args) > len(order) or by_place.keys() & kwargs.keys() or values.keys() != known:
-            raise TypeError(_describe_mistake(cls.__qualname__, order, args, known, values, kwargs))
+        if len(args) > len(order) or by_place.keys() & kwargs.keys() or values.keys() != field_names:
+            raise TypeError(_describe_mistake(cls.__qualname__, order, args, field_names, values, kwargs))
         self.__dict__.update(values)
 
     return __init__
@@ -75,13 +75,13 @@ def _describe_mistake(
     if len(args) > len(order):
         return f"{name}() takes {len(order)} arguments by place, and {len(args)} were given"
     twice = kwargs.keys() & {*order[: len(args)]}
-    for what, names in (
+    for mistake, names in (
         ("got twice", twice),
         ("does not know", values.keys() - known),
         ("needs", known - values.keys()),
     ):
         if names:
-            return f"{name}() {what}: {', '.join(sorted(names))}"
+            return f"{name}() {mistake}: {', '.join(sorted(names))}"
     raise AssertionError
 
 

@@ -71,8 +71,8 @@ class UnknownPublicNameError(AttributeError):
         self.name = name
 
     def __str__(self) -> str:
-        module, name, known = self.args
-        near = None if name.startswith("__") else nearest(name, known)
+        module, name, public_names = self.args
+        near = None if name.startswith("__") else nearest(name, public_names)
         return f"module {module!r} has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")
 
 

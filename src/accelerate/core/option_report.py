@@ -108,8 +108,8 @@ class OptionReport(list[OptionStatus]):
     """The statuses of all requested options of one ``Accelerator``; ``str`` gives a table."""
 
     def __str__(self) -> str:
-        words = {True: "applied", False: "not applied", None: "not yet"}
-        rows = [(e.assignment, words[e.applied], e.where, e.why) for e in self]
+        effects = {True: "applied", False: "not applied", None: "not yet"}
+        rows = [(e.assignment, effects[e.applied], e.where, e.why) for e in self]
         if not rows:
             return "nothing was asked for"
         rows.insert(0, ("option", "effect", "asked by", "why"))
@@ -122,7 +122,7 @@ class OptionReport(list[OptionStatus]):
         """The report in one line: ``applied: a=1, b=2; not applied: c=3``; empty when nothing is known."""
         names = {"applied": [e.assignment for e in self if e.applied]}
         names["not applied"] = [e.assignment for e in self if e.not_applied]
-        return "; ".join(f"{word}: {', '.join(options)}" for word, options in names.items() if options)
+        return "; ".join(f"{effect}: {', '.join(options)}" for effect, options in names.items() if options)
 
 
 def requested_options(loaded: LoadedSettings[Any]) -> Iterator[RequestedOption]:

@@ -287,11 +287,11 @@ def load_settings(
             value = table.get(row.name)
             if value is not None:
                 from_file = source == "file"
-                where = (
+                place = (
                     section.describe_origin(row) if from_file else _describe_source(row, source, scheduler)
                 )
                 text = source in ("flag", "environment", "scheduler")
-                candidates.append(SettingOrigin(source, where, convert_value(row, value, where, text=text)))
+                candidates.append(SettingOrigin(source, place, convert_value(row, value, place, text=text)))
         if row.default is not dataclasses.MISSING:
             candidates.append(SettingOrigin("default", "", row.default))
         if not candidates:
@@ -384,9 +384,9 @@ def _match_choice(row: Setting, value: Any, where: str) -> Any:
     if value is None or value in row.choices:
         return value
     folded = {str(choice).lower(): choice for choice in row.choices} | dict(row.aliases)
-    word = "no" if value is False else str(value)  # YAML reads a bare `no` as false
-    if word.lower() in folded:
-        return folded[word.lower()]
+    text = "no" if value is False else str(value)  # YAML reads a bare `no` as false
+    if text.lower() in folded:
+        return folded[text.lower()]
     choices = [str(choice) for choice in row.choices]
     raise UnknownNameError("value", str(value), choices, where=f"of {row.name} ({where})")
 

@@ -59,16 +59,16 @@ class _BatchPickler(pickle.Pickler):
         """Return offset, dtype and shape of a plain tensor; None for anything else."""
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return None
-        known = self._places.get(id(obj))
-        if known is None:
+        entry = self._places.get(id(obj))
+        if entry is None:
             place = (self.size, obj.dtype, tuple(obj.shape), obj.requires_grad)
             # Keep the object alive, since its id may be reused otherwise.
-            known = self._places[id(obj)] = (obj, place)
+            entry = self._places[id(obj)] = (obj, place)
             if obj.numel():
                 flat = obj.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
                 self.parts.append((self.size, flat.view(torch.uint8)))
                 self.size += -(-flat.nbytes // _ALIGN) * _ALIGN
-        return known[1]
+        return entry[1]
 
 
 class _BatchUnpickler(pickle.Unpickler):
@@ -82,16 +82,16 @@ class _BatchUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> torch.Tensor:
         """Return the tensor at an offset."""
         start, dtype, shape, requires_grad = pid
-        made = self._tensors.get(pid)
-        if made is None:
+        tensor = self._tensors.get(pid)
+        if tensor is None:
             count = torch.Size(shape).numel() * dtype.itemsize
-            made = self._body[start : start + count].view(dtype).view(shape) if count else None
-            if made is None:
-                made = torch.empty(shape, dtype=dtype)
+            tensor = self._body[start : start + count].view(dtype).view(shape) if count else None
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=dtype)
             elif 2 * count < len(self._body):
                 # A reference to one small tensor must not keep the whole batch in memory.
-                made = made.clone()
-            self._tensors[pid] = made.requires_grad_(requires_grad)
+                tensor = tensor.clone()
+            self._tensors[pid] = tensor.requires_grad_(requires_grad)
         return self._tensors[pid]
 
 

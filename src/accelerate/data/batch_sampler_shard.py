@@ -153,9 +153,9 @@ class BatchSamplerShard(BatchSampler):
         return self.batch_size is None or len(batch) >= self.batch_size
 
     def _take_batch(self, group: list[list[Any]], skipped: int, remainder: int = 0) -> StepIndices:
-        mine = group[self.process_index]
+        batch = group[self.process_index]
         before = sum(map(len, group[: self.process_index]))
-        return StepIndices(mine, False, sum(map(len, group)), remainder, len(mine), skipped + before)
+        return StepIndices(batch, False, sum(map(len, group)), remainder, len(batch), skipped + before)
 
     def _fill_last_step(
         self, group: list[list[Any]], first: list[list[Any]], skipped: int
@@ -176,8 +176,8 @@ class BatchSamplerShard(BatchSampler):
             return
         samples = chain(chain.from_iterable(group), cycle(list(chain.from_iterable(first))))
         start = self.process_index * self.batch_size
-        mine = list(islice(samples, start, start + self.batch_size))
-        yield StepIndices(mine, False, real, real, _clamp(real - start, self.batch_size), skipped + start)
+        indices = list(islice(samples, start, start + self.batch_size))
+        yield StepIndices(indices, False, real, real, _clamp(real - start, self.batch_size), skipped + start)
 
     def _split_each(
         self, batches: Iterator[list[Any]], skipped: int, first_batches: list[Any]

@@ -152,25 +152,25 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _send_batches(self) -> Iterator[FetchedBatch]:
         """Yield rank 0's batches; send each step when it is read, some steps before the loop takes it."""
-        sender, mine = BatchSender(self._loader_id), deque[FetchedBatch]()
+        sender, rank0_batches = BatchSender(self._loader_id), deque[FetchedBatch]()
         try:
             try:
                 for step in self._steps():
                     _send(sender, step)
-                    mine.extend(fetched for fetched in step[:1] if fetched is not None)
-                    if len(mine) > _READ_AHEAD:
-                        yield mine.popleft()
+                    rank0_batches.extend(fetched for fetched in step[:1] if fetched is not None)
+                    if len(rank0_batches) > _READ_AHEAD:
+                        yield rank0_batches.popleft()
             except Exception as error:
                 # All ranks first get the batches read before, and fail in the same step.
                 sender.fail(error)
-                yield from mine
+                yield from rank0_batches
                 sender.drain()
                 raise
             for rank in range(1, self._num_processes):
                 sender.end(rank)
-            while mine:
-                fetched = mine.popleft()
-                yield fetched._replace(last=not mine)
+            while rank0_batches:
+                fetched = rank0_batches.popleft()
+                yield fetched._replace(last=not rank0_batches)
             sender.drain()
         finally:
             sender.close()
@@ -264,12 +264,12 @@ class DataLoaderDispatcher(DataLoaderShard):
             share = -(-rows // count)
             step: RankBatches = []
             for start in range(0, share * count, share):
-                wanted = range(start, start + share) if self.even_batches else range(start, rows)[:share]
+                row_numbers = range(start, start + share) if self.even_batches else range(start, rows)[:share]
                 real = len(range(start, rows)[:share])
-                part = take_rows(batch, rows, [row % rows for row in wanted]) if wanted else None
+                part = take_rows(batch, rows, [row % rows for row in row_numbers]) if row_numbers else None
                 filled = self.even_batches and rows % count
                 fetched = FetchedBatch(part, False, rows, rows if filled else 0, real if filled else None)
-                step.append(fetched if wanted else None)
+                step.append(fetched if row_numbers else None)
             yield step
 
     def _slice_batches(self, batches: Iterable[Any], slice_fn: Slice) -> Iterator[RankBatches]:
@@ -341,9 +341,9 @@ def with_rank_batches(
         whole: Any = base.batch_sampler
         return copy_loader(base, batch_sampler=BatchSamplerShard(whole, count, index, split, even))
     if fetches_by_index(base) and not split:
-        ones = BatchSampler(base.sampler, 1, drop_last=False)
+        single_batches = BatchSampler(base.sampler, 1, drop_last=False)
         return copy_loader(
-            base, sampler=SingleIndexSampler(BatchSamplerShard(ones, count, index, False, even))
+            base, sampler=SingleIndexSampler(BatchSamplerShard(single_batches, count, index, False, even))
         )
     if isinstance(base.dataset, IterableDataset) and size is not None and supports_marks(base):
         step = size if split else size * count

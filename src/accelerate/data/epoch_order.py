@@ -41,8 +41,8 @@ class DataShard:
         """Broadcast the value of rank 0, or of the first rank that reads the same shard. Collective."""
         if not self.has_own_order:
             return collective.broadcast_object(value)
-        every = collective.all_gather_object((self.index, value), "broadcast_object")
-        return next(other for index, other in every if index == self.index)
+        rank_values = collective.all_gather_object((self.index, value), "broadcast_object")
+        return next(other for index, other in rank_values if index == self.index)
 
 
 @dataclass

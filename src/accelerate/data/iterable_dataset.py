@@ -155,23 +155,23 @@ class IterableDatasetShard(IterableDataset[Any]):
         return whole * len(part) + (len(range(last)[self._rank_slice]) if rest else 0)
 
     def __iter__(self) -> Iterator[Any]:
-        mine, size = self._rank_slice, self.step_size
+        rank_slice, size = self._rank_slice, self.step_size
         first: list[Any] = []
         group: list[Any] = []
         self.remainder = -1
         for sample in self.dataset:
             group.append(sample)
             if len(group) == size:
-                yield from group[mine]
+                yield from group[rank_slice]
                 first = first or group
                 group = []
         self.remainder = 0
         if group and not self.drop_last:
             if self.even_batches:
                 self.remainder = len(group)
-                yield from self._fill_step(group, first or group)[mine]
+                yield from self._fill_step(group, first or group)[rank_slice]
             else:
-                yield from group[mine]
+                yield from group[rank_slice]
 
     def _fill_step(self, group: list[Any], first: list[Any]) -> list[Any]:
         """Fill the last step."""
@@ -217,8 +217,8 @@ class GlobalBatchCollate:
         self, samples: list[Any], start: int, share: int, real: int
     ) -> PartialGlobalBatch | None:
         part = samples[start : start + share]
-        mine = min(len(part), max(0, real - start))
-        return PartialGlobalBatch(self.collate(part), mine, real) if part else None
+        part_real = min(len(part), max(0, real - start))
+        return PartialGlobalBatch(self.collate(part), part_real, real) if part else None
 
 
 def supports_marks(loader: DataLoader[Any]) -> bool:

@@ -71,8 +71,10 @@ def _sharing_status(option: RequestedOption, loader: Any) -> OptionStatus:
     holder = _find_sharing_object(loader)
     if holder is None:
         return option.report_not_applied("a loader is not sharded here: it is sharded already")
-    here = getattr(holder, option.name)
-    return option.report_unless("" if here == option.value else f"a loader was prepared with {here}")
+    loader_value = getattr(holder, option.name)
+    return option.report_unless(
+        "" if loader_value == option.value else f"a loader was prepared with {loader_value}"
+    )
 
 
 def _dispatch_status(option: RequestedOption, loader: Any) -> OptionStatus:
@@ -89,8 +91,8 @@ def _sampler_status(option: RequestedOption, loader: Any) -> OptionStatus:
     if isinstance(sampler, SeedableRandomSampler):
         return option.report_applied()
     kind = type(sampler).__name__
-    why = f"a loader has a {kind}, which draws no order of ours"
-    return option.report_not_applied(why, matters=kind not in _IN_ORDER)
+    reason = f"a loader has a {kind}, which draws no order of ours"
+    return option.report_not_applied(reason, matters=kind not in _IN_ORDER)
 
 
 _IN_ORDER = (SequentialSampler.__name__, type(None).__name__, "_InfiniteConstantSampler")

@@ -242,11 +242,11 @@ class LoaderPosition:
         record = self.record
         if record is None or (batches is None and record.complete and not record.active):
             return EpochSkip(batches or 0)  # saved between two epochs: the next one is whole
-        here = record.complete and batches == count
+        matches_record = record.complete and batches == count
         if batches is None:
             batches = record.samples // step if self._has_world_changed(step) else record.batches
-            here = True
-        if not (here or batches == record.batches or batches * step == record.samples):
+            matches_record = True
+        if not (matches_record or batches == record.batches or batches * step == record.samples):
             warnings.warn(
                 f"{batches} batches are left out, but the checkpoint was saved after {record.batches} "
                 f"({record.samples} samples): samples are repeated or lost; "

@@ -63,7 +63,7 @@ def prepare_data_loader(
     data_shard = world if torch_device_mesh is None else mesh_data_shard(torch_device_mesh)
     count = data_shard[0] if num_processes is None else num_processes
     index = data_shard[1] if process_index is None else process_index
-    where = device if put_on_device else None
+    batch_device = device if put_on_device else None
     base = _with_seedable_sampler(dataloader, data_seed) if use_seedable_sampler else dataloader
     dispatch = dispatch_batches
     if dispatch is None:
@@ -77,7 +77,7 @@ def prepare_data_loader(
         _check_world(count, index)
         prepared = DataLoaderDispatcher.wrap_for_dispatch(
             base,
-            device=where,
+            device=batch_device,
             num_processes=count,
             process_index=index,
             split_batches=split_batches,
@@ -88,14 +88,16 @@ def prepare_data_loader(
     else:
         shared = 1 if keeps_own else count
         base = _shard(base, shared, index, split_batches, even_batches) if shared > 1 else base
-        prepared = DataLoaderShard.wrap(base, device=where, non_blocking=non_blocking, num_processes=shared)
-    how = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
+        prepared = DataLoaderShard.wrap(
+            base, device=batch_device, non_blocking=non_blocking, num_processes=shared
+        )
+    mode = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
     if shard == "auto":
-        prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, how)
+        prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, mode)
     if count > 1 and count == collective.world_size() and shard == "auto":
         prepared.before_first_use = prepared.comparison
         sampler_shard = find_shard(base)
-        if sampler_shard is not None and how == "sharded":
+        if sampler_shard is not None and mode == "sharded":
             sampler_shard.name_to_verify = sharding_detection.describe_loader(dataloader)
     prepared.rng_types = rng_types
     prepared.use_stateful_dataloader = use_stateful_dataloader
@@ -119,10 +121,12 @@ def _keeps_own_data(
         )
     if shard != "auto":
         return not shard
-    why = sharding_detection.find_sharding(loader, count, index) or sharding_detection.detect_in_code(loader)
-    if why is not None:
-        sharding_detection.log_not_sharded(loader, why)
-    return why is not None
+    reason = sharding_detection.find_sharding(loader, count, index) or sharding_detection.detect_in_code(
+        loader
+    )
+    if reason is not None:
+        sharding_detection.log_not_sharded(loader, reason)
+    return reason is not None
 
 
 def _check_world(count: int, index: int) -> None:
@@ -158,8 +162,8 @@ def _shard(loader: DataLoader[Any], count: int, index: int, split: bool, even: b
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, count, index, split, even)
     if loader.batch_sampler is None:
-        ones = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
-        shard = BatchSamplerShard(ones, count, index, split_batches=False, even_batches=even)
+        single_batches = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
+        shard = BatchSamplerShard(single_batches, count, index, split_batches=False, even_batches=even)
         return copy_loader(loader, sampler=SingleIndexSampler(shard))
     shard = BatchSamplerShard(loader.batch_sampler, count, index, split, even)  # type: ignore[arg-type]
     return copy_loader(loader, batch_sampler=shard)

@@ -87,8 +87,8 @@ class AllRankBatchSteps:
             for rank, (part, count) in enumerate(step):
                 if part:
                     self.ranks.append(rank)
-                    mine = part[0] if self.single else part
-                    yield StepIndices(mine, False, real, real if filled else 0, count, offset)
+                    indices = part[0] if self.single else part
+                    yield StepIndices(indices, False, real, real if filled else 0, count, offset)
                 offset += len(part)
             taken += real
 
@@ -101,7 +101,11 @@ class AllRankBatchSteps:
             else:
                 part = share // self.shard.num_processes if self.shard.split_batches else share
                 starts = range(0, part * self.shard.num_processes, part)
-                yield [(mine, len(mine)) for start in starts for mine in [step.indices[start : start + part]]]
+                yield [
+                    (indices, len(indices))
+                    for start in starts
+                    for indices in [step.indices[start : start + part]]
+                ]
 
     def _group_batches(
         self, batches: Iterable[list[Any]], head: list[list[Any]]

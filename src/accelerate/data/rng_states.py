@@ -68,10 +68,10 @@ class RNGSnapshot:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RNGSnapshot:
         """Restore the object from ``state_dict``."""
-        version, words, gauss = from_plain(state["python"])
+        version, state_words, gauss = from_plain(state["python"])
         return cls(
             from_plain(state["torch"]),
-            (version, tuple(words.tolist()), gauss),
+            (version, tuple(state_words.tolist()), gauss),
             tuple(from_plain(state["numpy"])),
         )
 
@@ -125,11 +125,11 @@ def begin_order(
         broadcast: makes all ranks begin with the same states, those of rank 0 for example. The generators of
             a rank that has these states advance, those of other ranks stay as they are.
     """
-    mine = RNGSnapshot.capture()
-    first = start or mine
+    local_states = RNGSnapshot.capture()
+    first = start or local_states
     if broadcast and collective.world_size() > 1:
         first = broadcast(first)
-    uses_other_state = start is not None or not first.is_same(mine)
+    uses_other_state = start is not None or not first.is_same(local_states)
     if uses_other_state:
         first.restore()
     try:
@@ -137,7 +137,7 @@ def begin_order(
         isolated_rng = IsolatedRNG(RNGSnapshot.capture())
     finally:
         if uses_other_state:
-            mine.restore()
+            local_states.restore()
     return value, first, isolated_rng
 
 
@@ -176,8 +176,8 @@ def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        version, words, gauss = generator.getstate()
-        return [version, np.array(words, np.uint64), gauss]
+        version, state_words, gauss = generator.getstate()
+        return [version, np.array(state_words, np.uint64), gauss]
     if isinstance(generator, np.random.RandomState):
         return list(generator.get_state())
     return generator.bit_generator.state

@@ -187,9 +187,9 @@ class RankBatchSlicer:
             if self.fill_last:
                 fillers = _slice_order(order, 0, min(step, total)).tolist()
                 indices += [fillers[i % len(fillers)] for i in range(step - rest)]
-            mine = indices[begin : begin + rank_samples]
+            rank_indices = indices[begin : begin + rank_samples]
             real = min(max(rest - begin, 0), rank_samples)
-            yield StepIndices(mine[0] if self.single else mine, True, rest, rest, real, at)
+            yield StepIndices(rank_indices[0] if self.single else rank_indices, True, rest, rest, real, at)
 
 
 def _slice_order(order: torch.Tensor | range, start: int, stop: int) -> torch.Tensor:
@@ -267,8 +267,8 @@ def single_steps(items: Iterator[Any], skipped: int, full: int) -> Iterator[Step
 
 def mark_last(steps: Iterator[StepIndices]) -> Iterator[StepIndices]:
     """Yield the same steps, with ``last`` set on the last one."""
-    held = next(steps, None)
-    while held is not None:
+    step = next(steps, None)
+    while step is not None:
         upcoming = next(steps, None)
-        yield held if upcoming is not None else held._replace(last=True)
-        held = upcoming
+        yield step if upcoming is not None else step._replace(last=True)
+        step = upcoming

@@ -84,16 +84,16 @@ def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
     Raises:
         PrepareError: the data has another number of shards, or is sharded by rank.
     """
-    why = ""
+    reason = ""
     for holder in _sharding_candidates(loader):
         numbers = _int_attributes(holder, ("num_replicas", "rank"))
         if len(numbers) == 2 and numbers["num_replicas"] > 1 and tuple(numbers.values()) != (count, index):
             attributes = " and ".join(f"{name}={value}" for name, value in numbers.items())
-            why = f"its {type(holder).__name__} has {attributes}"
-    why = why or detect_in_code(loader) or ""
-    if why:
+            reason = f"its {type(holder).__name__} has {attributes}"
+    reason = reason or detect_in_code(loader) or ""
+    if reason:
         raise PrepareError(
-            f"{describe_loader(loader)} is sharded by processes ({why}), of which several share layers or "
+            f"{describe_loader(loader)} is sharded by processes ({reason}), of which several share layers or "
             "sequences",
             why=f"those must read the same; the data have {count} parts, and this process reads part {index}",
             fix="leave the sharding to prepare, or shard by these numbers and prepare it with shard=False",
@@ -244,12 +244,14 @@ def check_same(name: str, seen: Any) -> None:
     Raises:
         CollectiveError: with the facts of each rank, and the options.
     """
-    every = collective.all_gather_object(seen)
-    known = [row for row in every if row is not None]
-    names: Iterable[str] = dict.fromkeys(key for row in known for key in row)
+    rank_facts = collective.all_gather_object(seen)
+    compared_facts = [row for row in rank_facts if row is not None]
+    names: Iterable[str] = dict.fromkeys(key for row in compared_facts for key in row)
     for key in names:
-        if len({row.get(key) for row in known}) > 1:
-            table = "\n       ".join(f"rank {rank}: {row and row.get(key)}" for rank, row in enumerate(every))
+        if len({row.get(key) for row in compared_facts}) > 1:
+            table = "\n       ".join(
+                f"rank {rank}: {row and row.get(key)}" for rank, row in enumerate(rank_facts)
+            )
             raise CollectiveError(
                 f"the processes do not have the same data in {name}: {key} differs",
                 why=f"to share it out, all must begin with the whole data in one order\n       {table}",

@@ -89,9 +89,9 @@ def _replace_stream(base: DataLoader[Any], skip_counts: list[int]) -> tuple[Data
     stream: Any = base.dataset
     shared = isinstance(stream, IterableDatasetShard)
     rest = RemainingStream(stream.dataset if shared else stream, skip_counts)
-    loader, held = copy.copy(base), rest
+    loader, dataset = copy.copy(base), rest
     if shared:
-        held = copy.copy(stream)
-        held.dataset = rest
-    loader.__dict__.update(dataset=held, _iterator=None)
+        dataset = copy.copy(stream)
+        dataset.dataset = rest
+    loader.__dict__.update(dataset=dataset, _iterator=None)
     return loader, rest

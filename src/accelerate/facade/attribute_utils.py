@@ -30,9 +30,9 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
     Where both have a key, two dicts are merged and anything else is replaced.
     """
     for key, value in source.items():
-        mine = destination.get(key)
-        if isinstance(value, dict) and isinstance(mine, dict):
-            merge_dicts(value, mine)
+        old_value = destination.get(key)
+        if isinstance(value, dict) and isinstance(old_value, dict):
+            merge_dicts(value, old_value)
         else:
             destination[key] = value
     return destination

@@ -71,9 +71,9 @@ def load_optimizer_state(
     if any(isinstance(key, str) for group in state["param_groups"] for key in group["params"]):
         from accelerate.checkpoint.sharded_state import optimizer_state_by_index
 
-        own = strategy.optimizer_checkpoint_view(optimizer)
+        view = strategy.optimizer_checkpoint_view(optimizer)
         state = optimizer_state_by_index(
-            own, [strategy.model_checkpoint_view(model) for model in models], state
+            view, [strategy.model_checkpoint_view(model) for model in models], state
         )
     strategy.load_optimizer(optimizer, models, state)
 
@@ -99,5 +99,5 @@ def sharded_optimizer_state(
     from accelerate.checkpoint.sharded_state import ShardedOptimizerState
 
     modules = [strategy.model_checkpoint_view(model) for model in models]
-    own, groups = strategy.optimizer_checkpoint_view(optimizer), strategy.original_group_names(optimizer)
-    return ShardedOptimizerState(own, modules, local_training=strategy.local_training, group_names=groups)
+    view, groups = strategy.optimizer_checkpoint_view(optimizer), strategy.original_group_names(optimizer)
+    return ShardedOptimizerState(view, modules, local_training=strategy.local_training, group_names=groups)

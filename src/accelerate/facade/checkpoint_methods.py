@@ -356,13 +356,13 @@ def _resolve_address(folder: str | os.PathLike[str] | None) -> Path | str | None
 
 def _allocate_staging_after_step(accelerator: CheckpointMixin) -> None:
     """Allocate the staging memory after the first optimizer step, before the first save needs it."""
-    known: Any = ref(accelerator)
+    accelerator_ref: Any = ref(accelerator)
 
     def allocate_once(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal known
-        saving = known() if known is not None else None
+        nonlocal accelerator_ref
+        saving = accelerator_ref() if accelerator_ref is not None else None
         if saving is not None and any(each.optimizer is optimizer for each in saving._optimizers):
-            known = None
+            accelerator_ref = None
             saving._allocate_staging()
 
     register_optimizer_step_post_hook(allocate_once)

@@ -67,9 +67,9 @@ class TorchDynamoPlugin(KwargsHandler):
             if option.value != DynamoBackend.NO.value
         ]
         more = {"options": self.options, "disable": self.disable or None}
-        where = type(self).__name__
+        origin = type(self).__name__
         return requested + [
-            RequestedOption(name, value, where) for name, value in more.items() if value is not None
+            RequestedOption(name, value, origin) for name, value in more.items() if value is not None
         ]
 
     @property
@@ -124,14 +124,14 @@ def option_statuses(
         models: the user's own modules.
         stepped: a training step is over, so that what is compiled has run.
     """
-    why = _reason_not_compiled(plugin, models, stepped=stepped)
+    reason = _reason_not_compiled(plugin, models, stepped=stepped)
     done = sum(map(_is_compiled, (part for model in models for part in model.modules())))
     yield from report_overridden(plugin._loaded_settings)
     for option in plugin.requested_compile_options:
         if option.name == "disable" and not plugin.is_enabled:
             yield option.report_applied()
-        elif why:
-            yield option.report_not_applied(why)
+        elif reason:
+            yield option.report_not_applied(reason)
         elif not models:
             yield option.report_pending("no model is prepared")
         elif option.name == "dynamo_use_regional_compilation" and all(map(_is_compiled, models)):

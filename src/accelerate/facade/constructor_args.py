@@ -58,16 +58,16 @@ def resolve_compiler(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDyn
 
 
 def handlers_by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:
-    known: list[type[KwargsHandler]] = [InitProcessGroupKwargs, PreemptionKwargs, ProfileKwargs]
-    known += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
-    known += [c for p in PRECISIONS for c in p.handler_classes if c not in known]
+    handler_classes: list[type[KwargsHandler]] = [InitProcessGroupKwargs, PreemptionKwargs, ProfileKwargs]
+    handler_classes += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
+    handler_classes += [c for p in PRECISIONS for c in p.handler_classes if c not in handler_classes]
     handlers_of: dict[type, KwargsHandler] = {}
     for handler in handlers:
-        kind = next((k for k in known if isinstance(handler, k)), None)
+        kind = next((k for k in handler_classes if isinstance(handler, k)), None)
         if kind is None:
             raise SettingError(
                 f"{type(handler).__name__} is not a kwargs handler that is known here",
-                why=f"known: {', '.join(sorted({k.__name__ for k in known}))}",
+                why=f"known: {', '.join(sorted({k.__name__ for k in handler_classes}))}",
                 fix="give an instance of one of them in kwargs_handlers=[...]",
             )
         if kind in handlers_of:

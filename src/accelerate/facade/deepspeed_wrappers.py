@@ -28,9 +28,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Return whether the last step was not taken because a gradient was not finite."""
-        known: Any = self._strategy
-        if known is not None:
-            return known.skipped_step(self.optimizer)
+        strategy: Any = self._strategy
+        if strategy is not None:
+            return strategy.skipped_step(self.optimizer)
         return bool(self.__has_overflow__ and self.optimizer.overflow)  # type: ignore[attr-defined]
 
 

@@ -219,11 +219,11 @@ def format_report(report: PrepareDryRunReport) -> str:
     ]
     for part in report.parts:
         at = ", ".join(f"{name} {index}" for name, index in part.place.items())
-        where = f" ({at})" if at else ""
+        place = f" ({at})" if at else ""
         kinds = ("weights", "gradients", "optimizer", "buffers")
         sums = ", ".join(f"{name} {show_bytes(getattr(part, name))}" for name in kinds)
         total = sum(getattr(part, name) for name in kinds)
-        lines.append(f"  rank {part.rank}{where}: {show_bytes(total)}: {sums}")
+        lines.append(f"  rank {part.rank}{place}: {show_bytes(total)}: {sums}")
     return "\n".join(lines)
 
 

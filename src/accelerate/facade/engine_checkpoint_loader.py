@@ -55,9 +55,9 @@ class EngineStateLoader:
         self.strategy.load_model(self.model, dict(self.checkpoint.weights), strict=self.strict)
         if self.optimizer is None or not self.checkpoint.has_optimizer_state:
             return
-        own = self.strategy.optimizer_checkpoint_view(self.optimizer)
-        options = [{k: v for k, v in group.items() if k != "params"} for group in own.param_groups]
-        state = self.checkpoint.optimizer_state(self._parameter_names(self.optimizer, own), options)
+        view = self.strategy.optimizer_checkpoint_view(self.optimizer)
+        options = [{k: v for k, v in group.items() if k != "params"} for group in view.param_groups]
+        state = self.checkpoint.optimizer_state(self._parameter_names(self.optimizer, view), options)
         state["state"] = {number: dict(values) for number, values in state["state"].items()}
         load_optimizer_state(self.strategy, self.optimizer, self.models, state)
 
@@ -100,8 +100,10 @@ def engine_state_loaders(
         if checkpoint.index >= len(models) or id(models[checkpoint.index]) in held:
             continue
         model = models[checkpoint.index]
-        mine = set(strategy.parameters(model))
-        of_it = [o for o in left if any(p in mine for group in o.param_groups for p in group["params"])]
+        model_params = set(strategy.parameters(model))
+        of_it = [
+            o for o in left if any(p in model_params for group in o.param_groups for p in group["params"])
+        ]
         optimizer = next(iter(of_it), left[0] if len(left) == 1 else None)
         left = [each for each in left if each is not optimizer]
         yield EngineStateLoader(strategy, checkpoint, model, optimizer, models, strict)
@@ -128,7 +130,7 @@ def engine_weights(folder: Path, model: int = 0) -> tuple[Path, dict[str, LazyTe
 
 def _engine_checkpoints(folder: Path) -> list[EngineCheckpoint]:
     return (
-        [each for known in STRATEGIES for each in known.read_engine_checkpoints(folder)]
+        [each for strategy in STRATEGIES for each in strategy.read_engine_checkpoints(folder)]
         if folder.is_dir()
         else []
     )

@@ -104,12 +104,14 @@ def load_fsdp_model(
         )()
     path = Path(input_dir) / names.gathered_file(model_index)
     ranks = RankGroup.current()
-    if not path.is_file() and (own := Path(input_dir) / names.rank_file(model_index, 0)).is_file():
-        return _load_local(accelerator.strategy.model_checkpoint_view(model), own.parent, model_index, ranks)
+    if not path.is_file() and (rank_file := Path(input_dir) / names.rank_file(model_index, 0)).is_file():
+        return _load_local(
+            accelerator.strategy.model_checkpoint_view(model), rank_file.parent, model_index, ranks
+        )
     _refuse_missing(path, names.sharded_folder("models", model_index))
     state = pickles.read(path, "cpu", mmap=True)
     if names_in_file is not None:
-        back = {saved: own for own, saved in names_in_file.items()}
+        back = {saved: name for name, saved in names_in_file.items()}
         return accelerator.strategy.load_model(model, {back[n]: v for n, v in state.items()}, strict=False)
     return accelerator.strategy.load_model(model, state)
 
@@ -145,9 +147,9 @@ def save_fsdp_optimizer(
 
         state = strategy.optimizer_state(inner, [model])
         # Complete on the main process only, which writes it.
-        own = strategy.optimizer_checkpoint_view(inner)
+        view = strategy.optimizer_checkpoint_view(inner)
         state = (
-            optimizer_state_by_name(own, [strategy.model_checkpoint_view(model)], state) if state else state
+            optimizer_state_by_name(view, [strategy.model_checkpoint_view(model)], state) if state else state
         )
         _save_whole(state, folder / names.optimizer_file(optimizer_index))
 
@@ -190,9 +192,9 @@ def adapter_tensor_names(accelerator: Accelerator, model: nn.Module) -> dict[str
     from peft import get_peft_model_state_dict
 
     state = module.state_dict()
-    own = {id(value): name for name, value in state.items()}
+    names_by_id = {id(value): name for name, value in state.items()}
     saved = get_peft_model_state_dict(module, state_dict=state, adapter_name=module.active_adapter)
-    return {own[id(value)]: name for name, value in saved.items() if id(value) in own}
+    return {names_by_id[id(value)]: name for name, value in saved.items() if id(value) in names_by_id}
 
 
 def _save_local(pieces: Any, folder: Path, index: int) -> None:
@@ -231,21 +233,21 @@ def _is_sharded_save(plugin: Any, use_dcp: bool) -> bool:
 
 def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: int) -> None:
     ranks = RankGroup.current()
-    own = folder / names.sharded_folder(kind, index)
-    doing = f"save {own}"
+    sharded_folder = folder / names.sharded_folder(kind, index)
+    doing = f"save {sharded_folder}"
     with ranks.collective_section(doing) as plan_section:
         if ranks.rank == 0:
-            with file_errors("make the folder", own):
-                own.mkdir(parents=True, exist_ok=True)
+            with file_errors("make the folder", sharded_folder):
+                sharded_folder.mkdir(parents=True, exist_ok=True)
                 # Without it, what an interrupted save leaves is not taken for a checkpoint.
-                (own / names.SHARDED_INDEX).unlink(missing_ok=True)
+                (sharded_folder / names.SHARDED_INDEX).unlink(missing_ok=True)
         plan_section.value = sharded_state.local_plan(ranks.rank)
     with ranks.collective_section(doing) as write_section:
         writer = sharded_state.shard_writer(plan_section.values, index, ranks.rank)
         tensor_infos: list[Any] = []
         if writer.file:
-            with file_errors("make the folder", own):
-                own.mkdir(parents=True, exist_ok=True)
+            with file_errors("make the folder", sharded_folder):
+                sharded_folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / writer.file, lambda file: tensor_infos.append(writer.fill(file)))
         write_section.value = tensor_infos[0] if tensor_infos else None
     with ranks.collective_section(doing):

@@ -127,7 +127,7 @@ class DeviceMapPlacement:
         disk = [pair for pair in pairs if self._is_on_disk(pair.target)]
         whole = [p.name for p in disk if p.saved.region is None]
         cast = [p.name for p in disk if self.execution_device == _HOST and p.dtype != p.saved.dtype]
-        for names, why in (
+        for names, reason in (
             (whole, "only safetensors and torch files can be mapped as they are"),
             (cast, "they have another dtype in the file, so their values must be written somewhere"),
         ):
@@ -135,20 +135,20 @@ class DeviceMapPlacement:
                 raise SettingError(
                     f"{_format_names(names)} cannot stay on disk in the loaded files, and there is no "
                     "folder to write to",
-                    why=why,
+                    why=reason,
                     fix="offload_folder='some/folder', or leave dtype as it is in the file",
                 )
 
     def place_tensor(self, target: ModelTensor, saved: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor on its device, mapped to its file, or copied into the present one."""
-        here, home = target.tensor, self._target_device(target)
+        tensor, home = target.tensor, self._target_device(target)
         assert home is not None
-        if is_distributed(here):
-            return copy_into(here, saved, dtype, self.maps)
+        if is_distributed(tensor):
+            return copy_into(tensor, saved, dtype, self.maps)
         if home == DISK:
             return self._place_on_disk(target, saved, dtype)
-        if here.device == home and here.dtype == dtype:
-            return copy_into(here, saved, dtype, self.maps)
+        if tensor.device == home and tensor.dtype == dtype:
+            return copy_into(tensor, saved, dtype, self.maps)
         if home == _HOST:
             return _with_file_source(target, host_tensor(saved, dtype, self.maps), saved, dtype)
         value = saved.read()
@@ -219,12 +219,12 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 def _refuse_unknown(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    module_names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     for name in device_map:
         owner, _, attribute = name.rpartition(".")
-        if name in known or (owner in known and hasattr(model.get_submodule(owner), attribute)):
+        if name in module_names or (owner in module_names and hasattr(model.get_submodule(owner), attribute)):
             continue
-        raise UnknownNameError("module in device_map:", name, known - {""})
+        raise UnknownNameError("module in device_map:", name, module_names - {""})
 
 
 def _normalize_device(value: Device) -> PlacementDevice:

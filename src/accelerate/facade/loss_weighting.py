@@ -115,9 +115,9 @@ class LossWeighting:
         Raises:
             PrepareError: items were counted for them, and no backward completed them.
         """
-        held = set(self.strategy.optimizer_params(optimizer))
+        optimizer_params = set(self.strategy.optimizer_params(optimizer))
         for group in self.groups:
-            if group.is_weighted and not held.isdisjoint(group.parameters):
+            if group.is_weighted and not optimizer_params.isdisjoint(group.parameters):
                 group.reset()
 
     def check_complete(self, optimizer: torch.optim.Optimizer) -> None:
@@ -126,9 +126,13 @@ class LossWeighting:
         Raises:
             PrepareError: they are.
         """
-        held = set(self.strategy.optimizer_params(optimizer))
+        optimizer_params = set(self.strategy.optimizer_params(optimizer))
         for group in self.groups:
-            if group.is_weighted and group.factor is None and not held.isdisjoint(group.parameters):
+            if (
+                group.is_weighted
+                and group.factor is None
+                and not optimizer_params.isdisjoint(group.parameters)
+            ):
                 raise PrepareError(
                     "optimizer.step() with gradients that are weighted by items and not complete",
                     why="the last micro-batch of the window ran no backward through these parameters, so "
@@ -316,6 +320,6 @@ def _make_groups(
                 group.models + new.models, {**group.parameters, **new.parameters}, strategy
             )
         groups.append(new)
-    held = {p: None for o in optimizers for p in strategy.optimizer_params(getattr(o, "optimizer", o))}
-    rest = {p: None for p in held if not any(p in group.parameters for group in groups)}
+    params = {p: None for o in optimizers for p in strategy.optimizer_params(getattr(o, "optimizer", o))}
+    rest = {p: None for p in params if not any(p in group.parameters for group in groups)}
     return [*groups, *([LossWeightingGroup([], rest, strategy)] if rest else [])]

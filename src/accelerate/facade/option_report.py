@@ -80,7 +80,9 @@ class OptionReportMixin(ProcessMixin):
         ).value
         self._launcher_options = option_report_settings.launcher_options()
         self._constructor_options = constructor_options
-        self._has_stepped = False
+        self._has_stepped = self._first_step_early = False
+        # Whether the first step can show more of a requested option than ``prepare`` did.
+        self._first_step_shows_more = False
         # The statuses reported so far: option, applied or not, and why.
         self._reported: set[tuple[str, bool | None, str]] = set()
         # On rank 0, the statuses of other ranks; on others, their own failed statuses.
@@ -153,8 +155,8 @@ class OptionReportMixin(ProcessMixin):
 
     def _data_options(self) -> Iterator[RequestedOption]:
         for option in non_default_options(self.dataloader_config):
-            own = option.name == "split_batches" and self._constructor_options.get("split_batches")
-            yield dataclasses.replace(option, where=f"the argument {option.name}") if own else option
+            argument = option.name == "split_batches" and self._constructor_options.get("split_batches")
+            yield dataclasses.replace(option, where=f"the argument {option.name}") if argument else option
         if self.rng_types is not None:
             yield RequestedOption("rng_types", self.rng_types, "the argument rng_types")
 
@@ -183,8 +185,8 @@ class OptionReportMixin(ProcessMixin):
                     "a schedule advances with the optimizer, whatever it says", matters=False
                 )
             else:
-                here = self.gradient_state.plugin_kwargs.get(option.name)
-                yield option.report_unless("" if here == option.value else f"it is {here} now")
+                value = self.gradient_state.plugin_kwargs.get(option.name)
+                yield option.report_unless("" if value == option.value else f"it is {value} now")
 
     def _describe_accumulation_cost(self) -> str:
         """Describe the memory that accumulation takes where gradients are sharded otherwise."""
@@ -227,8 +229,9 @@ class OptionReportMixin(ProcessMixin):
         Raises:
             SettingError: the run is strict, and an option was not applied; in ``prepare`` on all ranks.
         """
-        known = (self._with_origin(status) for status in self._collect_statuses())
-        fresh = [e for e in known if e.applied is not None and self._is_new(e)]
+        statuses = [self._with_origin(status) for status in self._collect_statuses()]
+        self._first_step_shows_more = self._can_first_step_change(statuses)
+        fresh = [e for e in statuses if e.applied is not None and self._is_new(e)]
         if self._report_settings.strict:
             self._refuse_not_applied(fresh)
         failed = [status for status in fresh if status.is_failure]
@@ -238,6 +241,14 @@ class OptionReportMixin(ProcessMixin):
         self._print_report(fresh)
         for status in failed:
             warnings.warn(str(status), stacklevel=depth - 1)
+
+    def _can_first_step_change(self, statuses: Iterable[OptionStatus]) -> bool:
+        """Return whether the first step shows more: what is compiled has run, windows of accumulation count."""
+        return (
+            self.state.dynamo_plugin.is_enabled
+            or self.gradient_state.num_steps != 1
+            or any(status.applied is None for status in statuses)
+        )
 
     def _publish_failures(self, failed: list[OptionStatus]) -> None:
         """Write failed statuses to the store for rank 0."""
@@ -257,10 +268,12 @@ class OptionReportMixin(ProcessMixin):
         return fresh
 
     def _refuse_not_applied(self, fresh: list[OptionStatus]) -> None:
-        own = [str(status) for status in fresh if status.is_failure]
+        local_failures = [str(status) for status in fresh if status.is_failure]
         # Not in a step: a rank without batches takes none, and the others would wait for it.
         failures_of_ranks = (
-            [own] if self._has_stepped else collective.all_gather_object(own, "the effects of a strict run")
+            [local_failures]
+            if self._has_stepped
+            else collective.all_gather_object(local_failures, "the effects of a strict run")
         )
         lines = {
             line: [rank for rank, failures in enumerate(failures_of_ranks) if line in failures]
@@ -302,23 +315,24 @@ class OptionReportMixin(ProcessMixin):
         store = current_watchdog.store
         store.delete(self._store_key)
         ranks_of: dict[OptionStatus, list[int]] = {}
-        own = {option for option, applied, _ in self._reported if applied is False}
+        local_options = {option for option, applied, _ in self._reported if applied is False}
         for key, text in store.read(
             [f"{self._store_key}/{rank}" for rank in range(1, self.num_processes)]
         ).items():
             rank = int(key.rpartition("/")[2])
             for status in _from_json(text):
-                if status.option not in own and (rank, status) not in self._reported_of_ranks:
+                if status.option not in local_options and (rank, status) not in self._reported_of_ranks:
                     self._reported_of_ranks.add((rank, status))
                     ranks_of.setdefault(status, []).append(rank)
         for status, ranks in ranks_of.items():
             warnings.warn(f"{_format_ranks(ranks)}: {status}", stacklevel=depth - 1)
 
     def _report_first_step(self) -> None:
-        """Report before the first step of each optimizer, after the first backward."""
-        if not self._has_stepped:
-            self._has_stepped, self._first_step_early = True, self._is_first_step_early()
-        self._report_options(depth=6)
+        """Report before the first step of each optimizer, after the first backward, what only it can show."""
+        is_first, self._has_stepped = not self._has_stepped, True
+        if self._first_step_shows_more:
+            self._first_step_early = self._is_first_step_early() if is_first else self._first_step_early
+            self._report_options(depth=6)
         self._warn_of_other_ranks(depth=6)
 
     def _is_first_step_early(self) -> bool:
@@ -342,4 +356,4 @@ def _to_json(effects: Iterable[OptionStatus]) -> str:
 
 def _from_json(text: str) -> Iterator[OptionStatus]:
     rows: list[list[str]] = json.loads(text)
-    return (OptionStatus(option, value, where, False, why) for option, value, where, why in rows)
+    return (OptionStatus(option, value, origin, False, reason) for option, value, origin, reason in rows)

@@ -34,4 +34,4 @@ def launcher_options() -> dict[str, RequestedOption]:
 
     text = environ.get("ACCELERATE_ASKED")
     rows: dict[str, list[object]] = json.loads(text) if text else {}
-    return {name: RequestedOption(name, value, str(where)) for name, (where, value) in rows.items()}
+    return {name: RequestedOption(name, value, str(origin)) for name, (origin, value) in rows.items()}

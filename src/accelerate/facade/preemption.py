@@ -122,8 +122,8 @@ class PreemptionMixin(ProcessMixin):
             # Ranks that do not ask equally often meet another collective here: an error on all.
             collective.all_gather_object(None, "should_stop")
         if self.is_main_process:
-            what = f"all {self.num_processes} processes stop" if self.num_processes > 1 else "stopping"
-            logger.warning("%s: %s at this step", monitor.reason, what)
+            action = f"all {self.num_processes} processes stop" if self.num_processes > 1 else "stopping"
+            logger.warning("%s: %s at this step", monitor.reason, action)
         return True
 
     def _on_batch_request(self, loader: Any) -> None:
@@ -169,18 +169,20 @@ class PreemptionMixin(ProcessMixin):
             SettingError: ``auto`` without automatic naming.
         """
         self._resume_checked = True
-        wanted = self._resume_settings.value.resume
+        resume_target = self._resume_settings.value.resume
         if not self._resume_choice:
-            if wanted is None:
+            if resume_target is None:
                 self._resume_choice.append(None)
             else:
                 ranks, project, doing = (
                     RankGroup.current(),
                     self.project_configuration,
-                    f"resume from {wanted}",
+                    f"resume from {resume_target}",
                 )
-                among = _common_checkpoints(wanted, project, ranks, doing)
-                checkpoint = ranks.run_on_rank0(doing, lambda: _choose_checkpoint(wanted, project, among))
+                among = _common_checkpoints(resume_target, project, ranks, doing)
+                checkpoint = ranks.run_on_rank0(
+                    doing, lambda: _choose_checkpoint(resume_target, project, among)
+                )
                 self._resume_choice.append(checkpoint)
                 if self.is_main_process:
                     logger.info("resuming from %s", checkpoint or "nothing: this is the first start")

@@ -135,8 +135,8 @@ def make_plan(
     steps = [*_model_steps(bundle, world, precision, strategy)]
     if compiler.is_enabled and bundle.objects_of("model"):
         strategy.check_compiler()
-        how = "block by block" if compiler.use_regional_compilation else "as a whole"
-        reason = f"torch.compile, {str(compiler.backend).lower()}, {how}, in place"
+        scope = "block by block" if compiler.use_regional_compilation else "as a whole"
+        reason = f"torch.compile, {str(compiler.backend).lower()}, {scope}, in place"
         steps.append(
             PrepareStep("compile", reason, lambda b: _compile_models(b, compiler, strategy, precision))
         )
@@ -160,8 +160,8 @@ def _model_steps(
             _bytes_on_device(models, device),
             size,
         )
-    taken = any(precision.replaces_attached(model) for model in models)
-    if models and (precision.describe_conversion() or taken) and not strategy.owns_precision:
+    replaces_attached = any(precision.replaces_attached(model) for model in models)
+    if models and (precision.describe_conversion() or replaces_attached) and not strategy.owns_precision:
         reason = precision.describe_conversion() or "the model computes in the format of its weights again"
         yield PrepareStep("precision", reason, lambda b: _attach_precision(b, precision))
     yield from strategy.prepare_steps(bundle)

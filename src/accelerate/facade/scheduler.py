@@ -77,8 +77,10 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        once = self.split_batches or self.gradient_state.plugin_kwargs.get("step_scheduler_once", False)
-        processes = 1 if once else self._data_shards or collective.world_size()
+        single_advance = self.split_batches or self.gradient_state.plugin_kwargs.get(
+            "step_scheduler_once", False
+        )
+        processes = 1 if single_advance else self._data_shards or collective.world_size()
         if processes > 1:
             self._overrun_monitor.check_step(self.optimizers, processes)
         for _ in range(processes):

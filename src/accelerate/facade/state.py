@@ -279,8 +279,8 @@ class AcceleratorState(ProcessMixin):
     @property
     def deepspeed_plugin(self) -> Any:
         """The selected DeepSpeed plugin; None without DeepSpeed."""
-        every = (self.deepspeed_plugins or {}).values()
-        return next((plugin for plugin in every if plugin.selected), None)
+        plugins = (self.deepspeed_plugins or {}).values()
+        return next((plugin for plugin in plugins if plugin.selected), None)
 
     @property
     def is_fsdp2(self) -> bool:

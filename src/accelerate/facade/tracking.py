@@ -82,12 +82,12 @@ class TrackingMixin(ProcessMixin):
         return any(tracker is chosen for chosen in self.log_with)
 
     def _check_options(self, options: Iterable[str], where: str) -> None:
-        own = [each.name for each in self.log_with if isinstance(each, GeneralTracker)]
+        instance_names = [each.name for each in self.log_with if isinstance(each, GeneralTracker)]
         for name in map(str, options):
-            if name not in own:
+            if name not in instance_names:
                 if name not in track.tracker_classes():
                     raise UnknownNameError(
-                        "tracker", name, [*track.tracker_classes(), *own], where=f"in {where}"
+                        "tracker", name, [*track.tracker_classes(), *instance_names], where=f"in {where}"
                     )
             elif where == "init_kwargs" and name not in _tracker_names(self.log_with, include_objects=False):
                 raise SettingError(

@@ -108,19 +108,23 @@ class TrainLoopMixin(ProcessMixin):
         Raises:
             PrepareError: the loader's end cannot be known, or the windows are used in another way.
         """
-        given = None if models is None else [models] if isinstance(models, nn.Module) else list(models)
+        model_list = None if models is None else [models] if isinstance(models, nn.Module) else list(models)
         steps = self.gradient_accumulation_steps if n is None else n
 
         def trained_params() -> Iterable[torch.Tensor]:
-            held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
-            return dict.fromkeys([*(p for m in given or self._models for p in m.parameters()), *held])
+            optimizer_params = (
+                p for o in self._optimizers for group in o.param_groups for p in group["params"]
+            )
+            return dict.fromkeys(
+                [*(p for m in model_list or self._models for p in m.parameters()), *optimizer_params]
+            )
 
         return GradientAccumulationWindows(
             self.gradient_state,
             self.strategy,
             loader,
             steps,
-            lambda: self._models if given is None else given,
+            lambda: self._models if model_list is None else model_list,
             trained_params,
         )
 
@@ -239,8 +243,8 @@ class TrainLoopMixin(ProcessMixin):
             return
         if self.strategy.owns_precision:
             return
-        wanted = self._optimizers if optimizer is None else optimizer
-        for item in wanted if isinstance(wanted, list | tuple) else [wanted]:
+        optimizers = self._optimizers if optimizer is None else optimizer
+        for item in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
             self.precision.unscale(getattr(item, "optimizer", item))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -279,9 +283,9 @@ class TrainLoopMixin(ProcessMixin):
         """Unscale only optimizers whose gradients are clipped: others may have had no backward yet."""
         if self.strategy.owns_precision:
             return
-        wanted = {id(p) for p in params if p.grad is not None}
+        clipped_ids = {id(p) for p in params if p.grad is not None}
         for optimizer in self._optimizers:
-            if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+            if any(id(p) in clipped_ids for group in optimizer.param_groups for p in group["params"]):
                 self.precision.unscale(optimizer.optimizer)
 
     def _check_first_step(self, optimizer: AcceleratedOptimizer) -> None:

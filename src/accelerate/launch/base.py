@@ -85,12 +85,12 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
     plan = dataclasses.replace(
         plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
     )
-    asked = option_report.requested_options(request, kind, plan)
-    idle = option_report.unused_option_lines(asked)
+    options = option_report.requested_options(request, kind, plan)
+    idle = option_report.unused_option_lines(options)
     if request.settings.dry_run:
         from accelerate.launch import dry_run
 
-        dry_run.print_plan(request, plan, asked)
+        dry_run.print_plan(request, plan, options)
     option_report.refuse_unused_options(request, idle)
     if request.settings.dry_run:
         if request.settings.dry_run_model:

@@ -84,9 +84,9 @@ def find_config(path: str | None, *, use_default: bool = True) -> ConfigFile | N
     """
     if path is not None:
         return read_config(Path(path).expanduser())
-    here = Path(WORKING_NAME)
-    if here.is_file():
-        return read_config(here, is_explicit=False)
+    local_file = Path(WORKING_NAME)
+    if local_file.is_file():
+        return read_config(local_file, is_explicit=False)
     default = default_file()
     return read_config(default, is_explicit=False) if use_default and default.is_file() else None
 
@@ -152,9 +152,9 @@ def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]
         raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        why = getattr(error, "problem", None) or str(error)
-        raise SettingError(f"{where}: this is not valid YAML", why=why) from error
+        place = f"{path}, line {mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise SettingError(f"{place}: this is not valid YAML", why=problem) from error
     except (ValueError, RecursionError) as error:  # a date or number that is none, or nesting without end
         raise SettingError(f"{path}: this is not valid YAML", why=str(error)) from error
     finally:
@@ -175,8 +175,8 @@ def _key_lines(
     seen: dict[str, int] = {}
     for key, value in node.value:
         name, line = str(loader.construct_object(key, deep=True)), key.start_mark.line + 1
-        own = node.start_mark.line < line <= node.end_mark.line + 1
-        if name in seen and own and seen[name] > node.start_mark.line:
+        is_own_key = node.start_mark.line < line <= node.end_mark.line + 1
+        if name in seen and is_own_key and seen[name] > node.start_mark.line:
             raise SettingError(
                 f"{path}, line {line}: the key {name!r} stands twice",
                 why=f"it stands on line {seen[name]} too",

@@ -70,5 +70,5 @@ def _move_key(file: ConfigFile, old: tuple[str, str], new: tuple[str, ...]) -> C
 def _replace_values(
     file: ConfigFile, values: Mapping[str, Any], lines: Mapping[tuple[str, ...], int | None]
 ) -> ConfigFile:
-    known = {keys: line for keys, line in lines.items() if line is not None}
-    return replace(file, values=values, lines={**file.lines, **known})
+    new_lines = {keys: line for keys, line in lines.items() if line is not None}
+    return replace(file, values=values, lines={**file.lines, **new_lines})

@@ -49,8 +49,10 @@ def refuse_conflicts(request: LaunchRequest) -> None:
                 request.origin(clash.first).where, request.origin(clash.second).where, clash.why
             )
     engines = request.strategy_switches
-    for one, other in combinations(engines, 2):
-        raise _conflict_error(engines[one].where, engines[other].where, "one training is spread in one way")
+    for first, second in combinations(engines, 2):
+        raise _conflict_error(
+            engines[first].where, engines[second].where, "one training is spread in one way"
+        )
     for engine, place in engines.items():
         if _is_on(request, "tpu"):
             raise _conflict_error(

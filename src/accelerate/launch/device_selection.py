@@ -168,15 +168,15 @@ def _is_type(kind: SettingOrigin, word: str) -> bool:
 def _device_of_type(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[Device, int] | None:
     """The device that ``distributed_type`` stands for; None where it stands for none in particular."""
     kind = request.origin("distributed_type")
-    known: dict[str, list[Device]] = {}
+    devices_by_type: dict[str, list[Device]] = {}
     for device in devices.accelerators():
-        known.setdefault(device.distributed_type, []).append(device)
+        devices_by_type.setdefault(device.distributed_type, []).append(device)
     if _is_type(kind, NOT_DISTRIBUTED) or str(kind.value).upper() in request.distributed_types:
         return None
-    if str(kind.value).upper() not in known:
-        values = (NOT_DISTRIBUTED, CPU_GROUP, *known, *request.distributed_types)
+    if str(kind.value).upper() not in devices_by_type:
+        values = (NOT_DISTRIBUTED, CPU_GROUP, *devices_by_type, *request.distributed_types)
         raise UnknownNameError("distributed_type", str(kind.value), values, where=f"in {kind.where}")
-    counts = ((device, device.probe_count(machine)) for device in known[str(kind.value).upper()])
+    counts = ((device, device.probe_count(machine)) for device in devices_by_type[str(kind.value).upper()])
     for device, count in counts:
         if count:
             return device, count
@@ -213,13 +213,13 @@ def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> l
 
 
 def _count_processes(request: LaunchRequest, machine: DeviceProbeHost, count: int) -> int:
-    wanted = request.local_processes.value
-    if isinstance(wanted, int):
-        return wanted
+    processes = request.local_processes.value
+    if isinstance(processes, int):
+        return processes
     alone = _is_type(request.origin("distributed_type"), NOT_DISTRIBUTED) and not request.settings.multi_gpu
-    if wanted is None and alone:
+    if processes is None and alone:
         return 1
-    if wanted == "cpu":
+    if processes == "cpu":
         return count_cores(machine)
     return max(1, count)
 

@@ -51,25 +51,27 @@ def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
         LaunchError: the model cannot be spread so.
     """
     settings = request.settings
-    told = {**plan.variables, **(plan.commands[0].variables if plan.commands else {})}
+    variables = {**plan.variables, **(plan.commands[0].variables if plan.commands else {})}
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     environment = {
         **environ.snapshot(),
-        **{name: str(value) for name, value in told.items() if value is not None},
+        **{name: str(value) for name, value in variables.items() if value is not None},
     }
     command = [sys.executable, "-m", "accelerate.facade.dry_run", str(settings.dry_run_model)]
     command += [str(_world_size(request, plan)), str(request.machines[1])]
     print(flush=True)
-    kept = {name: value for name, value in environment.items() if name not in of_ranks}
-    code = subprocess.run(command, env=kept, check=False).returncode
+    child_environment = {name: value for name, value in environment.items() if name not in of_ranks}
+    code = subprocess.run(command, env=child_environment, check=False).returncode
     if code:
         raise LaunchError(f"{settings.dry_run_model} cannot be spread as asked: the lines above say why")
 
 
 def _world_size(request: LaunchRequest, plan: LaunchPlan) -> int:
     """All of them, on all machines."""
-    asked = request.settings.num_processes
-    return asked if isinstance(asked, int) else max(1, len(plan.commands)) * request.machines[1]
+    num_processes = request.settings.num_processes
+    return (
+        num_processes if isinstance(num_processes, int) else max(1, len(plan.commands)) * request.machines[1]
+    )
 
 
 def plan_sections(
@@ -78,7 +80,7 @@ def plan_sections(
     """Yield the sections of a plan, in order; some may be empty."""
     yield DryRunSection("A dry run: nothing is started", tuple(_fact_rows(request, plan)))
     yield DryRunSection("Commands", tuple(_command_rows(plan.commands)))
-    common, own = split_common_variables([start.variables for start in plan.commands])
+    common, specific = split_common_variables([start.variables for start in plan.commands])
     shared = {**plan.variables, **common}
     yield DryRunSection(
         "Environment of all: what is added and what is taken away", tuple(_variable_rows(shared))
@@ -87,18 +89,23 @@ def plan_sections(
         f"Environment of each ({_join_names([start.name for start in plan.commands])})",
         tuple(
             (name, _join_names([_variable_text(name, value) for value in values]))
-            for name, values in own.items()
+            for name, values in specific.items()
         ),
     )
     rows, titles = (
-        tuple(_option_row(one) for one in asked if not one.unused_reason and one.setting.name != "dry_run"),
+        tuple(
+            _option_row(option)
+            for option in asked
+            if not option.unused_reason and option.setting.name != "dry_run"
+        ),
         ("option", "value", "from", "what it does", "instead of"),
     )
     # Seldom does one place overrule another: then the last column says which.
     columns = len(titles) if any(row[-1] for row in rows) else len(titles) - 1
     yield DryRunSection("What was asked", tuple(row[:columns] for row in rows), titles[:columns])
     yield DryRunSection(
-        "Without effect", tuple((one.origin.where, one.unused_reason) for one in asked if one.unused_reason)
+        "Without effect",
+        tuple((option.origin.where, option.unused_reason) for option in asked if option.unused_reason),
     )
     yield DryRunSection("Notes", tuple((note,) for note in plan.notes))
 
@@ -164,11 +171,11 @@ def split_common_variables(
 
 
 def _variable_rows(told: Mapping[str, object | None]) -> Iterator[Row]:
-    here = environ.snapshot()
+    environment = environ.snapshot()
     for name, value in sorted(told.items()):
         if value is not None:
             yield name, _variable_text(name, value)
-        elif name in here:
+        elif name in environment:
             yield name, "taken away"
 
 
@@ -181,8 +188,8 @@ def _variable_text(name: str, value: object | None) -> str:
 def _join_names(words: Sequence[str]) -> str:
     """``rank 0, rank 1``; numbers that only count up are ``rank 0 to rank 7``."""
     if len(words) > 3:
-        heads = [word.rstrip("0123456789") for word in words]
-        tails = [word[len(head) :] for word, head in zip(words, heads, strict=True)]
+        heads = [name.rstrip("0123456789") for name in words]
+        tails = [name[len(head) :] for name, head in zip(words, heads, strict=True)]
         if len(set(heads)) == 1 and all(tails):
             numbers = [int(tail) for tail in tails]
             if numbers == list(range(numbers[0], numbers[0] + len(numbers))):

@@ -22,6 +22,6 @@ class RankError(LaunchError):
 
     def format_text(self) -> str:
         """All of it, the traceback last."""
-        why = f"  why: {self.why}" if self.why else ""
+        reason = f"  why: {self.why}" if self.why else ""
         head = [f"accelerate launch: {line}" for line in (*self.others, self.what)]
-        return "\n".join(part for part in (*head, why, self.traceback.rstrip()) if part)
+        return "\n".join(part for part in (*head, reason, self.traceback.rstrip()) if part)

@@ -78,11 +78,11 @@ def has_traceback(folder: Path, rank: int, pid: int) -> bool:
     file = error_file(folder, rank)
     if not file.is_file():
         return False
-    said, words = (
+    graceful_stop, fields = (
         read_graceful_stop(folder, pid),
         file.read_text(encoding="utf-8", errors="replace").split(" ", 2),
     )
-    return said is None or len(words) < 3 or int(words[1]) != said.code
+    return graceful_stop is None or len(fields) < 3 or int(fields[1]) != graceful_stop.code
 
 
 def read_failure(end: ProcessExit, folder: Path) -> RankFailure:
@@ -167,19 +167,19 @@ def _signal_name(number: int) -> str:
 
 def _describe_failures(first: RankFailure, same: Sequence[RankFailure], count: int, stopped: bool) -> str:
     were = "was" if len(same) == 1 else "were"
-    how = (
+    ending = (
         f"failed ({_code_text(first.code)})"
         if first.code > 0
         else f"{were} killed by {_code_text(first.code)}"
     )
     ranks = sorted(each.rank for each in same)
     if count == 1:
-        return f"the script {how}"
+        return f"the script {ending}"
     if len(ranks) == count:
-        return f"all {count} ranks {how}, in the same way"
+        return f"all {count} ranks {ending}, in the same way"
     who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {_format_ranges(ranks)}"
     alike = ", in the same way" if len(ranks) > 1 else ""
-    return f"{who} of {count} {how}{alike}" + (", the others were stopped" if stopped else "")
+    return f"{who} of {count} {ending}{alike}" + (", the others were stopped" if stopped else "")
 
 
 def _failure_hint(first: RankFailure) -> str:

@@ -56,7 +56,7 @@ class JobSchedulerContext:
 
     def settings_unless_in(self, file: Container[str]) -> dict[str, ClusterSchedulerValue]:
         """Return the scheduler's settings, without defaults that the configuration file sets."""
-        return {n: told for n, told in self.settings.items() if not (n in self.default_names and n in file)}
+        return {n: value for n, value in self.settings.items() if not (n in self.default_names and n in file)}
 
 
 def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
@@ -89,14 +89,14 @@ def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext | None:
         "main_process_ip": "PET_MASTER_ADDR",
         "main_process_port": "PET_MASTER_PORT",
     }
-    told = {
+    settings = {
         name: ClusterSchedulerValue(env[variable], variable)
         for name, variable in names.items()
         if env.get(variable)
     }
     most = nodes.rpartition(":")[2]
     size, rank = (int(text) if text.isdecimal() else 0 for text in (most, node))
-    return JobSchedulerContext("torchrun", rank, size, 0, 1, rank, size, False, "PET_NNODES", told)
+    return JobSchedulerContext("torchrun", rank, size, 0, 1, rank, size, False, "PET_NNODES", settings)
 
 
 def _read_cluster(env: Mapping[str, str]) -> JobSchedulerContext | None:
@@ -106,12 +106,12 @@ def _read_cluster(env: Mapping[str, str]) -> JobSchedulerContext | None:
         return None
     rank, size, local_rank, local_size, node, nodes = cluster.resolve_place()
     is_rank = cluster.starts_ranks or size > nodes
-    told, derived = _cluster_settings(cluster, node, nodes)
+    settings, derived = _cluster_settings(cluster, node, nodes)
     if is_rank:
-        told["num_processes"] = ClusterSchedulerValue(size, cluster.find_variable(cluster.size_names))
+        settings["num_processes"] = ClusterSchedulerValue(size, cluster.find_variable(cluster.size_names))
     mark = cluster.find_variable(cluster.rank_names)
     return JobSchedulerContext(
-        cluster.name, rank, size, local_rank, local_size, node, nodes, is_rank, mark, told, derived
+        cluster.name, rank, size, local_rank, local_size, node, nodes, is_rank, mark, settings, derived
     )
 
 
@@ -157,8 +157,10 @@ def overridden_lines(
         file = next((origin for origin in others if origin.source == "file"), None)
         if first.source != "scheduler" or file is None or file.value == first.value:
             continue
-        what = f"{name} is {first.value}"
+        setting_text = f"{name} is {first.value}"
         if name == "machine_rank":
-            what = f"machine {scheduler.node} of {scheduler.nodes}"
-        lines.append(f"{what}, from {first.where} ({file.where.rpartition(':')[0]} says {file.value})")
+            setting_text = f"machine {scheduler.node} of {scheduler.nodes}"
+        lines.append(
+            f"{setting_text}, from {first.where} ({file.where.rpartition(':')[0]} says {file.value})"
+        )
     return tuple(lines) if not (scheduler.is_rank and scheduler.rank) else ()

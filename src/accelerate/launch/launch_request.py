@@ -221,8 +221,10 @@ class LaunchRequest:
             )
         least, most = int(ends[0]), int(ends[-1])
         if not 1 <= least <= most:
-            where = origin.where or "num_machines"
-            raise SettingError(f"{where} is {origin.value}, but it is at least 1, and the fewest come first")
+            location = origin.where or "num_machines"
+            raise SettingError(
+                f"{location} is {origin.value}, but it is at least 1, and the fewest come first"
+            )
         return least, most
 
     @property
@@ -317,18 +319,18 @@ class LaunchRequest:
         What was given is told even where it is the default, but a switch that is off only against a variable
         that is set. A class of settings may add more (``launch_variables``), if it is asked for.
         """
-        told: dict[str, str] = {}
-        here = launcher_settings()
+        variables: dict[str, str] = {}
+        launcher_classes = launcher_settings()
         for cls, loaded in self.loaded.items():
-            for row in declared_settings(cls) if cls not in here else ():
+            for row in declared_settings(cls) if cls not in launcher_classes else ():
                 value = self._is_selected_by_type(cls) or loaded.origin(row.name).value
                 sources = {origin.source for origin in loaded.origins[row.name]}
-                given = "environment" in sources if row.switch else sources != {"default"}
-                if row.variable and value is not None and (given or value != row.default):
-                    told[row.variable] = format_value(value)
+                is_explicit = "environment" in sources if row.switch else sources != {"default"}
+                if row.variable and value is not None and (is_explicit or value != row.default):
+                    variables[row.variable] = format_value(value)
             if hasattr(cls, "launch_variables") and not self.missing_switch(cls):
-                told.update(cls.launch_variables(self.origins))
-        return told
+                variables.update(cls.launch_variables(self.origins))
+        return variables
 
     def check_options(self) -> None:
         """Lets each class of settings that is asked for refuse what contradicts itself (its ``check``).
@@ -407,31 +409,37 @@ def _load_class(
     env: Mapping[str, str],
     scheduler: JobSchedulerContext | None,
 ) -> LoadedSettings[Any]:
-    told = (
+    scheduler_settings = (
         scheduler.settings_unless_in(file.values if file else {})
         if scheduler and cls is JobSettings
         else None
     )
     if file is None:
-        return load_settings(cls, flags=flags, env=env, scheduler=told)
+        return load_settings(cls, flags=flags, env=env, scheduler=scheduler_settings)
     section: str = getattr(cls, "__section__", "")
     names = {row.name for row in declared_settings(cls) if row.in_file}
     part = file.section(section) if section else {k: v for k, v in file.values.items() if k in names}
     lines = file.section_lines(section)
     return load_settings(
-        cls, flags=flags, env=env, scheduler=told, file=part, file_name=str(file.path), lines=lines
+        cls,
+        flags=flags,
+        env=env,
+        scheduler=scheduler_settings,
+        file=part,
+        file_name=str(file.path),
+        lines=lines,
     )
 
 
 def _check_keys(file: ConfigFile, script_settings: Sequence[type[Any]]) -> None:
     """Refuses unknown keys at the top level; each section checks its own."""
     rows = [row for row in all_settings(script_settings) if row.in_file]
-    known = {row.section or row.name for row in rows}
+    valid_keys = {row.section or row.name for row in rows}
     for cls in launcher_settings():
         # Some keys exist only in files that are for such a job: {"compute_environment": "AMAZON_..."}.
         needs: Mapping[str, str] = getattr(cls, "__only_with__", {})
         if any(str(file.values.get(key)).upper() != value for key, value in needs.items()):
-            known -= _setting_names(cls)
+            valid_keys -= _setting_names(cls)
     for key in file.values:
-        if key not in known:
-            raise UnknownNameError("key", key, known, where=f"in {file.locate(key)}")
+        if key not in valid_keys:
+            raise UnknownNameError("key", key, valid_keys, where=f"in {file.locate(key)}")

@@ -70,20 +70,20 @@ def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tu
             if first.source == "default":
                 continue
             missing = request.missing_switch(cls)
-            why = f"--{missing} is not given" if missing else idle.get(row.name, "")
+            unused_reason = f"--{missing} is not given" if missing else idle.get(row.name, "")
             others = tuple(origin for origin in rest if origin.source != "default")
             effect = effects.get(row.name) or _describe_effect(
                 row, first.value, handed=cls not in launcher_settings()
             )
-            options.append(LaunchOptionOrigin(row, first, others, effect, why))
+            options.append(LaunchOptionOrigin(row, first, others, effect, unused_reason))
     return tuple(options)
 
 
 def _settings_of_other_kinds(kind: Any) -> Iterator[tuple[str, str]]:
     """The settings that other kinds of launch read."""
-    own = _settings_read_by(kind)
+    setting_names = _settings_read_by(kind)
     for other in KINDS:
-        for name in _settings_read_by(other) - own:
+        for name in _settings_read_by(other) - setting_names:
             yield name, f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
 
 
@@ -92,12 +92,12 @@ def _settings_read_by(kind: Any) -> set[str]:
 
 
 def _describe_effect(row: Setting, value: object, *, handed: bool) -> str:
-    told = (
+    script_note = (
         f"; the script is told {row.variable}={display_value(row.name, value)}"
         if handed and row.variable
         else ""
     )
-    return row.help + told
+    return row.help + script_note
 
 
 def display_value(name: str, value: object) -> str:
@@ -107,7 +107,7 @@ def display_value(name: str, value: object) -> str:
 
 def unused_option_lines(settings: tuple[LaunchOptionOrigin, ...]) -> list[str]:
     """One line for each setting that was asked for and does nothing."""
-    return [one.unused_text for one in settings if one.unused_reason and one.is_explicit]
+    return [option.unused_text for option in settings if option.unused_reason and option.is_explicit]
 
 
 def refuse_unused_options(request: LaunchRequest, lines: list[str]) -> None:

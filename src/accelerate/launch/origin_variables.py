@@ -16,20 +16,22 @@ def origin_variables(request: LaunchRequest) -> dict[str, str]:
 
     Empty when nothing was asked.
     """
-    asked: dict[str, tuple[str, object]] = {}
-    here = launcher_settings()
+    requested: dict[str, tuple[str, object]] = {}
+    launcher_classes = launcher_settings()
     for cls in request.loaded:
         for row in declared_settings(cls):
             origin = request.origin(row.name)
-            if origin.source in ("flag", "file") and (cls not in here or row.name in _VISIBLE_IN_RANKS):
-                asked[row.name] = origin.where, origin.value
+            if origin.source in ("flag", "file") and (
+                cls not in launcher_classes or row.name in _VISIBLE_IN_RANKS
+            ):
+                requested[row.name] = origin.where, origin.value
     if str(request.settings.num_machines) != "1":
-        asked = {name: row for name, row in asked.items() if name not in _SINGLE_MACHINE_ONLY}
+        requested = {name: row for name, row in requested.items() if name not in _SINGLE_MACHINE_ONLY}
     for name, origin in request.strategy_switches.items():
-        asked[name] = origin.where, True
-    if not asked:
+        requested[name] = origin.where, True
+    if not requested:
         return {}
     import json
 
     report = {} if request.settings.quiet or request.get("effects") else {"ACCELERATE_EFFECTS": "line"}
-    return {"ACCELERATE_ASKED": json.dumps(asked), **report}
+    return {"ACCELERATE_ASKED": json.dumps(requested), **report}

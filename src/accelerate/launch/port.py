@@ -42,9 +42,9 @@ class ReservedPort:
 
     def close(self) -> None:
         """Ends the reservation."""
-        for held in (self._claim, getattr(self, "_socket", None)):
-            if held is not None:
-                held.close()
+        for resource in (self._claim, getattr(self, "_socket", None)):
+            if resource is not None:
+                resource.close()
 
     def __enter__(self) -> ReservedPort:
         return self

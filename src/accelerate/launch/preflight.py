@@ -104,22 +104,22 @@ def compare_machines(machines: Sequence[MachineFacts], hosts: Sequence[str]) -> 
     first = machines[0]
     for number, facts_of in enumerate(machines[1:], 1):
         both = (name for name in first if name in facts_of)
-        for what in (name for name in both if facts_of[name] != first[name]):
-            if what == "devices":
-                why = "unequal machines wait for each other, and one of them may have lost a device"
+        for fact in (name for name in both if facts_of[name] != first[name]):
+            if fact == "devices":
+                reason = "unequal machines wait for each other, and one of them may have lost a device"
                 fix = "say how many each of them starts: --nproc_per_node"
-            elif what == "device":
-                why, fix = (
+            elif fact == "device":
+                reason, fix = (
                     "ranks on different devices cannot exchange tensors",
                     "use --cpu on all, or on none",
                 )
             else:
-                why = "ranks of different versions may not understand each other"
-                fix = f"install the same {what} on all machines"
+                reason = "ranks of different versions may not understand each other"
+                fix = f"install the same {fact} on all machines"
             return LaunchError(
-                f"machine {number} ({hosts[number]}) has {_describe_fact(what, facts_of)}, "
-                f"but machine 0 ({hosts[0]}) has {_describe_fact(what, first)}",
-                why=why,
+                f"machine {number} ({hosts[number]}) has {_describe_fact(fact, facts_of)}, "
+                f"but machine 0 ({hosts[0]}) has {_describe_fact(fact, first)}",
+                why=reason,
                 fix=fix,
             )
     return None
@@ -131,7 +131,7 @@ def _describe_fact(what: str, facts_of: MachineFacts) -> str:
 
 def _resolve_host(host: str, deadline: float, seconds: float, say: Callable[[str], None]) -> list[str]:
     """The addresses of machine 0; in clusters of containers a name may come with its machine."""
-    said = False
+    has_announced = False
     while not (addresses := resolve_addresses(host)):
         if time.monotonic() >= deadline:
             raise LaunchError(
@@ -139,9 +139,9 @@ def _resolve_host(host: str, deadline: float, seconds: float, say: Callable[[str
                 why=f"no address was found for it within {seconds:g} s",
                 fix="add it to /etc/hosts, or give --main_process_ip an address",
             )
-        if not said:
+        if not has_announced:
             say(f"the name {host} of machine 0 does not resolve yet; waiting up to {seconds:g} s for it")
-        said = True
+        has_announced = True
         time.sleep(POLL_SECONDS)
     return addresses
 
@@ -154,7 +154,7 @@ def _wait_reachable(
     seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    said = False
+    has_announced = False
     while True:
         try:
             socket.create_connection(
@@ -164,22 +164,22 @@ def _wait_reachable(
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise _unreachable_error(host, port, addresses, seconds, error) from error
-        if not said:
+        if not has_announced:
             say(f"nobody listens at {host}:{port} yet; waiting up to {seconds:g} s for machine 0")
-        said = True
+        has_announced = True
         time.sleep(POLL_SECONDS)
 
 
 def _unreachable_error(
     host: str, port: int, addresses: Sequence[str], seconds: float, error: OSError
 ) -> LaunchError:
-    own = all(_is_own(address) for address in addresses)
-    place = "which is this machine itself" if own else "which is another machine"
+    is_this_machine = all(_is_own(address) for address in addresses)
+    place = "which is this machine itself" if is_this_machine else "which is another machine"
     return LaunchError(
         f"port {port} of {host} ({addresses[0]}, {place}) was not reached within {seconds:g} s",
         why=error.strerror or str(error),
         fix="give --main_process_ip the address of machine 0"
-        if own
+        if is_this_machine
         else "start machine 0, and let its firewall pass the port; --main_process_port says another one",
     )
 

@@ -46,37 +46,39 @@ def write_compiled_script(request: LaunchRequest, folder: Path) -> None:
             code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
         except (OSError, SyntaxError, ValueError, Warning, RecursionError, MemoryError):
             return
-    kept = failure_report.code_file(folder)
+    code_path = failure_report.code_file(folder)
     try:
-        kept.write_bytes(marshal.dumps(code))
+        code_path.write_bytes(marshal.dumps(code))
     except OSError:  # the disk is full, and half of the code is none
-        kept.unlink()
+        code_path.unlink()
 
 
 @contextmanager
 def report_folder() -> Iterator[Path]:
     """Provide a temporary folder in which ranks leave their tracebacks while the job runs."""
     try:
-        made = tempfile.TemporaryDirectory(prefix="accelerate-")
+        temporary_folder = tempfile.TemporaryDirectory(prefix="accelerate-")
     except OSError as error:
         raise LaunchError(
             "no folder for temporary files can be made", why=str(error), fix="set TMPDIR to one with space"
         ) from error
-    with made as name:
+    with temporary_folder as name:
         yield Path(name)
 
 
 @contextmanager
 def reserve_port(request: LaunchRequest, size: int) -> Iterator[ReservedPort | None]:
     """The port of rank 0 while the job runs; none is needed for a lone process."""
-    wanted = request.settings.main_process_port or 0
+    requested_port = request.settings.main_process_port or 0
     if size == 1:
         yield None
         return
     try:
-        port = ReservedPort(wanted)
+        port = ReservedPort(requested_port)
     except PortInUseError as error:
         port = ReservedPort()
-        print_line(request, f"port {wanted} is in use ({error.why}); rank 0 listens on {port.number} instead")
+        print_line(
+            request, f"port {requested_port} is in use ({error.why}); rank 0 listens on {port.number} instead"
+        )
     with port:
         yield port

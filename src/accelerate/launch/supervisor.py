@@ -184,9 +184,9 @@ class WorkerSupervisor:
             if code is None:
                 continue
             del self.alive[rank]
-            asked, armed = self.kill_at is not None, self.graceful_stop(process.pid)
+            stop_requested, armed = self.kill_at is not None, self.graceful_stop(process.pid)
             resumable = code != 0 and armed is not None and code == armed.code
-            self.outcome.exits.append(ProcessExit(rank, code, time.monotonic_ns(), asked, resumable))
+            self.outcome.exits.append(ProcessExit(rank, code, time.monotonic_ns(), stop_requested, resumable))
             if code == 0:
                 guard.write_line(f"-{process.pid}")
             elif self.stop_at is None and not resumable:
@@ -197,8 +197,8 @@ class WorkerSupervisor:
         now = time.monotonic()
         if self.stop_at is None and any(self.has_traceback(r, p.pid) for r, p in self.alive.items()):
             self.stop_at = now + max(LINGER_SECONDS, self.stop_timeout)
-        asked = self.is_aborting or (self.kill_at is not None and not self.outcome.stopped_gracefully)
-        if self.stop_at is not None and now >= self.stop_at and not asked:
+        is_ending = self.is_aborting or (self.kill_at is not None and not self.outcome.stopped_gracefully)
+        if self.stop_at is not None and now >= self.stop_at and not is_ending:
             self._abort_job()
         if self.kill_at is not None and now >= self.kill_at:
             self.outcome.stopped_gracefully = self.outcome.stopped_gracefully and self.is_aborting
@@ -221,8 +221,10 @@ class WorkerSupervisor:
 
     def _stop_gracefully(self, number: int) -> bool:
         """Passes a signal on to ranks that all stop by themselves on it, and gives them time; whether so."""
-        said = [self.graceful_stop(process.pid) for process in self.alive.values()]
-        if not said or not all(armed is not None and number in armed.signals for armed in said):
+        graceful_stops = [self.graceful_stop(process.pid) for process in self.alive.values()]
+        if not graceful_stops or not all(
+            armed is not None and number in armed.signals for armed in graceful_stops
+        ):
             return False
         self.outcome.stopped_gracefully, self.graceful_stop_at = True, time.monotonic()
         self.kill_at = None if self.grace_period is None else self.graceful_stop_at + self.grace_period

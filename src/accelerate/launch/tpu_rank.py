@@ -34,8 +34,8 @@ def main(function: str, count: str, port: str, kind: str, target: str, *argument
     sys.argv = [target, *arguments]
     import torch_xla
 
-    with ReservedPort(int(port)) as held:
-        args = (function, int(count), held.number, kind)
+    with ReservedPort(int(port)) as reserved_port:
+        args = (function, int(count), reserved_port.number, kind)
         torch_xla.launch(run_rank, args=args, debug_single_process=count == "1")
 
 
@@ -105,8 +105,8 @@ def _function_names(module: ModuleType) -> Sequence[str]:
 def _needs_argument(function: Any) -> bool:
     """Return whether a function requires an argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = inspect.signature(function).parameters.values()
-    return any(each.kind in kinds and each.default is each.empty for each in needed)
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.kind in kinds and each.default is each.empty for each in parameters)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def move_arguments(values: Any, device: torch.device, skip_keys: Keys = None) ->
             if not _is_on_device(value, device):
                 return send_to_device(values, device, skip_keys=skip_keys)
         return values
-    kept = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
     for name, value in values.items():
-        if name not in kept and not _is_on_device(value, device):
+        if name not in skipped and not _is_on_device(value, device):
             return send_to_device(values, device, skip_keys=skip_keys)
     return values
 
@@ -214,10 +214,10 @@ class AlignDevicesHook(ModelHook):
         """Return the rows to offload: buffers only if asked, never non-persistent ones."""
         for row in self._tensors(module):
             _, owner, name, _ = row
-            kept = name in owner._buffers and (
+            is_resident = name in owner._buffers and (
                 not self.offload_buffers or name in owner._non_persistent_buffers_set
             )
-            if not kept:
+            if not is_resident:
                 yield row
 
     # --- around a forward

@@ -93,9 +93,9 @@ def _check_device_name(device: Any) -> None:
     try:
         devices.get(device.partition(":")[0])
     except DeviceError as error:
-        known = ["cpu", "disk", *(driver.type for driver in devices.accelerators())]
+        device_names = ["cpu", "disk", *(driver.type for driver in devices.accelerators())]
         raise UnknownNameError(
-            "device", device, known, why="an accelerator is a number, or named by its type"
+            "device", device, device_names, why="an accelerator is a number, or named by its type"
         ) from error
 
 
@@ -240,8 +240,8 @@ def infer_auto_device_map(
             _warn(note)
     if clean_result or not part.children or "" in plan.homes:
         return dict(plan.device_map)
-    own = [(weight.name, plan.homes[weight.name]) for weight in part.weights]
-    return dict(own + [pair for child in part.children for pair in merge_names(child, plan.homes)])
+    root_entries = [(weight.name, plan.homes[weight.name]) for weight in part.weights]
+    return dict(root_entries + [pair for child in part.children for pair in merge_names(child, plan.homes)])
 
 
 @contextmanager
@@ -306,10 +306,10 @@ class _DeviceMapNameTree:
             child.merge_names(covers)
         if covers is not None:
             # Names that are not listed have that device: only entries that say the same can be dropped.
-            kept = {
+            remaining = {
                 key: child for key, child in self.children.items() if child.children or child.home != covers
             }
-            self.children = kept
+            self.children = remaining
             return
         homes = [home for key, child in self.children.items() for _, home in child.flatten(key)]
         if len(homes) > 1 and len(set(homes)) == 1:
@@ -338,10 +338,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             f"the device map gives no device to {shown}",
             fix='name them, or a module around them; "" names the whole model',
         )
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | names.keys()
+    valid_names = {name for name, _ in model.named_modules(remove_duplicate=False)} | names.keys()
     for name in device_map:
-        if name not in known:
-            raise UnknownNameError("module in the device map", name, known, why="the model has no such name")
+        if name not in valid_names:
+            raise UnknownNameError(
+                "module in the device map", name, valid_names, why="the model has no such name"
+            )
     for device in device_map.values():
         _check_device_name(str(device) if isinstance(device, torch.device) else read_device(device))
 

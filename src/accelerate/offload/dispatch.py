@@ -220,14 +220,14 @@ def remove_dispatch(model: nn.Module) -> None:
     """Remove what an earlier dispatch has added to a model; hooks of others stay."""
     if hook_of(model) is None:
         return
-    kept: list[tuple[nn.Module, list[Any]]] = []
+    foreign_hooks: list[tuple[nn.Module, list[Any]]] = []
     for module in model.modules():
         hook = vars(module).get("_hf_hook")
         others = [each for each in getattr(hook, "hooks", ()) if type(each) is not type(hook_of(model))]
         if hook_of(module) is not None and others:
-            kept.append((module, others))
+            foreign_hooks.append((module, others))
     remove_hook_from_submodules(model)
-    for module, others in kept:
+    for module, others in foreign_hooks:
         for each in others:
             add_hook_to_module(module, each, append=True)
 

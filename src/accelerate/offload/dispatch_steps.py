@@ -155,15 +155,15 @@ def place_resident_tensors(
     stays = _resident_keys(slots, options)
     resident = {(id(p.tensor), p.device) for p in slots if isinstance(p.home, torch.device)}
     placed: dict[tuple[int, torch.device], torch.Tensor] = {}
-    kept: dict[int, torch.Tensor] = {}  # the first of several copies is the same parameter, if it can be
+    originals: dict[int, torch.Tensor] = {}  # the first of several copies is the same parameter, if it can be
     for slot in slots:
         old = slot.tensor
         key = id(old), slot.device
         if slot.home is None or (slot.home in ("cpu", "disk") and key not in stays):
             continue
         if key not in placed:
-            placed[key] = _on_device(slot, old, values, first=id(old) not in kept)
-            kept[id(old)] = old
+            placed[key] = _on_device(slot, old, values, first=id(old) not in originals)
+            originals[id(old)] = old
             if key not in resident:
                 placed[key]._original_device = CPU  # pyright: ignore[reportAttributeAccessIssue]
         slot.table[slot.name_in_table] = placed[key]
@@ -283,13 +283,13 @@ class _OffloadedSizes:
     def tensor_ids(self, module: nn.Module) -> frozenset[int]:
         """Return the identities of the offloaded tensors in a module."""
         if id(module) not in self._below:
-            own = {
+            direct_ids = {
                 id(t)
                 for t in (*module._parameters.values(), *module._buffers.values())
                 if id(t) in self.tensors
             }
             children = [self.tensor_ids(child) for child in module.children()]
-            self._below[id(module)] = frozenset(own).union(*children)
+            self._below[id(module)] = frozenset(direct_ids).union(*children)
         return self._below[id(module)]
 
     def count_bytes(self, module: nn.Module) -> int:

@@ -224,13 +224,13 @@ class _InitContext(TorchFunctionMode):
 @contextmanager
 def _pause_contexts() -> Generator[None]:
     """Disable all contexts of this thread."""
-    every = [context for context in _thread.contexts if not context.is_paused]
-    for context in every:
+    active_contexts = [context for context in _thread.contexts if not context.is_paused]
+    for context in active_contexts:
         context.is_paused = True
     try:
         yield
     finally:
-        for context in every:
+        for context in active_contexts:
             context.is_paused = False
 
 

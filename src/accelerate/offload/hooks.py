@@ -214,8 +214,10 @@ def _is_own_forward(module: nn.Module, forward: Any) -> bool:
     """Return True when ``forward`` is that of the module's class, so that the instance needs none."""
     if isinstance(forward, functools.partial) and forward.func is _forward_of_graph:
         return True
-    own = getattr(type(module), "forward", None)
-    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is own
+    class_forward = getattr(type(module), "forward", None)
+    return (
+        getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is class_forward
+    )
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

@@ -241,9 +241,9 @@ class _ArgumentWalk:
             return tensor
         # Nested containers of the model's inputs and outputs may be caches: a tensor on a device of the model
         # stays there, unless the output goes to a device that the model does not use.
-        own = self.mover.devices
+        model_devices = self.mover.devices
         deep = self.outermost and depth > self.is_output
-        if deep and device in own and (not self.is_output or self.device in own):
+        if deep and device in model_devices and (not self.is_output or self.device in model_devices):
             return tensor
         self.has_moved = True
         return self.mover.move_tensor(tensor, self.device, self.call)
@@ -318,5 +318,5 @@ def _write_back(watched: _InputContainerCopy) -> None:
             if key not in before or item is not before[key]:
                 original[key] = item
         return
-    came_from = {id(moved): own for moved, own in zip(before, original, strict=True)}
+    came_from = {id(moved): original_item for moved, original_item in zip(before, original, strict=True)}
     original[:] = [came_from.get(id(item), item) for item in now]

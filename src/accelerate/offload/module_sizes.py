@@ -128,20 +128,20 @@ def _make_size_function(
     dtype: Dtype | None, special_dtypes: Mapping[str, Dtype]
 ) -> Callable[[str, torch.Tensor], int]:
     """Return a function (name, tensor) -> bytes."""
-    wanted = None if dtype is None else dtype_byte_size(dtype)
+    max_width = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(each) for name, each in special_dtypes.items()}
     widths: dict[torch.dtype, float] = {}
 
-    def width(own: torch.dtype) -> float:
-        if wanted is None or not (own.is_floating_point or own.is_complex):
-            return own.itemsize
-        return min(wanted, own.itemsize)
+    def width(tensor_dtype: torch.dtype) -> float:
+        if max_width is None or not (tensor_dtype.is_floating_point or tensor_dtype.is_complex):
+            return tensor_dtype.itemsize
+        return min(max_width, tensor_dtype.itemsize)
 
     def size(name: str, tensor: torch.Tensor) -> int:
-        own = tensor.dtype
-        wide = widths.get(own)
+        tensor_dtype = tensor.dtype
+        wide = widths.get(tensor_dtype)
         if wide is None:
-            wide = widths[own] = width(own)
+            wide = widths[tensor_dtype] = width(tensor_dtype)
         if name in special:
             wide = special[name]
         count = tensor.numel() * wide
@@ -198,8 +198,8 @@ def compute_module_sizes(
         """Return the bytes of a module; None where it has no tensor that was not counted before."""
         prefix = f"{name}." if name else ""
         sizes_below: list[int] = []
-        own = module._buffers if buffers_only else {**module._parameters, **module._buffers}
-        for key, value in own.items():
+        tensors = module._buffers if buffers_only else {**module._parameters, **module._buffers}
+        for key, value in tensors.items():
             if value is not None and id(value) not in seen:
                 seen.add(id(value))
                 sizes[prefix + key] = size(prefix + key, value)
@@ -275,9 +275,9 @@ def list_children(name: str, module: nn.Module | torch.Tensor) -> list[tuple[str
 
 def _named_children(name: str, module: nn.Module) -> list[tuple[str, nn.Module | torch.Tensor]]:
     prefix = f"{name}." if name else ""
-    own: list[tuple[str, Any]] = list(module.named_parameters(recurse=False))
-    own += [*module.named_children(), *module.named_buffers(recurse=False)]
-    return [(prefix + key, value) for key, value in own]
+    members: list[tuple[str, Any]] = list(module.named_parameters(recurse=False))
+    members += [*module.named_children(), *module.named_buffers(recurse=False)]
+    return [(prefix + key, value) for key, value in members]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -339,10 +339,10 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
         return True
     config: Any = getattr(model, "config", None)
     embeds: Any = getattr(model, "get_output_embeddings", None)
-    words = (
+    ties_embeddings = (
         bool(getattr(config, "tie_word_embeddings", False)) and embeds is not None and embeds() is not None
     )
     halves = bool(
         getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
     )
-    return words or halves or any(hasattr(part, "_tie_weights") for part in model.modules())
+    return ties_embeddings or halves or any(hasattr(part, "_tie_weights") for part in model.modules())

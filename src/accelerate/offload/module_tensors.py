@@ -69,8 +69,8 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
         owner = getattr(owner, part, None)
     if isinstance(owner, nn.Module) and (name in owner._parameters or name in owner._buffers):
         return owner, name
-    known = [*dict(module.named_parameters()), *dict(module.named_buffers())]
-    near = nearest(tensor_name, known)
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    near = nearest(tensor_name, names)
     raise PrepareError(
         f"{type(module).__name__} has no parameter or buffer {tensor_name!r}",
         fix=f"did you mean {near!r}?" if near else "",
@@ -152,19 +152,19 @@ def set_module_tensor_to_device(
     table = table_of(owner, name)
     old: torch.Tensor = table[name]
     target = as_device(device)
-    given = value is not None
+    has_value = value is not None
     source = source_of(old)
-    new: torch.Tensor = _check_values(tensor_name, old, torch.as_tensor(value), dtype) if given else old
-    if not given and source is not None and target.type != "meta":
+    new: torch.Tensor = _check_values(tensor_name, old, torch.as_tensor(value), dtype) if has_value else old
+    if not has_value and source is not None and target.type != "meta":
         new = source.read(target)
-    if not given and old.is_meta and target.type != "meta":
+    if not has_value and old.is_meta and target.type != "meta":
         raise PrepareError(
             f"{tensor_name} is on the meta device, and has no values to put on {target}",
             fix="pass them as value",
         )
-    if not given and dtype is not None and old.is_floating_point():
+    if not has_value and dtype is not None and old.is_floating_point():
         new = new.to(_dtype(dtype))
-    address = address_of(new if given else old)
+    address = address_of(new if has_value else old)
     shared = (tied_params_map or {}).get(address) if target.type != "meta" else None
     with torch.no_grad():
         if shared is not None and target in shared:
@@ -390,9 +390,9 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
     for group in tied_params:
         places = [(*owner_of(model, name), name) for name in group]
         tensors = [table_of(owner, name)[name] for owner, name, _ in places]
-        here = [tensor for tensor in tensors if tensor.device.type != "meta"]
-        somewhere = [tensor for tensor in tensors if isinstance(tensor, OffloadedTensor)]
-        chosen = next(iter((*here, *somewhere, *tensors)), None)
+        loaded = [tensor for tensor in tensors if tensor.device.type != "meta"]
+        offloaded = [tensor for tensor in tensors if isinstance(tensor, OffloadedTensor)]
+        chosen = next(iter((*loaded, *offloaded, *tensors)), None)
         for owner, name, _ in places:
             table_of(owner, name)[name] = chosen
 

@@ -201,11 +201,11 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         dataset = self.dataset
         is_loader = isinstance(dataset, OffloadedWeightsLoader)
         values = dataset.state_dict if is_loader else dataset
-        own = copy.deepcopy({k: values[k] for k in values if k.startswith(self.prefix)}, memo)
+        weights = copy.deepcopy({k: values[k] for k in values if k.startswith(self.prefix)}, memo)
         if not is_loader:
-            return PrefixedDataset(own, self.prefix)
+            return PrefixedDataset(weights, self.prefix)
         twin = copy.copy(dataset)
-        twin.state_dict = own
+        twin.state_dict = weights
         return PrefixedDataset(twin, self.prefix)
 
 
@@ -284,8 +284,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 why=f"SafetensorError: {error}",
                 fix="check that the checkpoint is complete, and that it is the one that was offloaded",
             ) from error
-        wanted = entry.get("dtype")
-        return value if wanted is None else value.to(_dtype(str(wanted).removeprefix("torch."), key))
+        dtype = entry.get("dtype")
+        return value if dtype is None else value.to(_dtype(str(dtype).removeprefix("torch."), key))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

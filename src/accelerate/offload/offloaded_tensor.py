@@ -49,19 +49,21 @@ class OffloadedTensor(torch.Tensor):
     ) -> OffloadedTensor:
         meta = torch.device("meta")
         with torch.inference_mode(False):  # views of an ordinary tensor are ordinary tensors
-            made: Any = torch.Tensor._make_wrapper_subclass(
+            stand_in: Any = torch.Tensor._make_wrapper_subclass(
                 cls, source.shape, strides, dtype=source.dtype, device=meta
             )
-        made.source, made.execution_device = source, device
-        return made
+        stand_in.source, stand_in.execution_device = source, device
+        return stand_in
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         # The memo keeps a hook's mapping and the stand-ins over it together; files are not copied.
-        made = memo[id(self)] = make_stand_in(self, copy.deepcopy(self.source, memo), self.execution_device)
-        return made
+        stand_in = memo[id(self)] = make_stand_in(
+            self, copy.deepcopy(self.source, memo), self.execution_device
+        )
+        return stand_in
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # Torch would make a tensor of a number on "this" device, where it has no value.

@@ -175,17 +175,17 @@ class Pager:
             if not block.users:
                 block.refresh()
             next_block = self._predict_next(block)
-            wanted = {*block.pages, *(next_block.pages if next_block else ())}
-            self._drop_unused(keep=wanted)
-            held: list[WeightPage] = []
+            pages = {*block.pages, *(next_block.pages if next_block else ())}
+            self._drop_unused(keep=pages)
+            held_pages: list[WeightPage] = []
             try:
                 for page in block.pages:
                     self._hold_page(page)
-                    held.append(page)
+                    held_pages.append(page)
                 if not block.users:
                     block.install([self.resident[page].buffer for page in block.pages])
             except BaseException:
-                self._release_pages(held)
+                self._release_pages(held_pages)
                 raise
             block.users += 1
             self.stats.blocks += 1
@@ -391,8 +391,8 @@ class Pager:
             resident_pages = list(self.resident.items())
         for page, resident_page in resident_pages:
             if resident_page.buffer.data_ptr() == address and page.nbytes:
-                where = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-                return _AutogradWeightReference(page, where)
+                view_args = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+                return _AutogradWeightReference(page, view_args)
         return tensor.detach()
 
     def _unpack(self, saved: Any) -> torch.Tensor:

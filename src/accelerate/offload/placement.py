@@ -89,7 +89,7 @@ class Placement:
         """The units that have weights, in order; consecutive ones with one device and reason are one row."""
         named = [(name, device) for name, device in self.homes.items() if self.sizes[name]]
         runs = groupby(named, lambda pair: (pair[1], self.why.get(pair[0], "")))
-        return tuple(self._row(device, why, [name for name, _ in run]) for (device, why), run in runs)
+        return tuple(self._row(device, reason, [name for name, _ in run]) for (device, reason), run in runs)
 
     def _row(self, device: Device, why: str, names: Sequence[str]) -> PlacementRow:
         return PlacementRow(names[0], names[-1], len(names), device, sum(self.sizes[n] for n in names), why)
@@ -156,8 +156,8 @@ def _budget_rows(plan: Placement) -> list[tuple[str, ...]]:
 
 def _format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Format a table; columns that are empty in every row are left out."""
-    kept = [i for i in range(len(titles)) if any(row[i] not in ("", "-") for row in rows)]
-    lines = [[titles[i] for i in kept], *([row[i] for i in kept] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(kept))]
+    columns = [i for i in range(len(titles)) if any(row[i] not in ("", "-") for row in rows)]
+    lines = [[titles[i] for i in columns], *([row[i] for i in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         yield "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()

@@ -140,9 +140,9 @@ def _tied_names(groups: Iterable[TiedUnitGroup]) -> Iterator[tuple[str, ...]]:
 
 
 def _unknown_class_notes(tree: ModuleNode, no_split: Iterable[str]) -> Iterator[str]:
-    wanted = set(no_split)
-    existing = {part.kind for part in tree.walk()} if wanted else set()
-    for name in sorted(wanted - existing):
+    class_names = set(no_split)
+    existing = {part.kind for part in tree.walk()} if class_names else set()
+    for name in sorted(class_names - existing):
         near = nearest(name, existing)
         yield f"no module is of the class {name!r}" + (f"; did you mean {near!r}?" if near else "")
 
@@ -156,10 +156,10 @@ def read_budgets(budgets: Mapping[Device, int | float | str]) -> dict[Device, in
     Raises:
         SettingError: a device or a size cannot be read.
     """
-    given = {read_device(device): _read_size(device, value) for device, value in budgets.items()}
-    numbers = sorted(device for device in given if isinstance(device, int))
-    others = [device for device in given if device not in (CPU, DISK, *numbers)]
-    return {device: given[device] for device in (*numbers, *others, CPU, DISK) if device in given}
+    sizes = {read_device(device): _read_size(device, value) for device, value in budgets.items()}
+    numbers = sorted(device for device in sizes if isinstance(device, int))
+    others = [device for device in sizes if device not in (CPU, DISK, *numbers)]
+    return {device: sizes[device] for device in (*numbers, *others, CPU, DISK) if device in sizes}
 
 
 def read_device(device: Device) -> Device:

@@ -218,14 +218,14 @@ class PlacementSearch:
         for group, home in zip(self.groups, trial.homes, strict=True):
             if home is None:
                 continue
-            away = id(group) in stored
-            stays = self._resident_buffer_bytes(group, trial.executor) if away else 0
+            is_offloaded = id(group) in stored
+            stays = self._resident_buffer_bytes(group, trial.executor) if is_offloaded else 0
             totals[home]["weights"] += group.size - stays
-            computer = trial.executor if away else home
+            computer = trial.executor if is_offloaded else home
             if computer is not None:
                 totals[computer]["pinned"] += stays
                 totals[computer]["cache"] += group.cache
-                if away and computer != CPU:
+                if is_offloaded and computer != CPU:
                     totals[computer]["block_buffer"] = max(totals[computer]["block_buffer"], group.block)
         reserve = self.rules.reserve
         return {
@@ -234,14 +234,14 @@ class PlacementSearch:
 
     def reasons(self, trial: CandidatePlacement) -> dict[str, str]:
         """Return unit -> why it is not on the device of its neighbours."""
-        away = {id(group) for group in trial.offloaded}
+        offloaded_ids = {id(group) for group in trial.offloaded}
         texts = {
             CPU: self._describe_full(self.accelerators),
             DISK: self._describe_full([*self.accelerators, CPU]),
         }
         texts_by_unit: dict[str, str] = {}
         for group, home in zip(self.groups, trial.homes, strict=True):
-            if home in texts and id(group) in away:
+            if home in texts and id(group) in offloaded_ids:
                 for unit in group.units:
                     texts_by_unit[unit.name] = texts[home]
             elif len(group.units) > 1:

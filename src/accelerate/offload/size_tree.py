@@ -100,10 +100,10 @@ def split_into_units(
     Raises:
         SettingError: ``cache`` names a module that is not there.
     """
-    closed, own = frozenset(no_split), cache or {}
-    placement_units = _collect_units(part, closed, own)
-    if sum(unit.cache for unit in placement_units) != sum(own.values()):
-        names = own.keys() - {each.name for each in part.walk()}
+    closed, cache_sizes = frozenset(no_split), cache or {}
+    placement_units = _collect_units(part, closed, cache_sizes)
+    if sum(unit.cache for unit in placement_units) != sum(cache_sizes.values()):
+        names = cache_sizes.keys() - {each.name for each in part.walk()}
         raise SettingError(f"a cache is asked for modules that are not there: {', '.join(sorted(names))}")
     return placement_units
 
@@ -135,8 +135,8 @@ def group_tied_units(units: Sequence[PlacementUnit]) -> list[TiedUnitGroup]:
         for weight in unit.weights:
             owner = holder.setdefault(weight.tie, index)
             if owner != index:
-                one, other = first(index), first(owner)
-                lead[max(one, other)] = min(one, other)
+                root, other_root = first(index), first(owner)
+                lead[max(root, other_root)] = min(root, other_root)
     members: dict[int, list[PlacementUnit]] = {}
     for index, unit in enumerate(units):
         members.setdefault(first(index), []).append(unit)

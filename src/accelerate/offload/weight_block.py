@@ -109,8 +109,8 @@ class WeightBlock:
             shared: the pages of those that other blocks have as well, by identity.
         """
         pages_by_key = {page.key: page for page in self.pages}
-        mine = [s for s in stand_ins if id(s) not in shared]
-        pages = [WeightPage(group) for group in split_by_source(mine)]
+        unshared = [s for s in stand_ins if id(s) not in shared]
+        pages = [WeightPage(group) for group in split_by_source(unshared)]
         self.pages = [pages_by_key.get(page.key, page) for page in pages]
         self.pages += [shared[id(s)] for s in stand_ins if id(s) in shared]
         for page in self.pages:

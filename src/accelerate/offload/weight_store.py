@@ -29,15 +29,15 @@ class HostWeights(dict[str, torch.Tensor]):
         Raises:
             OffloadError: the value has another shape or dtype than the entry.
         """
-        held = self.get(name)
-        if held is None:
+        entry = self.get(name)
+        if entry is None:
             super().__setitem__(name, value)
-        elif (held.shape, held.dtype) == (value.shape, value.dtype):
+        elif (entry.shape, entry.dtype) == (value.shape, value.dtype):
             with torch.no_grad():
-                held.copy_(value)
+                entry.copy_(value)
         else:
             raise OffloadError(
-                f"{name} is offloaded as {held.dtype} of shape {list(held.shape)}, "
+                f"{name} is offloaded as {entry.dtype} of shape {list(entry.shape)}, "
                 f"and cannot become {value.dtype} of shape {list(value.shape)}",
                 why="it has its place in memory that is copied to the device as one",
                 fix="take the hooks off, change the weight, and dispatch the model again",
@@ -82,8 +82,8 @@ class WeightStore:
 
     def names_without_values(self, names: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names that have values nowhere."""
-        known = (self.state_dict, self.loader.index)
-        return [n for n, t in names.items() if t.is_meta and not any(n in mapping for mapping in known)]
+        mappings = (self.state_dict, self.loader.index)
+        return [n for n, t in names.items() if t.is_meta and not any(n in mapping for mapping in mappings)]
 
     def find_source(self, name: str, tensor: torch.Tensor, disk: bool = False) -> TensorSource:
         """Return the source of a tensor's values.

@@ -107,8 +107,8 @@ class DiLoCo(LocalTrainingContext):
 
     def state_dict(self) -> dict[str, Any]:
         """Return also the anchor and the outer optimizer; see ``LocalTrainingContext.state_dict``."""
-        own = {"anchor": dict(self._anchor), "outer": self._outer.state_dict()}
-        return {**super().state_dict(), **own}
+        outer_state = {"anchor": dict(self._anchor), "outer": self._outer.state_dict()}
+        return {**super().state_dict(), **outer_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load also the anchor and the outer optimizer; see ``LocalTrainingContext.load_state_dict``."""

@@ -74,9 +74,9 @@ class LocalTrainingContext(ABC):
         def unwrap(module: nn.Module) -> nn.Module:
             return self.accelerator.unwrap_model(module, keep_torch_compile=False)
 
-        for known in self.accelerator._models:
-            if known is model or unwrap(known) is unwrap(model):
-                return known
+        for prepared in self.accelerator._models:
+            if prepared is model or unwrap(prepared) is unwrap(model):
+                return prepared
         raise PrepareError(
             f"{type(self).__name__} was given a model that this accelerator has not prepared",
             fix="model, optimizer = accelerator.prepare(model, optimizer), and then pass that model",
@@ -248,6 +248,6 @@ def _gather_on_main(value: Any) -> list[Any]:
     """Gather the values of all ranks on rank 0, in rank order; return an empty list on the others."""
     if collective.world_size() == 1:
         return [value]
-    every: list[Any] | None = [None] * collective.world_size() if collective.rank() == 0 else None
-    torch.distributed.gather_object(value, every)
-    return every or []
+    values: list[Any] | None = [None] * collective.world_size() if collective.rank() == 0 else None
+    torch.distributed.gather_object(value, values)
+    return values or []

@@ -54,8 +54,8 @@ def _wire_device(tensor: torch.Tensor) -> torch.device:
 
 def _split_into_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield buckets of tensors of one dtype; the order depends on shapes and dtypes alone."""
-    every = [tensor for tensor in tensors if tensor.numel()]
-    for _, same in groupby(sorted(every, key=lambda each: str(each.dtype)), key=lambda each: each.dtype):
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    for _, same in groupby(sorted(nonempty, key=lambda each: str(each.dtype)), key=lambda each: each.dtype):
         bucket: list[torch.Tensor] = []
         size = 0
         for tensor in same:
@@ -81,14 +81,16 @@ def sync_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
     local_shapes = [_describe_state(state.get(parameter, {})) for parameter in owned]
-    every: list[list[Any]] = collective.all_gather_object(local_shapes)
-    same = [all(shape == shapes[0] for shape in shapes) for shapes in zip(*every, strict=True)]
+    shapes_by_rank: list[list[Any]] = collective.all_gather_object(local_shapes)
+    same = [all(shape == shapes[0] for shape in shapes) for shapes in zip(*shapes_by_rank, strict=True)]
     for parameter, is_same in zip(owned, same, strict=True):
         if not is_same:
             optimizer.state.pop(parameter, None)
-    lost = same.count(False)
-    if lost and collective.rank() == 0:
-        logger.warning("the optimizer's state of %d parameters differs in kind between ranks: dropped", lost)
+    num_dropped = same.count(False)
+    if num_dropped and collective.rank() == 0:
+        logger.warning(
+            "the optimizer's state of %d parameters differs in kind between ranks: dropped", num_dropped
+        )
     tables = [state[parameter] for parameter in owned if parameter in state]
     average_in_place(value for table in tables for _, value in sorted(table.items()) if _is_tensor(value))
     plain = [{key: value for key, value in table.items() if not _is_tensor(value)} for table in tables]

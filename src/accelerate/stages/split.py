@@ -69,7 +69,7 @@ def list_blocks(
 
 def _iterate_blocks(module: nn.Module, name: str, closed: frozenset[str]) -> Iterator[ModelBlock]:
     """Yield the blocks inside a module; the first one carries the module's own weights."""
-    own = tensor_sizes(module, recurse=False)
+    own_sizes = tensor_sizes(module, recurse=False)
     for label, child in module.named_children():
         full = f"{name}.{label}" if name else label
         atomic = _is_chain(module) or not _is_opened(child, closed)
@@ -77,8 +77,8 @@ def _iterate_blocks(module: nn.Module, name: str, closed: frozenset[str]) -> Ite
             [ModelBlock(full, tensor_sizes(child))] if atomic else list(_iterate_blocks(child, full, closed))
         )
         for block in inner:
-            yield ModelBlock(block.name, (*own, *block.weights))
-            own = ()
+            yield ModelBlock(block.name, (*own_sizes, *block.weights))
+            own_sizes = ()
 
 
 def tensor_sizes(module: nn.Module, *, recurse: bool = True) -> tuple[tuple[int, int], ...]:
@@ -200,10 +200,10 @@ def check_split_points(model: nn.Module, split_points: Sequence[str], stages: in
         UnknownNameError: one is not a module of the model; the nearest is suggested.
         PrepareError: there are not ``stages - 1`` different ones.
     """
-    known = [name for name, _ in model.named_modules() if name]
+    module_names = [name for name, _ in model.named_modules() if name]
     for name in split_points:
-        if name not in known:
-            raise UnknownNameError("module", name, known, where="in split_points")
+        if name not in module_names:
+            raise UnknownNameError("module", name, module_names, where="in split_points")
     if len(split_points) != stages - 1 or len(set(split_points)) != len(split_points):
         raise PrepareError(
             f"{len(split_points)} split points make {len(split_points) + 1} stages, "

@@ -37,14 +37,14 @@ def unused_options(request: StrategyRequest, chosen: Strategy) -> Iterator[Optio
 
     FSDP1 and FSDP2 have the same switch and plugin, so these options belong to the chosen one.
     """
-    taken = {option.name for option in chosen.requested_options(request)}
+    chosen_names = {option.name for option in chosen.requested_options(request)}
     for strategy in STRATEGIES:
         if strategy is type(chosen):
             continue
         reason = strategy.unused_reason(request)
-        why = reason or (
+        explanation = reason or (
             f"the strategy is {chosen.name}" if request.world.size > 1 else "there is one process"
         )
         for option in strategy.requested_options(request):
-            if option.name not in taken:
-                yield option.report_not_applied(why, matters=bool(reason))
+            if option.name not in chosen_names:
+                yield option.report_not_applied(explanation, matters=bool(reason))

@@ -113,8 +113,8 @@ class Strategy(DataSharding, StrategyTrainingMethods, StrategyStateMethods, ABC)
             SettingError, WorldError, FeatureNotBuiltError: by what is wrong.
         """
         if self.planned_feature:
-            what = f"the strategy {self.name} is not built yet"
-            raise FeatureNotBuiltError(what, why=self.planned_feature, fix=self.alternative)
+            message = f"the strategy {self.name} is not built yet"
+            raise FeatureNotBuiltError(message, why=self.planned_feature, fix=self.alternative)
 
     def check_compiler(self) -> None:
         """Refuse models that are to be compiled, where they cannot be.

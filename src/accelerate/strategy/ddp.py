@@ -167,10 +167,16 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         module: the model, on its device; equal on all ranks afterwards (rank 0's values).
         options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
     """
-    own = type(module)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    module_class = type(module)
+    names = {
+        "__module__": module_class.__module__,
+        "__qualname__": module_class.__qualname__,
+        "__doc__": module_class.__doc__,
+    }
     parts = {"_replica": DistributedDataParallel(module, **options), "_user_module": module}
-    view: Any = object.__new__(type(own.__name__, (ReplicatedModule, own), {**names, **parts}))
+    view: Any = object.__new__(
+        type(module_class.__name__, (ReplicatedModule, module_class), {**names, **parts})
+    )
     view.__dict__ = module.__dict__
     return view
 
@@ -272,9 +278,11 @@ class DDP(Strategy):
         """Load a state with or without the prefix ``module.``."""
         plain = {name.removeprefix(_PREFIX): value for name, value in state.items()}
         module = self.unwrap(model)
-        own = module.state_dict().keys()
+        model_keys = module.state_dict().keys()
         # A model whose own names begin with the prefix keeps them.
-        return module.load_state_dict(plain if plain.keys() & own or not own else state, strict=strict)
+        return module.load_state_dict(
+            plain if plain.keys() & model_keys or not model_keys else state, strict=strict
+        )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module, also inside a wrapper that the user made."""
@@ -298,10 +306,10 @@ def _describe_difference(option: RequestedOption, replica: DistributedDataParall
         return "" if hooked else "no communication hook is registered"
     if option.name in ("comm_wrapper", "comm_state_option"):
         return "" if replica._comm_hooks else "there is no comm_hook that it could belong to"
-    name, here = option.name, logged.get(option.name, getattr(replica, option.name, None))
+    name, actual = option.name, logged.get(option.name, getattr(replica, option.name, None))
     if name == "bucket_cap_mb":
-        here = logged["bucket_cap_bytes"] // 2**20
-    return "" if here == option.value else f"the reducer has {here}"
+        actual = logged["bucket_cap_bytes"] // 2**20
+    return "" if actual == option.value else f"the reducer has {actual}"
 
 
 def _is_learning_static_graph(replica: DistributedDataParallel) -> bool:

@@ -72,8 +72,8 @@ def available_trackers(logging_dir: object = None) -> list[str]:
     """Return names of installed trackers; without ``logging_dir`` only of those that need no folder."""
     return [
         name
-        for name, known in tracker_classes().items()
-        if known.is_available() and (logging_dir is not None or not known.requires_logging_directory)
+        for name, cls in tracker_classes().items()
+        if cls.is_available() and (logging_dir is not None or not cls.requires_logging_directory)
     ]
 
 
@@ -93,7 +93,7 @@ def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | Gen
     chosen: list[str | GeneralTracker] = []
     for each in requested:
         if isinstance(each, GeneralTracker):
-            chosen += [] if any(each is known for known in chosen) else [each]
+            chosen += [] if any(each is other for other in chosen) else [each]
             continue
         if not isinstance(each, str):
             raise SettingError(
@@ -103,7 +103,7 @@ def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | Gen
             )
         name = str(each)
         if name == ALL:
-            chosen += [known for known in available_trackers(logging_dir) if known not in chosen]
+            chosen += [usable for usable in available_trackers(logging_dir) if usable not in chosen]
             continue
         check_name(name)
         tracker_classes()[name].check(logging_dir)
@@ -130,7 +130,7 @@ def make_trackers(
         if isinstance(each, GeneralTracker):
             trackers.append(each)
             continue
-        known = tracker_classes()[each]
-        folder = (logging_dir,) if known.requires_logging_directory else ()
-        trackers.append(known(project_name, *folder, **options.get(each, {})))  # type: ignore[call-arg]
+        cls = tracker_classes()[each]
+        folder = (logging_dir,) if cls.requires_logging_directory else ()
+        trackers.append(cls(project_name, *folder, **options.get(each, {})))  # type: ignore[call-arg]
     return trackers

@@ -143,8 +143,8 @@ class BlankTracker(GeneralTracker):
 
 def missing_attributes(tracker: GeneralTracker | type[GeneralTracker]) -> list[str]:
     """Return which of the three attributes of every tracker are missing."""
-    known = dir(tracker)
-    return [name for name in ("name", "requires_logging_directory", "tracker") if name not in known]
+    attributes = dir(tracker)
+    return [name for name in ("name", "requires_logging_directory", "tracker") if name not in attributes]
 
 
 def is_main_process() -> bool:

@@ -70,13 +70,13 @@ class MLflowTracker(GeneralTracker):
         """Begin the run."""
         import mlflow
 
-        known = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
-        if known:
-            experiment: Any = known[0].experiment_id
+        experiments = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
+        if experiments:
+            experiment: Any = experiments[0].experiment_id
         else:
-            where = None if self.logging_dir is None else str(self.logging_dir)
+            location = None if self.logging_dir is None else str(self.logging_dir)
             experiment = mlflow.create_experiment(
-                name=self.experiment_name, artifact_location=where, tags=self.tags
+                name=self.experiment_name, artifact_location=location, tags=self.tags
             )
         self.active_run: Any = mlflow.start_run(
             run_id=self.run_id,

@@ -20,7 +20,7 @@ _owner = os.getpid()
 
 def is_open(tracker: GeneralTracker) -> bool:
     """Return True when the tracker was started here and is not finished."""
-    return any(tracker is known for known in _open)
+    return any(tracker is run for run in _open)
 
 
 def start(tracker: GeneralTracker) -> None:
@@ -39,8 +39,8 @@ def finish(trackers: Iterable[GeneralTracker]) -> None:
     """End the open runs among ``trackers``: all of them, also when one raises; then raise its error."""
     # The stack calls the last one pushed first.
     with ExitStack() as stack:
-        for tracker in [known for known in trackers if is_open(known)][::-1]:
-            _open[:] = [known for known in _open if known is not tracker]
+        for tracker in [run for run in trackers if is_open(run)][::-1]:
+            _open[:] = [run for run in _open if run is not tracker]
             stack.callback(tracker.finish)
 
 

@@ -129,16 +129,16 @@ class _BatchSizeSearch:
                 attempt.result = self.function(self.size, *args, **kwargs)
             last = attempt.error or last
             smaller = self._propose_smaller() if attempt.outcome == "full" else self.size
-            every: list[tuple[Outcome, int]] = collective.all_gather_object(
+            trials: list[tuple[Outcome, int]] = collective.all_gather_object(
                 (attempt.outcome, smaller), "find_executable_batch_size"
             )
-            outcomes: list[Outcome] = [outcome for outcome, _ in every]
+            outcomes: list[Outcome] = [outcome for outcome, _ in trials]
             if "failed" in outcomes:
                 attempt.give_up(outcomes)
             if "full" not in outcomes:
                 return attempt.result
             # The smallest proposal of all ranks: ranks with free memory follow those without.
-            self.size = min(size for _, size in every)
+            self.size = min(size for _, size in trials)
             attempt.result = None
             for each in undo:
                 each()

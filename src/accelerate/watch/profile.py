@@ -169,10 +169,10 @@ def _write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
 def _find_activity(name: str) -> Any:
     from torch.profiler import ProfilerActivity, supported_activities
 
-    known: dict[str, Any] = {each.lower(): value for each, value in ProfilerActivity.__members__.items()}
-    if name.lower() not in known:
-        raise UnknownNameError("profiler activity", name, known)
-    activity = known[name.lower()]
+    activities: dict[str, Any] = {each.lower(): value for each, value in ProfilerActivity.__members__.items()}
+    if name.lower() not in activities:
+        raise UnknownNameError("profiler activity", name, activities)
+    activity = activities[name.lower()]
     if activity not in supported_activities():
         warnings.warn(
             f"the profiler cannot record {name!r} on this machine: it records nothing there", stacklevel=4

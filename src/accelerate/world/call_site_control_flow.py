@@ -40,7 +40,7 @@ def on_same_path(file: str, lines: frozenset[int]) -> bool:
     except SyntaxError:  # a notebook cell with magic commands
         return False
     paths = [path for line in lines if (path := list(_path_to_line(tree, line)))]
-    return any(_can_follow(one, other) for one, other in combinations(paths, 2))
+    return any(_can_follow(first, other) for first, other in combinations(paths, 2))
 
 
 def _path_to_line(tree: ast.AST, line: int) -> Iterator[PathStep]:

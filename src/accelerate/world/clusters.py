@@ -223,8 +223,8 @@ class LSFEnvironment(ClusterEnvironment):
 
     def hosts(self) -> list[str]:
         """Return the hosts of the job, in order: ``LSB_MCPU_HOSTS`` is ``"host slots host slots ..."``."""
-        words = self.env.get("LSB_MCPU_HOSTS", "").split()[::2] or self.env.get("LSB_HOSTS", "").split()
-        return list(dict.fromkeys(words))
+        names = self.env.get("LSB_MCPU_HOSTS", "").split()[::2] or self.env.get("LSB_HOSTS", "").split()
+        return list(dict.fromkeys(names))
 
     def address(self) -> str | None:
         hosts, size, local = self.hosts(), self.size() or 1, self.local_size() or 1
@@ -276,8 +276,8 @@ class HydraEnvironment(ClusterEnvironment):
     @classmethod
     def detect(cls, env: Env) -> bool:
         # srun --mpi=pmi2 sets the first two alone; SLURM then tells more.
-        own = read_number(env, *cls.local_rank_names) is not None or "SLURM_PROCID" not in env
-        return own and super().detect(env)
+        is_hydra = read_number(env, *cls.local_rank_names) is not None or "SLURM_PROCID" not in env
+        return is_hydra and super().detect(env)
 
 
 class SLURMEnvironment(ClusterEnvironment):

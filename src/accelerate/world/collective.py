@@ -328,12 +328,12 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     packed = PackedTree.pack("pad_across_processes", tensor)
     with packed.channel.lock:
         messages = packed.exchange(values=False)
-        every = [
+        shapes_by_leaf = [
             [packed.shape(messages, r, i) for r in range(packed.channel.size)]
             for i in range(len(packed.leaves))
         ]
     padded: list[torch.Tensor] = []
-    for leaf, shapes in zip(packed.leaves, every, strict=True):
+    for leaf, shapes in zip(packed.leaves, shapes_by_leaf, strict=True):
         place = dim + leaf.dim() if dim < 0 else dim
         if leaf.is_nested:
             warnings.warn("a nested tensor is not padded", CannotPadNestedTensorWarning, stacklevel=2)

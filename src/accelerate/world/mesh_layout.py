@@ -96,8 +96,8 @@ class MeshLayout:
 
     def _suggest_fixes(self, size: int, product: int, names: Mapping[str, str]) -> str:
         """Return the fix: another number of processes, or another degree."""
-        wanted = product * max(1, round(size / product)) if self._open_degrees() else product
-        first = f"start {wanted} processes"
+        num_processes = product * max(1, round(size / product)) if self._open_degrees() else product
+        first = f"start {num_processes} processes"
         if size % product == 0:
             more = " (or shard=-1, to fill)" if names["shard"] == "shard" else ""
             return f"{first}, or set {names['replicate']}={self.replicate * size // product}{more}"

@@ -59,8 +59,8 @@ def _affinity_status(option: RequestedOption, world: World) -> OptionStatus:
     )
     if not near:
         if world.device.type == "cpu":
-            why = "this machine has one NUMA node: no core is nearer than another"
-            return option.report_not_applied(why, matters=False)
+            reason = "this machine has one NUMA node: no core is nearer than another"
+            return option.report_not_applied(reason, matters=False)
         return option.report_not_applied(f"this system does not say which cores are near {world.device}")
     far = len(allowed(0) - near)
     return option.report_unless(
@@ -113,9 +113,9 @@ def _launcher_statuses(launched: Mapping[str, RequestedOption], world: World) ->
     if option is not None:
         import torch
 
-        here = torch.get_num_threads()
-        yield option.report_unless("" if here == option.value else f"torch uses {here}")
+        num_threads = torch.get_num_threads()
+        yield option.report_unless("" if num_threads == option.value else f"torch uses {num_threads}")
     option = launched.get("gpu_ids")
     if option is not None and world.device.type != "cpu" and option.value != "all":
-        asked, visible = len(str(option.value).split(",")), world.hardware.count()
-        yield option.report_unless("" if asked == visible else f"{visible} devices are visible")
+        requested, visible = len(str(option.value).split(",")), world.hardware.count()
+        yield option.report_unless("" if requested == visible else f"{visible} devices are visible")

@@ -97,10 +97,10 @@ class PackedTree:
 
     def _build_layout(self) -> control_channel.ControlMessageLayout | None:
         description = _encode_descriptions(self.leaves)
-        needed = control_channel.body_start(len(description)) + sum(
+        num_bytes = control_channel.body_start(len(description)) + sum(
             control_channel.align(leaf.nbytes) for leaf in self.leaves
         )
-        if not self.channel.fits_inline(needed):
+        if not self.channel.fits_inline(num_bytes):
             return None
         return control_channel.ControlMessageLayout(
             self.channel, self.operation, self.structure, description, self.leaves
@@ -196,8 +196,8 @@ class PackedTree:
         """
         if messages.same:
             return
-        every = [self.descriptions(messages, rank) for rank in range(self.channel.size)]
-        for index, descriptions in enumerate(zip(*every, strict=True)):
+        rank_descriptions = [self.descriptions(messages, rank) for rank in range(self.channel.size)]
+        for index, descriptions in enumerate(zip(*rank_descriptions, strict=True)):
             if len({_comparison_key(description, ragged) for description in descriptions}) > 1:
                 raise self._tensor_mismatch(index, descriptions, ragged)
 
@@ -220,9 +220,9 @@ class PackedTree:
 
     def _structure_mismatch(self) -> CollectiveError:
         """Return the error for different structures; one more exchange finds where they differ."""
-        mine = [(path, "a tensor" if isinstance(leaf, torch.Tensor) else f"{type(leaf).__name__}")
-                for path, leaf in tree.iterate_leaves(self.data)]  # fmt: skip
-        text = repr(mine).encode()
+        leaf_kinds = [(path, "a tensor" if isinstance(leaf, torch.Tensor) else f"{type(leaf).__name__}")
+                      for path, leaf in tree.iterate_leaves(self.data)]  # fmt: skip
+        text = repr(leaf_kinds).encode()
 
         def fill(message: bytearray, start: int) -> None:
             message[start : start + len(text)] = text
@@ -230,18 +230,20 @@ class PackedTree:
         messages = self.channel.exchange(
             f"{self.operation}, structure", 0, b"", len(text), fill, any_size=True, label=self.operation
         )
-        every = [dict(_parse_structure(bytes(messages.body(rank)))) for rank in range(self.channel.size)]
-        paths = dict.fromkeys(path for description in every for path in description)
-        order = [tuple(description) for description in every]
-        path = next((p for p in paths if len({description.get(p) for description in every}) > 1), None)
+        descriptions = [
+            dict(_parse_structure(bytes(messages.body(rank)))) for rank in range(self.channel.size)
+        ]
+        paths = dict.fromkeys(path for description in descriptions for path in description)
+        order = [tuple(description) for description in descriptions]
+        path = next((p for p in paths if len({description.get(p) for description in descriptions}) > 1), None)
         if path is None:
             rows = [", ".join(keys) for keys in order]
-            what = f"the ranks have the tensors to {self.operation} in different orders"
+            title = f"the ranks have the tensors to {self.operation} in different orders"
         else:
-            rows = [description.get(path, "nothing there") for description in every]
-            what = f"the ranks do not agree about the structure to {self.operation}, at {path or 'its top'}"
+            rows = [description.get(path, "nothing there") for description in descriptions]
+            title = f"the ranks do not agree about the structure to {self.operation}, at {path or 'its top'}"
         return CollectiveError(
-            what, why=_rank_table(rows), fix="pass the same keys and lengths on every rank"
+            title, why=_rank_table(rows), fix="pass the same keys and lengths on every rank"
         )
 
 

@@ -166,8 +166,8 @@ class StopConsensus:
         if client.has(*keys):
             counts = [text.split() for text in client.read(keys).values()]
             if len(counts) == len(keys):
-                whole = len(counts) == self.size and not any(_ENDED in words for words in counts)
-                decision = f"{max(int(words[0]) for words in counts) + 1} {'' if whole else _ENDED}"
+                whole = len(counts) == self.size and not any(_ENDED in tokens for tokens in counts)
+                decision = f"{max(int(tokens[0]) for tokens in counts) + 1} {'' if whole else _ENDED}"
                 # The first decision counts for all: ranks may differ in which others they saw end.
                 decision = client.put_if_absent("stop/at", decision) or decision
                 self.includes_all_ranks = _ENDED not in decision

@@ -87,30 +87,30 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
     That is: a rank has ended without having begun the collective in which ``me`` waits; or two ranks are
     deadlocked: one waits inside torch in a collective that the other, in the control channel, has not begun.
     """
-    mine = positions[me]
+    status = positions[me]
     for rank, other in positions.items():
         if rank == me:
             continue
-        if mine.doing and other.letters < mine.letters:
+        if status.doing and other.letters < status.letters:
             if other.ended:
-                return _missing_rank_report(me, size, positions, mine.doing)
-            if other.inside and other.calls > mine.calls:
+                return _missing_rank_report(me, size, positions, status.doing)
+            if other.inside and other.calls > status.calls:
                 return _deadlock_report(me, size, positions)
-        if mine.inside and mine.calls > other.calls:
-            if other.ended and other.letters <= mine.letters:
-                return _missing_rank_report(me, size, positions, mine.inside)
-            if other.doing and other.letters > mine.letters:
+        if status.inside and status.calls > other.calls:
+            if other.ended and other.letters <= status.letters:
+                return _missing_rank_report(me, size, positions, status.inside)
+            if other.doing and other.letters > status.letters:
                 return _deadlock_report(me, size, positions)
     return None
 
 
 def timeout_report(me: int, size: int, positions: Mapping[int, RankStatus], seconds: float) -> FailureReport:
     """Return the report for a wait of rank ``me`` that reached the timeout."""
-    mine = positions[me]
-    there = _count_arrived(me, positions, mine.doing)
+    status = positions[me]
+    count = _count_arrived(me, positions, status.doing)
     return FailureReport(
         me,
-        f"{mine.doing} was reached by {there} of {size} ranks within {seconds:g} s",
+        f"{status.doing} was reached by {count} of {size} ranks within {seconds:g} s",
         why=table(size, positions),
         fix="make the call on every rank; for a rank that needs longer, "
         "InitProcessGroupKwargs(timeout=timedelta(...))",
@@ -120,17 +120,17 @@ def timeout_report(me: int, size: int, positions: Mapping[int, RankStatus], seco
 def _missing_rank_report(
     me: int, size: int, positions: Mapping[int, RankStatus], doing: str
 ) -> FailureReport:
-    there = _count_arrived(me, positions, doing)
-    what = f"{doing} was reached by {there} of {size} ranks"
-    return FailureReport(me, what, why=table(size, positions), fix=SAME_CALLS)
+    count = _count_arrived(me, positions, doing)
+    message = f"{doing} was reached by {count} of {size} ranks"
+    return FailureReport(me, message, why=table(size, positions), fix=SAME_CALLS)
 
 
 def _deadlock_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport:
     doing = positions[me].doing or next(p.doing for p in positions.values() if p.doing)
-    there = _count_arrived(me, positions, doing)
+    count = _count_arrived(me, positions, doing)
     return FailureReport(
         me,
-        f"the ranks wait for each other in different places: {doing} was reached by {there} of {size} ranks",
+        f"the ranks wait for each other in different places: {doing} was reached by {count} of {size} ranks",
         why=table(size, positions),
         fix=SAME_CALLS,
     )

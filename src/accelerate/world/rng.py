@@ -192,5 +192,5 @@ def _current_device_type() -> Device:
 
 
 def _all_devices() -> list[Device]:
-    cpu, mine = devices.get("cpu"), _current_device_type()
-    return [cpu] if mine.type == cpu.type else [cpu, mine]
+    cpu, device = devices.get("cpu"), _current_device_type()
+    return [cpu] if device.type == cpu.type else [cpu, device]

@@ -90,8 +90,8 @@ class SignalHandler:
         data = os.read(self._reader, 4096) if ready else b""
         self._forward_wakeup(data.replace(_WAKE_BYTE, b""))
         # A handler installed later by other code replaces this one, unless it calls it.
-        ours = [number for number in data if number and signal.getsignal(number) == self._handle]
-        self._pipe_counts.update(ours)
+        handled = [number for number in data if number and signal.getsignal(number) == self._handle]
+        self._pipe_counts.update(handled)
         new: list[int] = []
         for number in self._previous_handlers:
             count = max(self._pipe_counts[number], self._handler_counts[number])

@@ -24,17 +24,17 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Raises:
         CollectiveError: no rank has one, or several have; on all ranks.
     """
-    mine = None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)
-    every = collective.all_gather_object(mine)
-    owners = [rank for rank, information in enumerate(every) if information is not None]
+    local_info = None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)
+    infos = collective.all_gather_object(local_info)
+    owners = [rank for rank, information in enumerate(infos) if information is not None]
     if len(owners) != 1:
         raise CollectiveError(
-            f"one rank has the tensor to copy to all devices, but {len(owners)} of {len(every)} have one",
+            f"one rank has the tensor to copy to all devices, but {len(owners)} of {len(infos)} have one",
             why="the tensor of that rank is what all the others get",
             fix="pass None on all ranks but one",
         )
     if tensor is None:
-        information = cast(TensorInformation, every[owners[0]])
+        information = cast(TensorInformation, infos[owners[0]])
         world = worlds.current()
         tensor = torch.empty(
             information.shape, dtype=information.dtype, device=world.device if world else None

@@ -33,8 +33,8 @@ def expand_nodes(text: str, *, where: str = "the list") -> list[str]:
         WorldError: the text is not such a list; ``where`` names its source.
     """
     names: list[str] = []
-    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        parts = re.split(r"\[([^\[\]]*)\]", word.strip())
+    for pattern in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        parts = re.split(r"\[([^\[\]]*)\]", pattern.strip())
         choices = [_numbers(part, text, where) if index % 2 else [part] for index, part in enumerate(parts)]
         names += ["".join(choice) for choice in product(*choices)]
     if not names or text.count("[") != text.count("]"):

@@ -85,8 +85,8 @@ def send_to_device(
         non_blocking: do not wait for the copy (needs pinned host memory to have an effect).
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
     """
-    kept = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
-    return _move(tensor, torch.device(device), non_blocking, kept)
+    skipped_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    return _move(tensor, torch.device(device), non_blocking, skipped_keys)
 
 
 def _move(value: Any, device: torch.device, non_blocking: bool, kept: tuple[str, ...]) -> Any:
@@ -137,8 +137,8 @@ def initialize_tensors(data_structure: Any) -> Any:
     if is_tensor_information(data_structure):
         return make(data_structure)
     if isinstance(data_structure, Mapping):
-        made = {key: initialize_tensors(value) for key, value in data_structure.items()}
-        return tree.make_mapping_like(data_structure, made)
+        tensors = {key: initialize_tensors(value) for key, value in data_structure.items()}
+        return tree.make_mapping_like(data_structure, tensors)
     if isinstance(data_structure, list | tuple):
         return tree.make_same_type(data_structure, [initialize_tensors(v) for v in data_structure])
     return data_structure

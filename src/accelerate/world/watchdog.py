@@ -77,8 +77,8 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
     if timeout is None:
         # Back ends keep their timeout in options of their own class; not all have one.
         limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
-        known: list[timedelta] = [limit for limit in limits if limit is not None]
-        timeout = min(known, default=timedelta(minutes=30))
+        timeouts: list[timedelta] = [limit for limit in limits if limit is not None]
+        timeout = min(timeouts, default=timedelta(minutes=30))
     counters = [each._get_sequence_number_for_group for each in backends]
     if _current is not None and _current.store.group_store is store:
         # The world was closed by ``forget``, and its group is still open.
@@ -202,7 +202,7 @@ class Watchdog:
         """Return the error to show in place of torch's connection error when another rank failed."""
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
             return error
-        if not any(word in str(error) for word in _CONNECTION_ERRORS):
+        if not any(phrase in str(error) for phrase in _CONNECTION_ERRORS):
             return error
         report = self._diagnose()
         if report is None or (report.traceback and report.rank == self.rank):
@@ -313,16 +313,16 @@ class Watchdog:
     def _poll_peers(self, waiting: bool) -> None:
         """Publish the status of this rank, and read whether a rank failed, ended or is deadlocked."""
         with self._poll_lock:
-            mine = self._own_status()
-            if mine != self._published_status:
-                self._published_status = mine
-                self.store.put(f"at/{self.rank}", mine.to_json())
+            status = self._own_status()
+            if status != self._published_status:
+                self._published_status = status
+                self.store.put(f"at/{self.rank}", status.to_json())
             text = self.store.get("report")
             if text is not None:
                 self._accept_report(FailureReport.from_json(text))
-            elif waiting or mine.inside:
+            elif waiting or status.inside:
                 statuses = self._peer_statuses()
-                statuses[self.rank] = mine
+                statuses[self.rank] = status
                 report = find_deadlock(self.rank, self.size, statuses)
                 if report is not None:
                     self._publish_report(report)

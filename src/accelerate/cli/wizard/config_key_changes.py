@@ -20,8 +20,8 @@ from accelerate.launch.launch_request import build_request
 
 def config_path(named: str | None) -> Path:
     """The file to write: the one named by flag or variable, else the default one."""
-    where = named or environ.get("ACCELERATE_CONFIG_FILE")
-    return Path(where).expanduser() if where else config_files.default_file()
+    path = named or environ.get("ACCELERATE_CONFIG_FILE")
+    return Path(path).expanduser() if path else config_files.default_file()
 
 
 def find_setting(key: str) -> Setting:
@@ -30,14 +30,14 @@ def find_setting(key: str) -> Setting:
     Raises:
         UnknownNameError: there is none; the nearest is suggested.
     """
-    known = [row for row in launch_settings() if row.in_file]
+    rows = [row for row in launch_settings() if row.in_file]
     section, _, name = key.rpartition(".")
-    for row in known:
+    for row in rows:
         if name in (row.name, row.name.removeprefix(row.prefix)) and row.section == section:
             return row
         if not section and name == row.name:
             return row
-    spellings = [row.path if section else row.name for row in known]
+    spellings = [row.path if section else row.name for row in rows]
     raise UnknownNameError("key", key, spellings, where="in --set")
 
 
@@ -51,10 +51,10 @@ def parse_pair(pair: str) -> tuple[Setting, Any]:
     key, sign, text = pair.partition("=")
     if not sign:
         raise SettingError(f"--set {pair} has no value", fix=f"write --set {key.strip()}=value")
-    row, word = find_setting(key.strip()), text.strip()
-    if word.lower() in ("", "none", "null"):
+    row, value = find_setting(key.strip()), text.strip()
+    if value.lower() in ("", "none", "null"):
         return row, None
-    return row, file_value(convert_value(row, word, f"--set {row.name}", text=True))
+    return row, file_value(convert_value(row, value, f"--set {row.name}", text=True))
 
 
 def file_value(value: Any) -> Any:
@@ -86,18 +86,18 @@ def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
     Raises:
         SettingError: a pair is wrong, the file cannot be read, or it would have a key that nobody knows.
     """
-    asked = {row.name: (row, value) for row, value in map(parse_pair, pairs)}
+    settings = {row.name: (row, value) for row, value in map(parse_pair, pairs)}
     old = config_files.read_raw(path)[0] if path.exists() else {}
     new = _upgrade_if_old(old)
-    wanted = {_key_path(new, row): value for row, value in asked.values()}
-    new = config_writer.apply_changes(new, wanted)
+    changes = {_key_path(new, row): value for row, value in settings.values()}
+    new = config_writer.apply_changes(new, changes)
     problem = find_refusal(new, path)
     if isinstance(problem, UnknownNameError):
         raise problem
     save_config(path, old, new)
     return [
         ConfigValueChange(row.path, _get_nested(old, _key_path(old, row)), value)
-        for row, value in asked.values()
+        for row, value in settings.values()
         if _get_nested(old, _key_path(old, row)) != value
     ]
 
@@ -132,9 +132,9 @@ def save_config(path: Path, old: Mapping[Any, Any], new: Mapping[str, Any]) -> P
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     if path.suffix != ".json":
-        kept = config_writer.edit_yaml(text, config_writer.find_changes(old, new))
-        if kept is not None:
-            config_writer.write_file(path, kept)
+        edited_text = config_writer.edit_yaml(text, config_writer.find_changes(old, new))
+        if edited_text is not None:
+            config_writer.write_file(path, edited_text)
             return None
     copy = config_writer.copy_to_backup(path) if "#" in text else None
     config_writer.write_file(path, config_writer.format_config(new, path))

@@ -140,13 +140,13 @@ def get_sagemaker_input() -> SageMakerConfig:
 
 def get_user_input() -> ClusterConfig | SageMakerConfig:
     """Asks where the job runs, and then about it; nothing is written."""
-    where = terminal.ask_question(
+    environment_number = terminal.ask_question(
         questions.environment_question(questions.WizardAnswers({})),
         0,
         questions.WizardAnswers({}),
         _placeholder_path(),
     )
-    return get_sagemaker_input() if where else get_cluster_input()
+    return get_sagemaker_input() if environment_number else get_cluster_input()
 
 
 def _ask_config(way: Any, kind: type[C], known: dict[tuple[str, ...], Any]) -> C:

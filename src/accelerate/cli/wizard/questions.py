@@ -210,8 +210,10 @@ def _device_options() -> Iterator[AnswerOption]:
         each = f"several processes, one {device.type} device each ({count} found here)"
         yield AnswerOption(each, {kind: device.distributed_type, use_cpu: False})
     alone = {kind: NOT_DISTRIBUTED, ("num_processes",): 1, ("num_machines",): 1}
-    one = f"one process, on the {device.type} device" if count else "one process, on a device if there is one"
-    yield AnswerOption(one, {**alone, use_cpu: False})
+    single_label = (
+        f"one process, on the {device.type} device" if count else "one process, on a device if there is one"
+    )
+    yield AnswerOption(single_label, {**alone, use_cpu: False})
     yield AnswerOption("one process, on the CPU", {**alone, use_cpu: True})
     yield AnswerOption("several processes, on the CPU", {kind: CPU_GROUP, use_cpu: True})
     others = {each.distributed_type: each.type for each in devices.accelerators()}
@@ -244,9 +246,9 @@ def _ask_gated_page(cls: type[Any], answers: WizardAnswers) -> QuestionFlow:
         yield from _ask_page(cls, answers)
         return
     text = getattr(cls, "__question__", "") or f"Set up: {cls.__topic__.lower()}?"
-    known = answers.previous_value((cls.__section__,))
+    previous = answers.previous_value((cls.__section__,))
     name = f"gate {cls.__section__}"
-    yes = yield WizardQuestion(name, text, options=_YES_NO, default=int(bool(known)))
+    yes = yield WizardQuestion(name, text, options=_YES_NO, default=int(bool(previous)))
     if yes:
         yield from _ask_page(cls, answers)
 
@@ -282,17 +284,17 @@ _YES_NO = (AnswerOption("no"), AnswerOption("yes"))
 
 def question_of(row: Setting, answers: WizardAnswers) -> WizardQuestion:
     """The question of a setting: its words to choose from, yes or no, or a line to type."""
-    path, known = setting_path(row), answers.previous_value(setting_path(row))
-    words: Sequence[Any] = row.choices or ((False, True) if _is_switch(row) else ())
-    if not words:
-        default = known if known is not None else row.default
+    path, previous = setting_path(row), answers.previous_value(setting_path(row))
+    choices: Sequence[Any] = row.choices or ((False, True) if _is_switch(row) else ())
+    if not choices:
+        default = previous if previous is not None else row.default
         text = "" if default is None or not isinstance(default, str | int | float) else str(default)
         return WizardQuestion(row.name, row.question, row.help, (), row, text)
-    options = [AnswerOption(_display_word(word), {path: word}) for word in words]
-    no = next((word for word in row.choices if _display_word(word) == "no"), None)
+    options = [AnswerOption(_display_word(choice), {path: choice}) for choice in choices]
+    no = next((choice for choice in row.choices if _display_word(choice) == "no"), None)
     if row.default is None and no is None:
         options.insert(0, AnswerOption("as by default", {path: None}))
-    start = known if known is not None else no if row.default is None else row.default
+    start = previous if previous is not None else no if row.default is None else row.default
     writes = [option.writes[path] for option in options]
     at = next((i for i, value in enumerate(writes) if str(value).lower() == str(start).lower()), 0)
     return WizardQuestion(row.name, row.question, row.help, options, row, at)

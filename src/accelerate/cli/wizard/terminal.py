@@ -36,9 +36,9 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         KeyboardInterrupt: Ctrl-C; nothing was written.
     """
-    given: dict[str, int | str] = {}
+    answers_by_name: dict[str, int | str] = {}
     while True:
-        questions, answers = ask_questions(ask_everything, path, before, given)
+        questions, answers = ask_questions(ask_everything, path, before, answers_by_name)
         values = merge_answers(before, answers)
         print_plain(f"\n{path}:\n\n{config_writer.format_config(values, Path('x.yaml'))}")
         problem = find_refusal(values, path)
@@ -49,9 +49,12 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
             return values
         if decision == 2:
             return None
-        texts = [f"{question.text}  {_answer_text(question, given[question.name])}" for question in questions]
+        texts = [
+            f"{question.text}  {_answer_text(question, answers_by_name[question.name])}"
+            for question in questions
+        ]
         changed = questions[_select_option("Which one?", texts)]
-        given[f"was {changed.name}"] = given.pop(changed.name)
+        answers_by_name[f"was {changed.name}"] = answers_by_name.pop(changed.name)
 
 
 def ask_questions(
@@ -95,8 +98,8 @@ def merge_answers(before: Mapping[str, Any], answers: WizardAnswers) -> dict[str
     """The values to write: the answers, and of the old file what nobody is asked about."""
     tables = {getattr(cls, "__section__", "") for cls in all_classes()}
     questions = {setting_path(row) for cls in all_classes() for row in asked_settings(cls)}
-    mine = {"distributed_type", "use_cpu", *tables, *(path[0] for path in questions)}
-    new = {key: value for key, value in before.items() if key not in mine}
+    wizard_keys = {"distributed_type", "use_cpu", *tables, *(path[0] for path in questions)}
+    new = {key: value for key, value in before.items() if key not in wizard_keys}
     for section, table in answers.nested_values().items():
         old = before.get(section)
         if isinstance(table, dict) and isinstance(old, dict):

@@ -32,14 +32,14 @@ def upgrade_values(values: Mapping[Any, Any], path: Path) -> dict[str, Any]:
         SettingError: a value is wrong.
         UnknownNameError: a key is unknown.
     """
-    known = {row.path: row for row in launch_settings() if row.in_file}
+    settings_by_path = {row.path: row for row in launch_settings() if row.in_file}
     new: dict[str, Any] = {}
     for key, value in config_files.upgrade_keys(values).items():
         if isinstance(value, dict):
-            inside = dict(_upgrade_section(key, value, known, path))
+            inside = dict(_upgrade_section(key, value, settings_by_path, path))
             new |= {key: inside} if inside else {}
         elif value not in ([], ""):
-            new[key] = _typed_value(known[key], value, path) if key in known else value
+            new[key] = _typed_value(settings_by_path[key], value, path) if key in settings_by_path else value
     for name, value in _DEFAULT_VALUES.items():
         new.setdefault(name, value)
     if (new.get("distributed_type"), new["compute_environment"]) == ("NO", "LOCAL_MACHINE"):

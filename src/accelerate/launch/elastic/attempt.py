@@ -126,10 +126,10 @@ class ElasticAttemptRunner:
         commands = [
             ProcessSpec(
                 rank_command(self.request, folder, rank),
-                environ.make_child_environment({**own, "ACCELERATE_STOP_FOLDER": folder}),
+                environ.make_child_environment({**rank_variables, "ACCELERATE_STOP_FOLDER": folder}),
                 *self.logs.pipes(rank),
             )
-            for rank, own in enumerate(variables, first_rank)
+            for rank, rank_variables in enumerate(variables, first_rank)
         ]
         attempt = LocalAttempt(
             commands,

@@ -85,7 +85,7 @@ class MultiMachineAttemptRunner:
 
     def _wait_next_attempt(self) -> bool:
         """Waits for the next attempt; False when there is none."""
-        began, said = time.monotonic(), False
+        began, has_announced = time.monotonic(), False
         watched = bool(self.world)  # before the first attempt nobody is there to be lost
         while True:
             for number in self.attempts.signals.wait(0.5, self.agent.output):
@@ -107,8 +107,8 @@ class MultiMachineAttemptRunner:
             waits = time.monotonic() - began
             if not watched and waits > self.join + RENDEZVOUS_MARGIN:
                 raise self._lost_contact_error()
-            if not watched and not said and waits > QUIET_WAIT_SECONDS:
-                said = True
+            if not watched and not has_announced and waits > QUIET_WAIT_SECONDS:
+                has_announced = True
                 self.print_line(
                     f"waiting for the other machines at {self.endpoint}, for {self.join:g} s at most"
                 )
@@ -131,8 +131,8 @@ class MultiMachineAttemptRunner:
         """A signal while no process runs here. The others are told, if the agent can."""
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.world:
-            what = f"stopped by {name}"
-            self.agent.send({"event": "ended", "result": "stopped", "what": what, "code": 128 + number})
+            reason = f"stopped by {name}"
+            self.agent.send({"event": "ended", "result": "stopped", "what": reason, "code": 128 + number})
             self.agent.finish(1.0)
         error = RankError(f"stopped by {name}, while it waited for the other machines at {self.endpoint}")
         error.code = 128 + number
@@ -170,14 +170,14 @@ class MultiMachineAttemptRunner:
         error, outcome = self.error, attempt.outcome
         if error is None:
             return {"result": "ok"}
-        said: dict[str, Any] = {"what": error.what, "why": error.why, "code": error.code}
+        failure: dict[str, Any] = {"what": error.what, "why": error.why, "code": error.code}
         if outcome.resumable:
-            return {"result": "resumable", **said}
+            return {"result": "resumable", **failure}
         if outcome.stopped_by is not None and not outcome.stopped_gracefully:
-            return {"result": "stopped", **said}
+            return {"result": "stopped", **failure}
         return {
             "result": "failed",
-            **said,
+            **failure,
             "told": describe_failure(error),
             "traceback": error.traceback[-MAX_TRACEBACK:],
         }
@@ -188,8 +188,8 @@ class MultiMachineAttemptRunner:
         if verdict["kind"] == "join":
             return "another machine has come: all processes start again with it"
         if verdict["kind"] == "lost":
-            lost = f"machine {verdict['lost']} ({verdict['lost_host']}) is lost"
-            return f"{lost}: {verdict['why']}; the others start again"
+            loss = f"machine {verdict['lost']} ({verdict['lost_host']}) is lost"
+            return f"{loss}: {verdict['why']}; the others start again"
         number, most = self.world["restarts"] + 1, self.world["max_restarts"]
         return f"{_machine_text(verdict)}: {verdict['told']}; restart {number} of {most}"
 

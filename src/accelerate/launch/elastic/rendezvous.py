@@ -128,12 +128,12 @@ class DynamicRendezvous:
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         job = self.job
-        own: dict[str, Any] = {"read_timeout": int(max(1, job["machine_timeout"]))}
+        defaults: dict[str, Any] = {"read_timeout": int(max(1, job["machine_timeout"]))}
         if job["backend"] == "c10d":
-            own["is_host"] = here
+            defaults["is_host"] = here
             # A machine that is lost is forgotten by then, and the others can meet without it.
-            own["keep_alive_interval"] = int(min(5, max(1, job["machine_timeout"] / 4)))
-        conf = {**own, "join_timeout": int(job["join"]), **job["conf"]}
+            defaults["keep_alive_interval"] = int(min(5, max(1, job["machine_timeout"] / 4)))
+        conf = {**defaults, "join_timeout": int(job["join"]), **job["conf"]}
         try:
             return get_rendezvous_handler(
                 RendezvousParameters(
@@ -180,8 +180,8 @@ def _create_tcp_store(host: str, port: int, *, serve: bool, seconds: float) -> A
 
     try:
         # One that serves listens on all addresses, and need not reach itself by a name that others use.
-        where = "127.0.0.1" if serve else host
-        return TCPStore(where, port, None, serve, timedelta(seconds=seconds), wait_for_workers=False)
+        address = "127.0.0.1" if serve else host
+        return TCPStore(address, port, None, serve, timedelta(seconds=seconds), wait_for_workers=False)
     except DistError as error:
         first = str(error).splitlines()[0]
         if serve:
@@ -197,13 +197,14 @@ def _create_tcp_store(host: str, port: int, *, serve: bool, seconds: float) -> A
 
 def find_local_address(host: str, port: int) -> str | None:
     """The address of this machine on its way to another one; None when there is no way."""
-    return next((own for own, _ in _find_routes(host, port)), None)
+    return next((local for local, _ in _find_routes(host, port)), None)
 
 
 def is_this_machine(host: str) -> bool:
     """Return whether a host is this machine: the route to it starts at its own address."""
     return any(
-        own == there or (_is_loopback(own) and _is_loopback(there)) for own, there in _find_routes(host, 1)
+        local == remote or (_is_loopback(local) and _is_loopback(remote))
+        for local, remote in _find_routes(host, 1)
     )
 
 
@@ -235,8 +236,8 @@ def find_gloo_interface(address: str | None) -> str | None:
     Gloo takes the interface of the host's own name. Where that name does not resolve, or only to the
     loopback, no other machine would reach its ranks: then it is the interface of ``address``.
     """
-    own = find_local_address(socket.gethostname(), 1)
-    if address is None or _is_loopback(address) or (own is not None and not _is_loopback(own)):
+    local = find_local_address(socket.gethostname(), 1)
+    if address is None or _is_loopback(address) or (local is not None and not _is_loopback(local)):
         return None
     import psutil
 

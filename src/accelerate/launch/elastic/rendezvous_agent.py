@@ -144,8 +144,8 @@ class AttemptCoordinator:
         """Tells the others what happened here; of a failure, first of all that there is one."""
         if message["event"] == "failing":
             self.claim = self.store.add("claims", 1)
-            said = {"machine": self.info.machine_rank, "age": message["age"]}
-            self.store.set(f"claim/{self.claim}", json.dumps(said))
+            failure_claim = {"machine": self.info.machine_rank, "age": message["age"]}
+            self.store.set(f"claim/{self.claim}", json.dumps(failure_claim))
         elif message["result"] == "stopped":
             self.post_verdict({**message, "kind": "stopped"})
         elif message["result"] != "failed":
@@ -160,8 +160,11 @@ class AttemptCoordinator:
         if self.claim == 1:
             for claim in range(1, self.store.add("claims", 0) + 1):
                 if claim not in self.failure_claims and self.store.check([f"claim/{claim}"]):
-                    said = json.loads(self.store.get(f"claim/{claim}"))
-                    self.failure_claims[claim] = (time.monotonic() - said["age"], said["machine"])
+                    failure_claim = json.loads(self.store.get(f"claim/{claim}"))
+                    self.failure_claims[claim] = (
+                        time.monotonic() - failure_claim["age"],
+                        failure_claim["machine"],
+                    )
         if self.local_result is None or self.local_result["result"] != "failed":
             return
         if self.claim == 1 and not self.store.check(["first"]):
@@ -176,8 +179,8 @@ class AttemptCoordinator:
             return
         who = {"machine": self.info.machine_rank, "host": self.job["hostname"]}
         if self.store.add("verdicts", 1) == 1:
-            said = {name: value for name, value in verdict.items() if name != "event"}
-            self.store.set("verdict", json.dumps({**who, **said}))
+            fields = {name: value for name, value in verdict.items() if name != "event"}
+            self.store.set("verdict", json.dumps({**who, **fields}))
 
     def _read_verdict(self) -> Message | None:
         if self.store.check(["verdict"]):
@@ -303,9 +306,9 @@ def run_job(launcher: AgentLauncherPipe, job: Message) -> None:
 def exchange_machine_info(info: RendezvousInfo, job: Message, restarts: int) -> Message:
     """Exchange hosts, process counts and first ranks between the machines of an attempt."""
     address = rendezvous.find_local_address(job["host"], job["port"])
-    mine = {"host": job["hostname"], "processes": job["processes"], "restarts": restarts}
-    mine["facts"] = job["facts"]
-    info.store.set(f"machine/{info.machine_rank}", json.dumps(mine))
+    local_info = {"host": job["hostname"], "processes": job["processes"], "restarts": restarts}
+    local_info["facts"] = job["facts"]
+    info.store.set(f"machine/{info.machine_rank}", json.dumps(local_info))
     if info.machine_rank == 0:
         those = [json.loads(info.store.get(f"machine/{number}")) for number in range(info.machine_count)]
         different = preflight.compare_machines(
@@ -325,8 +328,8 @@ def exchange_machine_info(info: RendezvousInfo, job: Message, restarts: int) -> 
     if different := world.pop("different"):
         _raise_on_all_machines(info, *different)
     first, size = sum(world["processes"][: info.machine_rank]), sum(world["processes"])
-    own = {"machine": info.machine_rank, "machines": info.machine_count, "first": first, "size": size}
-    return {**world, **own, "interface": rendezvous.find_gloo_interface(address)}
+    position = {"machine": info.machine_rank, "machines": info.machine_count, "first": first, "size": size}
+    return {**world, **position, "interface": rendezvous.find_gloo_interface(address)}
 
 
 def _raise_on_all_machines(info: RendezvousInfo, what: str, why: str, fix: str) -> None:
@@ -359,11 +362,11 @@ def main() -> None:
     except AccelerateError as error:
         launcher.send("error", what=error.what, why=error.why, fix=error.fix)
     except (RendezvousError, DistError) as error:
-        why = str(error.__cause__ or error).splitlines()
+        lines = str(error.__cause__ or error).splitlines()
         launcher.send(
             "error",
             what=f"the machines did not find each other at {job['host']}:{job['port']}",
-            why=f"{type(error).__name__}: {why[0] if why else ''}",
+            why=f"{type(error).__name__}: {lines[0] if lines else ''}",
             fix="",
         )
     sys.stderr.flush()

@@ -77,21 +77,24 @@ def parse_rdzv_conf(request: LaunchRequest) -> dict[str, str]:
     Raises:
         SettingError: it is not written ``key=value,key=value``, or a number in it is none.
     """
-    text, where = request.values_of(ElasticLaunchSettings).rdzv_conf or "", request.origin("rdzv_conf").where
+    text, location = (
+        request.values_of(ElasticLaunchSettings).rdzv_conf or "",
+        request.origin("rdzv_conf").where,
+    )
     conf: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
-            raise SettingError(f"{where} has the part {part!r}", fix="write key=value,key=value")
+            raise SettingError(f"{location} has the part {part!r}", fix="write key=value,key=value")
         conf[key.strip()] = value.strip()
     if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC:
         for key in conf:
             if key not in ("timeout", "join_timeout", "rank"):
                 raise SettingError(
-                    f"{where} sets {key}, which a static rendezvous does not read",
+                    f"{location} sets {key}, which a static rendezvous does not read",
                     fix="it reads join_timeout; --rdzv_backend c10d reads more",
                 )
-    parse_join_timeout(conf, where)
+    parse_join_timeout(conf, location)
     return conf
 
 
@@ -114,28 +117,28 @@ def find_endpoint(request: LaunchRequest) -> RendezvousEndpoint:
     Raises:
         SettingError: nobody says where, two settings disagree, or the port is none.
     """
-    asked, job = request.values_of(ElasticLaunchSettings), request.settings
-    given, address = request.origin("rdzv_endpoint"), request.origin("main_process_ip")
-    if asked.rdzv_endpoint is None and job.main_process_ip is None:
+    options, job = request.values_of(ElasticLaunchSettings), request.settings
+    endpoint_origin, address = request.origin("rdzv_endpoint"), request.origin("main_process_ip")
+    if options.rdzv_endpoint is None and job.main_process_ip is None:
         raise SettingError(
             f"{job.num_machines} machines ({request.origin('num_machines').where}) need a place to meet",
             why="each of them must know where rank 0 is",
             fix="give all of them the same --main_process_ip and --main_process_port",
         )
-    default = job.main_process_port or DEFAULT_PORTS.get(asked.rdzv_backend, DEFAULT_PORTS[DYNAMIC])
-    if asked.rdzv_endpoint is None:
+    default = job.main_process_port or DEFAULT_PORTS.get(options.rdzv_backend, DEFAULT_PORTS[DYNAMIC])
+    if options.rdzv_endpoint is None:
         return RendezvousEndpoint(job.main_process_ip or "", default, address.where)
-    host, port = _split_endpoint(asked.rdzv_endpoint, given.where)
+    host, port = _split_endpoint(options.rdzv_endpoint, endpoint_origin.where)
     # Where a scheduler would have them meet does not contradict what somebody wrote.
     written = job.main_process_ip is not None and address.source != "scheduler"
-    both = asked.rdzv_backend == STATIC and written
+    both = options.rdzv_backend == STATIC and written
     if both and (host != job.main_process_ip or port not in (None, job.main_process_port)):
         raise SettingError(
-            f"{given.where} is {given.value}, but {address.where} is {address.value}",
+            f"{endpoint_origin.where} is {endpoint_origin.value}, but {address.where} is {address.value}",
             why="a static rendezvous meets at the address and port of rank 0",
             fix="keep one of them",
         )
-    return RendezvousEndpoint(host, port or default, given.where)
+    return RendezvousEndpoint(host, port or default, endpoint_origin.where)
 
 
 def _split_endpoint(text: str, where: str) -> tuple[str, int | None]:
@@ -155,7 +158,7 @@ def refuse_contradictions(request: LaunchRequest) -> None:
     Raises:
         SettingError: two settings do not go together, or a number is out of its range.
     """
-    asked = request.values_of(ElasticLaunchSettings)
+    options = request.values_of(ElasticLaunchSettings)
     least, most = request.machines
     for name in ("max_restarts", "monitor_interval", "machine_timeout"):
         if request.get(name) < 0:
@@ -167,7 +170,7 @@ def refuse_contradictions(request: LaunchRequest) -> None:
             why="the first says that there is one machine",
             fix="keep one of them",
         )
-    if asked.rdzv_backend == STATIC and least != most:
+    if options.rdzv_backend == STATIC and least != most:
         raise SettingError(
             f"{request.origin('num_machines').where} is {request.settings.num_machines}, but a static "
             "rendezvous has a fixed number of machines",

@@ -68,12 +68,14 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
         program = shutil.which(PROGRAM)
         if program is None:
             raise MissingExtraError(PROGRAM, f"a launch on {request.machines[1]} machines by its launcher")
-        told = dict(request.script_variables())
+        variables = dict(request.script_variables())
         threads = request.settings.num_cpu_threads_per_process
         if threads is not None:
-            told["OMP_NUM_THREADS"] = str(threads)
+            variables["OMP_NUM_THREADS"] = str(threads)
         started_by = request.get("deepspeed_multinode_launcher") or "pdsh"
-        exported = () if started_by == SLURM else tuple(f"{name}={value}" for name, value in told.items())
+        exported = (
+            () if started_by == SLURM else tuple(f"{name}={value}" for name, value in variables.items())
+        )
         return DeepSpeedLaunchPlan(
             kind=self.name,
             facts=(
@@ -81,7 +83,7 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
                 ("started by", started_by),
             ),
             variables={
-                **told,
+                **variables,
                 **({} if not exported else {ENV_FILE_VARIABLE: "a file with these variables"}),
             },
             commands=(PlannedCommand(PROGRAM, (program, *_launcher_flags(request), *request.program)),),
@@ -98,11 +100,11 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
 
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         with report_folder() as folder:
-            told = dict(plan.variables)
+            variables = dict(plan.variables)
             if plan.exported_lines:
-                told[ENV_FILE_VARIABLE] = str(_write_env_file(folder, plan.exported_lines))
+                variables[ENV_FILE_VARIABLE] = str(_write_env_file(folder, plan.exported_lines))
             command = ProcessSpec(
-                plan.commands[0].program, environ.make_child_environment(told), *logs.pipes(0)
+                plan.commands[0].program, environ.make_child_environment(variables), *logs.pipes(0)
             )
             ranks = WorkerSupervisor(
                 [command], stop_timeout=request.settings.stop_timeout, on_start=logs.read
@@ -132,7 +134,7 @@ def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
     }
     if any(filters.values()):
         # It takes a filter or numbers, not both.
-        yield from (word for flag, value in filters.items() if value for word in (flag, str(value)))
+        yield from (arg for flag, value in filters.items() if value for arg in (flag, str(value)))
     else:
         yield from ("--num_nodes", str(request.machines[1]))
         each = request.local_processes.value
@@ -177,10 +179,10 @@ def _check_filters(request: LaunchRequest) -> None:
             fix="keep one of them",
         )
     each = request.local_processes
-    given = next((origin for origin in both if origin.value), None)
-    if given is not None and each.source == "flag":
+    filter_origin = next((origin for origin in both if origin.value), None)
+    if filter_origin is not None and each.source == "flag":
         raise SettingError(
-            f"{given.where} and {each.where} do not go together",
+            f"{filter_origin.where} and {each.where} do not go together",
             why="each says how many processes there are: one for each device",
             fix="keep one of them",
         )
@@ -189,19 +191,19 @@ def _check_filters(request: LaunchRequest) -> None:
 def _check_hostfile(request: LaunchRequest) -> None:
     """Refuse a hostfile with too few machines: DeepSpeed's launcher would use this one alone."""
     path, origin = _hostfile(request), request.origin("deepspeed_hostfile")
-    where = f"{origin.where} is {path}" if origin.value else f"the hostfile is {path} (the default)"
+    hostfile = f"{origin.where} is {path}" if origin.value else f"the hostfile is {path} (the default)"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise SettingError(
-            f"{where}, which cannot be read",
+            f"{hostfile}, which cannot be read",
             why=error.strerror or str(error),
             fix="give --deepspeed_hostfile, a file with a line like 'worker-1 slots=8' for each machine",
         ) from error
     hosts = [line.split()[0] for line in lines if line.strip() and not line.strip().startswith("#")]
     if len(hosts) < request.machines[1]:
         raise SettingError(
-            f"{request.origin('num_machines').where} is {request.machines[1]}, but {where}, which has "
+            f"{request.origin('num_machines').where} is {request.machines[1]}, but {hostfile}, which has "
             f"{len(hosts)} machine" + ("" if len(hosts) == 1 else "s"),
             fix="add a line like 'worker-1 slots=8' for each machine",
         )
@@ -223,10 +225,10 @@ def _write_env_file(folder: Path, lines: tuple[str, ...]) -> Path:
             f"the variable {several} has several lines, which DeepSpeed's launcher cannot hand on",
             fix="make it one line, or add --deepspeed_multinode_launcher standard",
         )
-    ours = {line.partition("=")[0] for line in lines}
-    kept = (line for line in _user_env_lines() if line.partition("=")[0].strip() not in ours)
+    job_names = {line.partition("=")[0] for line in lines}
+    user_lines = (line for line in _user_env_lines() if line.partition("=")[0].strip() not in job_names)
     file = folder / ENV_FILE.lstrip(".")
-    file.write_text("\n".join([*kept, *lines]) + "\n", encoding="utf-8")
+    file.write_text("\n".join([*user_lines, *lines]) + "\n", encoding="utf-8")
     return file
 
 

@@ -55,17 +55,17 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
         """Chooses devices, processes and the place to meet; see ``LaunchKind.plan``."""
         settings.refuse_contradictions(request)
         machine, conf = DeviceProbeHost(), settings.parse_rdzv_conf(request)
-        where, several = allocate_devices(request, machine), request.machines[1] > 1
+        allocation, several = allocate_devices(request, machine), request.machines[1] > 1
         endpoint = settings.find_endpoint(request) if several else None
         if endpoint is not None:
             _check_machine_rank(request, endpoint)
         return ElasticLaunchPlan(
             kind=self.name,
-            facts=tuple(_facts(request, where, endpoint)),
-            variables=shared_variables(request, where, machine),
-            commands=tuple(_planned_commands(request, where, endpoint)),
+            facts=tuple(_facts(request, allocation, endpoint)),
+            variables=shared_variables(request, allocation, machine),
+            commands=tuple(_planned_commands(request, allocation, endpoint)),
             notes=(),
-            allocation=where,
+            allocation=allocation,
             endpoint=endpoint,
             conf=conf,
             unused_settings=tuple(_unused_settings(request)),
@@ -102,7 +102,7 @@ def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempt
             if port is None
             else ranks_variables(request, size, port.number, run_id)
         )
-        return [{**plan.variables, **own, **counted} for own in each]
+        return [{**plan.variables, **variables, **counted} for variables in each]
 
     with reserve_port(request, size) as port:
         single_machine_restarts.run_with_restarts(
@@ -116,13 +116,17 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
     from accelerate.launch.elastic.multi_machine_runner import MultiMachineAttemptRunner
 
     assert plan.endpoint is not None
-    asked, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
-    join, said, where = settings.parse_join_timeout(plan.conf), request.local_processes.value, plan.allocation
+    options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
+    join, local_processes, allocation = (
+        settings.parse_join_timeout(plan.conf),
+        request.local_processes.value,
+        plan.allocation,
+    )
     job = {
-        "backend": asked.rdzv_backend,
+        "backend": options.rdzv_backend,
         "host": plan.endpoint.host,
         "port": plan.endpoint.port,
-        "id": asked.rdzv_id,
+        "id": options.rdzv_id,
         "conf": plan.conf,
         "join": join,
         "least": least,
@@ -130,23 +134,23 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
         "machine_rank": request.settings.machine_rank,
         "processes": plan.allocation.processes,
         "facts": preflight.machine_facts(
-            where.device.type, None if isinstance(said, int) else where.processes
+            allocation.device.type, None if isinstance(local_processes, int) else allocation.processes
         ),
-        "max_restarts": asked.max_restarts,
-        "monitor_interval": asked.monitor_interval,
-        "machine_timeout": asked.machine_timeout,
+        "max_restarts": options.max_restarts,
+        "monitor_interval": options.monitor_interval,
+        "machine_timeout": options.machine_timeout,
     }
     MultiMachineAttemptRunner(
         attempts,
         ElasticAgentProcess(job, attempts.guard, request.settings.stop_timeout),
         lambda world: [
-            {**plan.variables, **own}
-            for own in _torchrun_variables(request, world, plan.allocation.processes, asked.rdzv_id)
+            {**plan.variables, **variables}
+            for variables in _torchrun_variables(request, world, plan.allocation.processes, options.rdzv_id)
         ],
-        timeout=asked.machine_timeout,
+        timeout=options.machine_timeout,
         join=join,
         endpoint=str(plan.endpoint),
-        is_static=asked.rdzv_backend == STATIC,
+        is_static=options.rdzv_backend == STATIC,
         print_line=lambda line: print_line(request, line),
     ).run()
 
@@ -185,8 +189,8 @@ def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) ->
     """Refuses machine 0 by default where rank 0 is plainly elsewhere: the others would wait for ever."""
     from accelerate.launch.elastic.rendezvous import is_this_machine
 
-    asked, number = request.values_of(ElasticLaunchSettings), request.origin("machine_rank")
-    if asked.rdzv_backend == STATIC and number.source == "default" and not is_this_machine(endpoint.host):
+    options, number = request.values_of(ElasticLaunchSettings), request.origin("machine_rank")
+    if options.rdzv_backend == STATIC and number.source == "default" and not is_this_machine(endpoint.host):
         raise SettingError(
             f"{endpoint.where} is {endpoint.host}, which is not this machine, "
             "but machine_rank is 0 (the default)",
@@ -198,63 +202,67 @@ def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) ->
 def _facts(
     request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint | None
 ) -> Iterator[tuple[str, str]]:
-    asked, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
-    here, device = where.processes, where.device.type
+    options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
+    processes, device = where.processes, where.device.type
     yield "machines", str(most) if least == most else f"{least} to {most}"
     if endpoint is not None:
-        static = asked.rdzv_backend == STATIC
+        static = options.rdzv_backend == STATIC
         yield "this machine", str(request.settings.machine_rank) if static else "numbered when they meet"
-        yield "rendezvous", f"{asked.rdzv_backend} at {endpoint} ({endpoint.where})"
-    total = str(here * most) if least == most else f"{here * least} to {here * most}"
-    yield "processes", total if most == 1 else f"{total}, {here} on this machine"
-    yield "devices", device if here == 1 else f"{here} x {device}"
-    yield "restarts", str(asked.max_restarts)
+        yield "rendezvous", f"{options.rdzv_backend} at {endpoint} ({endpoint.where})"
+    total = str(processes * most) if least == most else f"{processes * least} to {processes * most}"
+    yield "processes", total if most == 1 else f"{total}, {processes} on this machine"
+    yield "devices", device if processes == 1 else f"{processes} x {device}"
+    yield "restarts", str(options.max_restarts)
 
 
 def _planned_commands(
     request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint | None
 ) -> Iterator[PlannedCommand]:
-    program, here = script_command(request), where.processes
+    program, processes = script_command(request), where.processes
     if endpoint is None:
         port = request.settings.main_process_port or "a free port"
         each = (
             [single_process_variables(request)]
-            if here == 1
-            else ranks_variables(request, here, port, "a new name")
+            if processes == 1
+            else ranks_variables(request, processes, port, "a new name")
         )
-        yield from (PlannedCommand(f"rank {rank}", program, told) for rank, told in enumerate(each))
+        yield from (PlannedCommand(f"rank {rank}", program, variables) for rank, variables in enumerate(each))
         return
-    asked, (_, most) = request.values_of(ElasticLaunchSettings), request.machines
-    static = asked.rdzv_backend == STATIC
+    options, (_, most) = request.values_of(ElasticLaunchSettings), request.machines
+    static = options.rdzv_backend == STATIC
     number = request.settings.machine_rank
     world = {
         "address": endpoint.host if static else "the address of machine 0",
         "port": endpoint.port if static else "a free port",
-        "size": here * most if static else "as many as meet",
-        "first": number * here if static else 0,
+        "size": processes * most if static else "as many as meet",
+        "first": number * processes if static else 0,
         "machine": number if static else "as they meet",
         "machines": most if static else "as many as meet",
         "restarts": 0,
-        "max_restarts": asked.max_restarts,
+        "max_restarts": options.max_restarts,
         "interface": None,
     }
-    for local, told in enumerate(_torchrun_variables(request, world, here, asked.rdzv_id)):
-        own = told if static else {**told, "RANK": "as they meet", "ROLE_RANK": "as they meet"}
-        yield PlannedCommand(f"rank {told['RANK']}" if static else f"local rank {local}", program, own)
+    for local, variables in enumerate(_torchrun_variables(request, world, processes, options.rdzv_id)):
+        shown_variables = (
+            variables if static else {**variables, "RANK": "as they meet", "ROLE_RANK": "as they meet"}
+        )
+        yield PlannedCommand(
+            f"rank {variables['RANK']}" if static else f"local rank {local}", program, shown_variables
+        )
 
 
 def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
     """Yield the settings without use in this job; see ``LaunchPlan.unused_settings``."""
-    asked = request.values_of(ElasticLaunchSettings)
+    options = request.values_of(ElasticLaunchSettings)
     yield "same_network", "machines are reached by their addresses, on one network or not"
     if request.machines == (1, 1):
-        why = "there is one machine"
+        reason = "there is one machine"
         for name in ("machine_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"):
-            yield name, why
-        yield "monitor_interval", f"{why}; ends of its processes are seen at once"
-        yield "machine_timeout", why
-    elif asked.rdzv_backend != STATIC:
-        yield "machine_rank", f"{asked.rdzv_backend} numbers the machines as they meet"
+            yield name, reason
+        yield "monitor_interval", f"{reason}; ends of its processes are seen at once"
+        yield "machine_timeout", reason
+    elif options.rdzv_backend != STATIC:
+        yield "machine_rank", f"{options.rdzv_backend} numbers the machines as they meet"
 
 
 PLUGIN = ElasticLaunch()

@@ -45,13 +45,13 @@ class LocalLaunch(LaunchKind[LocalLaunchPlan]):
     def plan(self, request: LaunchRequest) -> LocalLaunchPlan:
         """Chooses devices and processes; see ``LaunchKind.plan``."""
         machine = DeviceProbeHost()
-        where = allocate_devices(request, machine)
-        device, count = where.device.type, where.processes
+        allocation = allocate_devices(request, machine)
+        device, count = allocation.device.type, allocation.processes
         guessed = count > 1 and request.local_processes.value is None
         note = f"{count} processes, one for each {device} device (--num_processes says another number)"
         program = script_command(request)
         port = request.settings.main_process_port or "a free port"
-        own = (
+        variables_by_rank = (
             [single_process_variables(request)]
             if count == 1
             else ranks_variables(request, count, port, "a new name")
@@ -59,12 +59,15 @@ class LocalLaunch(LaunchKind[LocalLaunchPlan]):
         return LocalLaunchPlan(
             kind=self.name,
             facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
-            variables=shared_variables(request, where, machine),
-            commands=tuple(PlannedCommand(f"rank {rank}", program, told) for rank, told in enumerate(own)),
+            variables=shared_variables(request, allocation, machine),
+            commands=tuple(
+                PlannedCommand(f"rank {rank}", program, variables)
+                for rank, variables in enumerate(variables_by_rank)
+            ),
             notes=(note,) if guessed else (),
-            allocation=where,
-            unused_settings=tuple(_unused_settings(request, where)),
-            setting_effects=tuple(_setting_effects(request, where)),
+            allocation=allocation,
+            unused_settings=tuple(_unused_settings(request, allocation)),
+            setting_effects=tuple(_setting_effects(request, allocation)),
         )
 
     def run(self, request: LaunchRequest, plan: LocalLaunchPlan, *, replace: bool) -> None:
@@ -72,8 +75,8 @@ class LocalLaunch(LaunchKind[LocalLaunchPlan]):
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         if plan.allocation.processes == 1 and replace and not logs.is_active:
             # The folder of a launcher around this one is not for this process.
-            own: Variables = {**single_process_variables(request), "ACCELERATE_STOP_FOLDER": None}
-            replace_process(request, environ.make_child_environment({**plan.variables, **own}))
+            variables: Variables = {**single_process_variables(request), "ACCELERATE_STOP_FOLDER": None}
+            replace_process(request, environ.make_child_environment({**plan.variables, **variables}))
         else:
             _run_supervised(request, plan.allocation.processes, plan.variables, logs)
 
@@ -98,29 +101,29 @@ def _setting_effects(request: LaunchRequest, where: LaunchDeviceSelection) -> It
     if where.visible is not None:
         yield "gpu_ids", f"{where.device.visible_variable}={where.visible}: the processes see only these"
     if alone:
-        told = "the script is told; one process opens no group unless its code does"
-        yield "main_process_port", f"MASTER_PORT: {told}"
-        yield "main_process_ip", f"MASTER_ADDR: {told}"
+        note = "the script is told; one process opens no group unless its code does"
+        yield "main_process_port", f"MASTER_PORT: {note}"
+        yield "main_process_ip", f"MASTER_ADDR: {note}"
 
 
 def shared_variables(
     request: LaunchRequest, where: LaunchDeviceSelection, machine: DeviceProbeHost
 ) -> dict[str, object | None]:
     """Return the variables of every process; None removes a variable that it must not inherit."""
-    told: dict[str, object | None] = {
+    variables: dict[str, object | None] = {
         **environ.filter_unset(where.device.environment),
         **request.script_variables(),
     }
     if where.device.type == "cpu" and request.get("distributed_type") == "MULTI_CPU":
-        told["ACCELERATE_USE_CPU"] = "true"
+        variables["ACCELERATE_USE_CPU"] = "true"
     if where.visible is not None and where.device.visible_variable is not None:
-        told[where.device.visible_variable] = where.visible
+        variables[where.device.visible_variable] = where.visible
     threads = request.settings.num_cpu_threads_per_process
     if threads is None and where.processes > 1 and environ.get("OMP_NUM_THREADS") is None:
         threads = max(1, count_cores(machine) // where.processes)
     if threads is not None:
-        told["OMP_NUM_THREADS"] = threads
-    return told
+        variables["OMP_NUM_THREADS"] = threads
+    return variables
 
 
 def rank_variables(rank: int, size: int) -> dict[str, object | None]:
@@ -186,7 +189,7 @@ def _run_supervised(request: LaunchRequest, size: int, variables: Variables, log
         if size > 1:
             write_compiled_script(request, folder)
         run_id = os.urandom(4).hex()
-        owns = (
+        variables_by_rank = (
             [single_process_variables(request)]
             if port is None
             else ranks_variables(request, size, port.number, run_id)
@@ -194,10 +197,10 @@ def _run_supervised(request: LaunchRequest, size: int, variables: Variables, log
         commands = [
             ProcessSpec(
                 rank_command(request, folder, rank),
-                environ.make_child_environment(own, shared),
+                environ.make_child_environment(rank_values, shared),
                 *logs.pipes(rank),
             )
-            for rank, own in enumerate(owns)
+            for rank, rank_values in enumerate(variables_by_rank)
         ]
         ranks = WorkerSupervisor(
             commands,

@@ -153,11 +153,14 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
         path, family = find_mpirun()
         machine = DeviceProbeHost()
         each = -(-size // len(hosts))
-        where = LaunchDeviceSelection(select_devices(request, machine)[0], 0, None, each)
-        told = {**shared_variables(request, where, machine), **_rendezvous_variables(request, hosts)}
-        if "OMP_NUM_THREADS" not in told and environ.get("OMP_NUM_THREADS") is None:
-            told["OMP_NUM_THREADS"] = max(1, count_cores(machine) // each)
-        command = mpirun_command(request, path, family, hosts, size, told)
+        allocation = LaunchDeviceSelection(select_devices(request, machine)[0], 0, None, each)
+        variables = {
+            **shared_variables(request, allocation, machine),
+            **_rendezvous_variables(request, hosts),
+        }
+        if "OMP_NUM_THREADS" not in variables and environ.get("OMP_NUM_THREADS") is None:
+            variables["OMP_NUM_THREADS"] = max(1, count_cores(machine) // each)
+        command = mpirun_command(request, path, family, hosts, size, variables)
         return MPILaunchPlan(
             kind=self.name,
             facts=(
@@ -165,7 +168,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
                 ("machines", ", ".join(host.name for host in hosts)),
                 ("started by", f"{path} ({family.name})"),
             ),
-            variables=told,
+            variables=variables,
             commands=(PlannedCommand("mpirun", command),),
             notes=(),
             unused_settings=(
@@ -213,14 +216,14 @@ def find_mpirun() -> tuple[str, MpiFamily]:
             why="--mpirun_hostfile asks it to start the ranks",
             fix="install an MPI (apt-get install mpich), or load its module",
         )
-    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
-    said = told.stdout + told.stderr
+    process = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
+    output = process.stdout + process.stderr
     for family in FAMILIES:
-        if re.search(family.version_pattern, said, re.IGNORECASE):
+        if re.search(family.version_pattern, output, re.IGNORECASE):
             return path, family
     raise LaunchError(
         f"{path} is of no MPI that is known here",
-        why=f"mpirun --version says {said.strip().splitlines()[:1]}",
+        why=f"mpirun --version says {output.strip().splitlines()[:1]}",
         fix=f"use one of these: {', '.join(family.name for family in FAMILIES)}",
     )
 
@@ -231,15 +234,17 @@ def read_hosts(request: LaunchRequest) -> tuple[HostSlots, ...]:
     Raises:
         LaunchError: the file cannot be read, or names none.
     """
-    where, path = request.origin("mpirun_hostfile").where, Path(str(request.get("mpirun_hostfile")))
+    location, path = request.origin("mpirun_hostfile").where, Path(str(request.get("mpirun_hostfile")))
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"the file of machines {path} ({where}) cannot be read", why=str(error)) from error
+        raise LaunchError(
+            f"the file of machines {path} ({location}) cannot be read", why=str(error)
+        ) from error
     hosts = tuple(_parse_hosts(text))
     if not hosts:
         raise LaunchError(
-            f"the file of machines {path} ({where}) names none",
+            f"the file of machines {path} ({location}) names none",
             fix="write the name of a machine on each line, and how many processes it takes: node1 slots=4",
         )
     return hosts
@@ -247,11 +252,11 @@ def read_hosts(request: LaunchRequest) -> tuple[HostSlots, ...]:
 
 def _parse_hosts(text: str) -> Iterator[HostSlots]:
     for line in text.splitlines():
-        words = line.partition("#")[0].split()
-        if not words:
+        tokens = line.partition("#")[0].split()
+        if not tokens:
             continue
-        name, _, count = words[0].partition(":") if words[0].count(":") == 1 else (words[0], "", "")
-        slots = next((word.partition("=")[2] for word in words[1:] if word.startswith("slots=")), count)
+        name, _, count = tokens[0].partition(":") if tokens[0].count(":") == 1 else (tokens[0], "", "")
+        slots = next((token.partition("=")[2] for token in tokens[1:] if token.startswith("slots=")), count)
         yield HostSlots(name, int(slots) if slots.isdecimal() else None)
 
 
@@ -261,19 +266,19 @@ def _count_processes(request: LaunchRequest, hosts: Sequence[HostSlots]) -> int:
     Raises:
         SettingError: there are fewer than machines.
     """
-    wanted, each = request.origin("num_processes"), request.origin("nproc_per_node")
+    total, each = request.origin("num_processes"), request.origin("nproc_per_node")
     if isinstance(each.value, int):
         return each.value * len(hosts)
-    if not isinstance(wanted.value, int):
+    if not isinstance(total.value, int):
         return sum(host.slots or 1 for host in hosts)
-    if wanted.value < len(hosts):
+    if total.value < len(hosts):
         raise SettingError(
-            f"{wanted.where} is {wanted.value}, but {request.origin('mpirun_hostfile').where} names "
+            f"{total.where} is {total.value}, but {request.origin('mpirun_hostfile').where} names "
             f"{len(hosts)} machines",
             why="each machine of the file runs at least one process",
             fix="start more processes, or take machines out of the file",
         )
-    return wanted.value
+    return total.value
 
 
 def _rendezvous_variables(request: LaunchRequest, hosts: Sequence[HostSlots]) -> dict[str, object | None]:
@@ -321,11 +326,13 @@ def mpirun_command(
         str(size),
     ]
     if size % len(hosts) == 0:
-        command += [word.format(each=size // len(hosts)) for word in family.per_machine_flags]
-    own = {name: value for name, value in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(name)}
-    for name, value in sorted({**own, **told}.items()):
+        command += [flag.format(each=size // len(hosts)) for flag in family.per_machine_flags]
+    forwarded = {
+        name: value for name, value in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(name)
+    }
+    for name, value in sorted({**forwarded, **told}.items()):
         if value is not None:
-            command += [word.format(name=name, value=value) for word in family.variable_flags]
+            command += [flag.format(name=name, value=value) for flag in family.variable_flags]
     return (*command, *script_command(request))
 
 

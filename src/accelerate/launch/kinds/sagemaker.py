@@ -144,9 +144,11 @@ class SageMakerLaunch(LaunchKind[SageMakerLaunchPlan]):
     def plan(self, request: LaunchRequest) -> SageMakerLaunchPlan:
         """Makes the arguments of the job; see ``LaunchKind.plan``."""
         _check_request(request)
-        own, group = request.values_of(SageMakerSettings), _distribution(request)
-        told = {"ACCELERATE_MIXED_PRECISION": "no", **request.script_variables()}
-        arguments = estimator_arguments(own, request.program, group, told, int(request.settings.num_machines))
+        options, group = request.values_of(SageMakerSettings), _distribution(request)
+        variables = {"ACCELERATE_MIXED_PRECISION": "no", **request.script_variables()}
+        arguments = estimator_arguments(
+            options, request.program, group, variables, int(request.settings.num_machines)
+        )
         facts = {name: value for name, value in arguments.items() if name != "environment"}
         return SageMakerLaunchPlan(
             kind=self.name,
@@ -156,13 +158,13 @@ class SageMakerLaunch(LaunchKind[SageMakerLaunchPlan]):
             notes=(),
             unused_settings=tuple(_unused_settings(request)),
             estimator=arguments,
-            inputs=read_inputs(own),
+            inputs=read_inputs(options),
         )
 
     def run(self, request: LaunchRequest, plan: SageMakerLaunchPlan, *, replace: bool) -> None:
         """Starts the job and waits for its end; see ``LaunchKind.run``."""
-        own = request.values_of(SageMakerSettings)
-        with environ.patch_environment(_credentials(own)):
+        options = request.values_of(SageMakerSettings)
+        with environ.patch_environment(_credentials(options)):
             _estimator_class()(**plan.estimator).fit(inputs=plan.inputs)
 
 
@@ -182,7 +184,7 @@ def estimator_arguments(
         SettingError: the script's arguments cannot be handed on, or a table cannot be read.
     """
     script = Path(program[0])
-    mine = {
+    arguments = {
         "image_uri": own.image_uri,
         "entry_point": script.name,
         "source_dir": str(script.parent),
@@ -203,7 +205,7 @@ def estimator_arguments(
         },
         "metric_definitions": _read_metrics(own),
     }
-    return mine | (own.additional_args or {})
+    return arguments | (own.additional_args or {})
 
 
 def parse_hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
@@ -215,28 +217,28 @@ def parse_hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
         SettingError: there is such an argument; the error names it.
     """
     table: dict[str, Any] = {}
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("-") or _is_number(word):
+    tokens = list(arguments)
+    while tokens:
+        token = tokens.pop(0)
+        name, equals, value = token.partition("=")
+        if not token.startswith("-") or _is_number(token):
             raise SettingError(
-                f"the argument {word!r} of the script has no name",
+                f"the argument {token!r} of the script has no name",
                 why="SageMaker hands arguments on as a table of names and values",
-                fix=f"let the script take it as a flag: --name {word}",
+                fix=f"let the script take it as a flag: --name {token}",
             )
-        if not equals and (not words or (words[0].startswith("-") and not _is_number(words[0]))):
+        if not equals and (not tokens or (tokens[0].startswith("-") and not _is_number(tokens[0]))):
             raise SettingError(
-                f"the flag {word} of the script has no value",
+                f"the flag {token} of the script has no value",
                 why="SageMaker hands arguments on as a table of names and values",
-                fix=f"let the script take a value: {word} true",
+                fix=f"let the script take a value: {token} true",
             )
         name = name.lstrip("-")
         if name in table:
             raise SettingError(
                 f"the script's argument {name} is given twice", why="a table has each name once"
             )
-        table[name] = _parse_word(value if equals else words.pop(0))
+        table[name] = _parse_word(value if equals else tokens.pop(0))
     return table
 
 
@@ -306,16 +308,16 @@ def _check_request(request: LaunchRequest) -> None:
     """Refuses what the job cannot do without, and what it cannot do."""
     for name in ("ec2_instance_type", "iam_role_name"):
         if not request.get(name):
-            where = request.origin("compute_environment").where
+            location = request.origin("compute_environment").where
             raise SettingError(
-                f"a job on Amazon SageMaker ({where}) needs {name}",
+                f"a job on Amazon SageMaker ({location}) needs {name}",
                 fix=f"write {name}: ... in the configuration file",
             )
     for name in ("module", "no_python"):
         if request.get(name):
             raise SettingError(f"--{name} does not go with Amazon SageMaker", why="it runs a Python file")
-    own = request.values_of(SageMakerSettings)
-    if bool(own.aws_access_key_id) != bool(own.aws_secret_access_key):
+    options = request.values_of(SageMakerSettings)
+    if bool(options.aws_access_key_id) != bool(options.aws_secret_access_key):
         raise SettingError("--aws_access_key_id and --aws_secret_access_key go together", fix="give both")
     if not str(request.settings.num_machines).isdecimal():
         raise SettingError(f"{request.origin('num_machines').where} is no number of machines for a job")
@@ -331,13 +333,13 @@ def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
 
 def _credentials(own: SageMakerSettings) -> dict[str, object | None]:
     """Variables by which the SDK learns who asks; those that are not given stay as they are."""
-    told: dict[str, object | None] = {"AWS_DEFAULT_REGION": own.region}
+    variables: dict[str, object | None] = {"AWS_DEFAULT_REGION": own.region}
     if own.profile:
-        told["AWS_PROFILE"] = own.profile
+        variables["AWS_PROFILE"] = own.profile
     if own.aws_access_key_id and own.aws_secret_access_key:
-        told["AWS_ACCESS_KEY_ID"] = own.aws_access_key_id.plain_text
-        told["AWS_SECRET_ACCESS_KEY"] = own.aws_secret_access_key.plain_text
-    return told
+        variables["AWS_ACCESS_KEY_ID"] = own.aws_access_key_id.plain_text
+        variables["AWS_SECRET_ACCESS_KEY"] = own.aws_secret_access_key.plain_text
+    return variables
 
 
 def _estimator_class() -> Any:
@@ -363,17 +365,17 @@ def prepare_sagemager_args_inputs(sagemaker_config: Any, args: Any) -> tuple[dic
     """
     kind = sagemaker_config.distributed_type
     dynamo = sagemaker_config.dynamo_config or {}
-    told = {
+    variables = {
         "ACCELERATE_MIXED_PRECISION": getattr(args, "mixed_precision", None)
         or sagemaker_config.mixed_precision
         or "no",
         **{f"ACCELERATE_{key.upper()}": str(value) for key, value in dynamo.items()},
     }
     program = (args.training_script, *(args.training_script_args or ()))
-    made = estimator_arguments(
-        sagemaker_config, program, str(getattr(kind, "value", kind)), told, sagemaker_config.num_machines
+    arguments = estimator_arguments(
+        sagemaker_config, program, str(getattr(kind, "value", kind)), variables, sagemaker_config.num_machines
     )
-    return made, read_inputs(sagemaker_config)
+    return arguments, read_inputs(sagemaker_config)
 
 
 PLUGIN = SageMakerLaunch()

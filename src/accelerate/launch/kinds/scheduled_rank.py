@@ -62,8 +62,8 @@ class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
         _refuse_other_numbers(request, scheduler)
         device, count, ids = select_devices(request, machine)
         visible = ",".join(map(str, ids)) if ids is not None else None
-        where = LaunchDeviceSelection(device, count, visible, scheduler.local_size)
-        own = rank_variables(request, scheduler)
+        allocation = LaunchDeviceSelection(device, count, visible, scheduler.local_size)
+        variables = rank_variables(request, scheduler)
         note = (
             f"the ranks of this job are the {scheduler.size} processes that {scheduler.name} has started; "
             "nothing more is started here"
@@ -76,10 +76,10 @@ class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
                 ("devices", device.type),
             ),
             variables={
-                **shared_variables(request, where, machine),
+                **shared_variables(request, allocation, machine),
                 **_thread_variables(request, scheduler, machine),
             },
-            commands=(PlannedCommand(f"rank {scheduler.rank}", script_command(request), own),),
+            commands=(PlannedCommand(f"rank {scheduler.rank}", script_command(request), variables),),
             notes=() if scheduler.rank else (note,),
             rank=scheduler.rank,
             setting_effects=tuple(_setting_effects(request, scheduler)),
@@ -88,11 +88,15 @@ class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
     def run(self, request: LaunchRequest, plan: SchedulerRankLaunchPlan, *, replace: bool) -> None:
         """Becomes the rank; see ``LaunchKind.run``."""
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
-        own: Variables = {**plan.variables, **plan.commands[0].variables, "ACCELERATE_STOP_FOLDER": None}
+        variables: Variables = {
+            **plan.variables,
+            **plan.commands[0].variables,
+            "ACCELERATE_STOP_FOLDER": None,
+        }
         if replace and not logs.is_active:
-            replace_process(request, environ.make_child_environment(own))
+            replace_process(request, environ.make_child_environment(variables))
         else:
-            _run_supervised(request, plan.rank, own, logs)
+            _run_supervised(request, plan.rank, variables, logs)
 
 
 def _is_only_process(request: LaunchRequest, scheduler: JobSchedulerContext) -> bool:
@@ -101,10 +105,10 @@ def _is_only_process(request: LaunchRequest, scheduler: JobSchedulerContext) -> 
         return False
     if "max_restarts" in request and request.get("max_restarts"):
         return False
-    wanted = request.local_processes.value
-    if isinstance(wanted, int):
-        return wanted == 1
-    return wanted != "cpu" and select_devices(request, DeviceProbeHost())[1] <= 1
+    processes = request.local_processes.value
+    if isinstance(processes, int):
+        return processes == 1
+    return processes != "cpu" and select_devices(request, DeviceProbeHost())[1] <= 1
 
 
 def rank_variables(request: LaunchRequest, scheduler: JobSchedulerContext) -> dict[str, object | None]:
@@ -146,16 +150,16 @@ def _refuse_other_numbers(request: LaunchRequest, scheduler: JobSchedulerContext
         "machine_rank": (scheduler.node, "is the number of this machine"),
     }
     for name, (value, means) in place.items():
-        given = request.origin(name)
-        if given.source not in ("code", "flag", "environment") or str(given.value) == str(value):
+        origin = request.origin(name)
+        if origin.source not in ("code", "flag", "environment") or str(origin.value) == str(value):
             continue
-        if str(given.value).isdecimal():
-            said = scheduler.settings[name].where if name in scheduler.settings else scheduler.name
+        if str(origin.value).isdecimal():
+            location = scheduler.settings[name].where if name in scheduler.settings else scheduler.name
             raise SettingError(
-                f"{given.where} is {given.value}, but {value} {means} ({said})",
+                f"{origin.where} is {origin.value}, but {value} {means} ({location})",
                 why=f"{scheduler.name} has started this launcher as rank {scheduler.rank} of "
                 f"{scheduler.size}, and it starts nothing more",
-                fix=f"leave {given.where.split()[-1]} out; for a job of its own, "
+                fix=f"leave {origin.where.split()[-1]} out; for a job of its own, "
                 f"unset {scheduler.rank_variable}",
             )
     _refuse_other_store(request, scheduler)
@@ -170,12 +174,12 @@ def _refuse_other_store(request: LaunchRequest, scheduler: JobSchedulerContext) 
     for name in (
         ("main_process_ip", "main_process_port") if environ.get_flag("TORCHELASTIC_USE_AGENT_STORE") else ()
     ):
-        given, told = request.origin(name), scheduler.settings.get(name)
-        if told is not None and str(given.value) != str(told.value):
+        origin, scheduler_value = request.origin(name), scheduler.settings.get(name)
+        if scheduler_value is not None and str(origin.value) != str(scheduler_value.value):
             raise SettingError(
-                f"{given.where} is {given.value}, but {told.where} is {told.value}",
+                f"{origin.where} is {origin.value}, but {scheduler_value.where} is {scheduler_value.value}",
                 why=f"{scheduler.name} has started this process, and its ranks meet there",
-                fix=f"leave {given.where.split()[-1]} out",
+                fix=f"leave {origin.where.split()[-1]} out",
             )
 
 

@@ -128,8 +128,8 @@ class TpuLaunch(LaunchKind[TPULaunchPlan]):
         if request.get("use_cpu") or request.settings.multi_gpu:
             return False
         device, kind = _tpu_device(), str(request.get("distributed_type") or "").upper()
-        own = request.values_of(TpuSettings)
-        if own.tpu or _uses_pod(request) or kind in (device.distributed_type, "TPU"):
+        options = request.values_of(TpuSettings)
+        if options.tpu or _uses_pod(request) or kind in (device.distributed_type, "TPU"):
             return True
         # torch_xla starts its processes itself; other launchers would give each of them all devices.
         quiet = not kind and not request.strategy_switches and request.settings.num_processes != 1
@@ -172,12 +172,12 @@ def _tpu_device() -> Device:
 
 
 def _uses_pod(request: LaunchRequest) -> bool:
-    own = request.values_of(TpuSettings)
-    return own.tpu_use_cluster and not own.no_tpu_cluster
+    options = request.values_of(TpuSettings)
+    return options.tpu_use_cluster and not options.no_tpu_cluster
 
 
 def _check_request(request: LaunchRequest) -> None:
-    job, own = request.settings, request.values_of(TpuSettings)
+    job, options = request.settings, request.values_of(TpuSettings)
     if job.no_python:
         raise SettingError(
             "--no_python does not go with a TPU", why="a function of the script is called in each process"
@@ -188,7 +188,7 @@ def _check_request(request: LaunchRequest) -> None:
             why="the machines of a pod know each other",
             fix="start the command on all of them: --tpu_use_cluster",
         )
-    for pair in own.tpu_env or ():
+    for pair in options.tpu_env or ():
         if not pair.partition("=")[1] or not pair.partition("=")[0].isidentifier():
             raise SettingError(
                 f"{request.origin('tpu_env').where}: {pair!r} is not NAME=value",
@@ -211,19 +211,19 @@ def _unused_settings(request: LaunchRequest, *, pod: bool) -> Iterator[tuple[str
 
 def _process_variables(request: LaunchRequest) -> dict[str, object | None]:
     """Return the variables of the processes. Source of XLA's two: PyTorch/XLA, "Environment variables"."""
-    told: dict[str, object | None] = dict(request.script_variables())
+    variables: dict[str, object | None] = dict(request.script_variables())
     if request.get("mixed_precision") == "bf16":
         down = request.values_of(TpuSettings).downcast_bf16
-        told |= {"XLA_DOWNCAST_BF16": int(down), "XLA_USE_BF16": int(not down)}
-    return told
+        variables |= {"XLA_DOWNCAST_BF16": int(down), "XLA_USE_BF16": int(not down)}
+    return variables
 
 
 def _local_request(request: LaunchRequest) -> LaunchRequest:
     """The command that starts the processes of this machine."""
-    own, job = request.values_of(TpuSettings), request.settings
+    options, job = request.values_of(TpuSettings), request.settings
     count = job.num_processes if isinstance(job.num_processes, int) else 0
     port, kind = job.main_process_port or 0, "module" if job.module else "script"
-    program = (RANK_MODULE, own.main_training_function, str(count), str(port), kind, *request.program)
+    program = (RANK_MODULE, options.main_training_function, str(count), str(port), kind, *request.program)
     return _replace_program(request, program, module=True)
 
 
@@ -233,19 +233,23 @@ def _pod_request(request: LaunchRequest) -> LaunchRequest:
 
     from accelerate.launch import gcloud
 
-    own, job = request.values_of(TpuSettings), request.settings
-    pairs = [pair.split("=", 1) for pair in own.tpu_env or ()]
-    told = {**_process_variables(request), "ACCELERATE_IN_TPU_POD": 1, **dict(pairs)}
-    flags = ["--tpu", "--no_tpu_cluster", "--main_training_function", own.main_training_function]
+    options, job = request.values_of(TpuSettings), request.settings
+    pairs = [pair.split("=", 1) for pair in options.tpu_env or ()]
+    variables = {**_process_variables(request), "ACCELERATE_IN_TPU_POD": 1, **dict(pairs)}
+    flags = ["--tpu", "--no_tpu_cluster", "--main_training_function", options.main_training_function]
     flags += ["--num_processes", str(job.num_processes)] if isinstance(job.num_processes, int) else []
     flags += ["--main_process_port", str(job.main_process_port or POD_PORT)]
-    flags += ["--downcast_bf16"] if own.downcast_bf16 else []
+    flags += ["--downcast_bf16"] if options.downcast_bf16 else []
     flags += ["--module"] if job.module else []
     # `env`, for sudo takes variables away.
-    words = [*(["sudo"] if own.tpu_use_sudo else []), "env", *(f"{k}={v}" for k, v in told.items())]
-    words += ["python3", "-m", "accelerate", "launch", *flags, *request.program]
-    where = {"name": own.tpu_name, "zone": own.tpu_zone, "workers": own.tpu_vm or ()}
-    return _replace_program(request, gcloud.worker_command(shlex.join(words), **where), no_python=True)
+    command = [
+        *(["sudo"] if options.tpu_use_sudo else []),
+        "env",
+        *(f"{k}={v}" for k, v in variables.items()),
+    ]
+    command += ["python3", "-m", "accelerate", "launch", *flags, *request.program]
+    target = {"name": options.tpu_name, "zone": options.tpu_zone, "workers": options.tpu_vm or ()}
+    return _replace_program(request, gcloud.worker_command(shlex.join(command), **target), no_python=True)
 
 
 def _replace_program(

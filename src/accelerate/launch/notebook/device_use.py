@@ -29,12 +29,12 @@ def find_shell() -> Any:
 
 def record_first_uses() -> None:
     """Begins to note the first use of devices, if this is a notebook."""
-    here = find_shell()
-    if here is None or not hasattr(here, "kernel") or here in _watched_shells:
+    shell = find_shell()
+    if shell is None or not hasattr(shell, "kernel") or shell in _watched_shells:
         return
-    _watched_shells.append(here)
-    here.events.register("pre_run_cell", lambda info: _install_recorders())
-    here.events.register("post_run_cell", _record_cell)
+    _watched_shells.append(shell)
+    shell.events.register("pre_run_cell", lambda info: _install_recorders())
+    shell.events.register("post_run_cell", _record_cell)
     _install_recorders()
 
 
@@ -51,20 +51,20 @@ def cell_of(file: str) -> str | None:
     name_of: Callable[[str], Any] | None = getattr(
         getattr(find_shell(), "compile", None), "format_code_name", None
     )
-    words = None if name_of is None else name_of(file)
-    return None if words is None else " ".join(words)
+    name_parts = None if name_of is None else name_of(file)
+    return None if name_parts is None else " ".join(name_parts)
 
 
 def _known_devices() -> list[Device]:
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    known = devices.accelerators()
+    torch_devices = devices.accelerators()
     accelerator = getattr(torch, "accelerator", None)
     current = accelerator.current_accelerator() if accelerator is not None else None
-    if current is not None and current.type not in {each.type for each in known}:
-        known.append(devices.get(current.type))
-    return known
+    if current is not None and current.type not in {each.type for each in torch_devices}:
+        torch_devices.append(devices.get(current.type))
+    return torch_devices
 
 
 def _install_recorders() -> None:

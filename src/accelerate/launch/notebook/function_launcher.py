@@ -118,7 +118,7 @@ class FunctionLauncher:
             None,
             prefix=lambda rank: template.safe_substitute(rank=rank, local_rank=rank, role_name="default"),
         )
-        told = {
+        variables = {
             **self.variables,
             **_job_variables(port, attempt, self.max_restarts),
             "ACCELERATE_STOP_FOLDER": folder,
@@ -127,7 +127,7 @@ class FunctionLauncher:
             start.process_spec(
                 rank,
                 folder,
-                environ.make_child_environment({**told, **rank_variables(rank, self.processes)}),
+                environ.make_child_environment({**variables, **rank_variables(rank, self.processes)}),
                 logs,
             )
             for rank in range(self.processes)
@@ -198,9 +198,9 @@ def _reserve_port(wanted: int) -> Iterator[ReservedPort]:
 def read_results(folder: Path, processes: int) -> Iterator[Any]:
     """Yield the result of each rank of this machine; warn where it could not be pickled."""
     for rank in range(processes):
-        value, why = pickle.loads(result_file(folder, rank).read_bytes())
-        if why:
-            warnings.warn(why, stacklevel=4)
+        value, reason = pickle.loads(result_file(folder, rank).read_bytes())
+        if reason:
+            warnings.warn(reason, stacklevel=4)
         yield value
 
 

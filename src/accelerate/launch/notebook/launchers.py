@@ -79,11 +79,11 @@ def notebook_launcher(
     _refuse_nested("notebook_launcher")
     device, count = _detect_devices()
     processes = _count_processes(num_processes, device, count)
-    told = {**environ.filter_unset(device.environment), **_precision_variables(mixed_precision)}
+    variables = {**environ.filter_unset(device.environment), **_precision_variables(mixed_precision)}
     alone = processes * num_nodes == 1 and rdzv_backend == "static"
     _print_launch(processes, device, here=alone and not max_restarts)
     if device.starts_ranks and processes > 1:
-        with environ.patch_environment(told):
+        with environ.patch_environment(variables):
             device.start_ranks(PrepareForLaunch(function, device.distributed_type), call)
         return [None] * processes
     if num_nodes > 1 or rdzv_backend != "static":
@@ -99,13 +99,13 @@ def notebook_launcher(
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
         )
-        return meeting.call(function, call, processes=processes, device=device, variables=told)
+        return meeting.call(function, call, processes=processes, device=device, variables=variables)
     if processes == 1 and not max_restarts:
-        with environ.patch_environment(told):
+        with environ.patch_environment(variables):
             return [function(*call)]
     crew = FunctionLauncher(
         processes,
-        variables={**told, **_thread_variables(processes)},
+        variables={**variables, **_thread_variables(processes)},
         port=port,
         max_restarts=max_restarts,
         prefix=log_line_prefix_template or ("[rank ${rank}] " if processes > 1 else ""),
@@ -136,11 +136,11 @@ def debug_launcher(
     call = _check_call(function, args)
     _check_numbers(num_processes, "no", 0, 1, 0)
     _refuse_nested("debug_launcher")
-    told = {"ACCELERATE_USE_CPU": "true", **_thread_variables(num_processes)}
+    variables = {"ACCELERATE_USE_CPU": "true", **_thread_variables(num_processes)}
     if sys.platform == "linux":
-        told["GLOO_SOCKET_IFNAME"] = "lo"  # the name of a test machine need not resolve
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # the name of a test machine need not resolve
     try:
-        return FunctionLauncher(num_processes, variables=told).call(function, call)
+        return FunctionLauncher(num_processes, variables=variables).call(function, call)
     except FunctionError as error:
         cause = error.__cause__
         if cause is None:
@@ -251,8 +251,8 @@ def _count_processes(wanted: int | None, device: Device, count: int) -> int:
 
 def _print_launch(processes: int, device: Device, *, here: bool) -> None:
     name = device.distributed_type.removeprefix("MULTI_") if device.type != "cpu" else "CPU"
-    what = f"{processes} {name}s" if processes > 1 else f"one {name}{', in this process' * here}"
-    print(f"Launching training on {what}.", flush=True)
+    label = f"{processes} {name}s" if processes > 1 else f"one {name}{', in this process' * here}"
+    print(f"Launching training on {label}.", flush=True)
 
 
 def _thread_variables(processes: int) -> dict[str, object | None]:
@@ -263,5 +263,5 @@ def _thread_variables(processes: int) -> dict[str, object | None]:
 
 
 def _why_no_fork(device: Device) -> str:
-    where = device_use.used_devices().get(device.type)
-    return "" if where is None else f"but it has used its {device.type} device already ({where})"
+    first_use = device_use.used_devices().get(device.type)
+    return "" if first_use is None else f"but it has used its {device.type} device already ({first_use})"

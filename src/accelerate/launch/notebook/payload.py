@@ -95,11 +95,11 @@ def _pickle(buffer: io.BytesIO, value: Any, bare: bool) -> dict[str, int]:
         def reducer_override(self, obj: Any) -> Any:
             _refuse_owned(obj)
             if torch is not None and isinstance(obj, torch.Tensor):
-                away = obj.device.type not in ("cpu", "meta")
-                if bare and type(obj) is torch.Tensor and (away or obj.grad_fn is not None):
+                is_on_accelerator = obj.device.type not in ("cpu", "meta")
+                if bare and type(obj) is torch.Tensor and (is_on_accelerator or obj.grad_fn is not None):
                     return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
                 _refuse_graph(obj)
-                if away:
+                if is_on_accelerator:
                     size = obj.element_size() * obj.nelement()
                     seen[str(obj.device)] = seen.get(str(obj.device), 0) + size
             return super().reducer_override(obj)
@@ -162,9 +162,9 @@ def _is_hidden(module: ModuleType) -> bool:
 def _find_culprit(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """``the variable 'lock' of the notebook cannot be pickled: TypeError: ...``; "" when none is found."""
     for name, value in (*_named_arguments(args), *_used_objects(function, set())):
-        why = _why_not_picklable(value)
-        if why:
-            return f"{name} ({type(value).__name__}) cannot be pickled: {why}"
+        reason = _why_not_picklable(value)
+        if reason:
+            return f"{name} ({type(value).__name__}) cannot be pickled: {reason}"
     return ""
 
 
@@ -184,12 +184,12 @@ def _used_objects(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     seen.add(id(function))
     used = inspect.getclosurevars(function)
-    for what, variables in (("the variable", used.globals), ("the enclosing function's", used.nonlocals)):
+    for label, variables in (("the variable", used.globals), ("the enclosing function's", used.nonlocals)):
         for name, value in variables.items():
             if isinstance(value, FunctionType):
                 yield from _used_objects(value, seen)
             else:
-                yield f"{what} {name!r}, which {_function_name(function)} uses,", value
+                yield f"{label} {name!r}, which {_function_name(function)} uses,", value
 
 
 def _why_not_picklable(value: Any) -> str:

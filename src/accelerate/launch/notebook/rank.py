@@ -76,8 +76,10 @@ def _pickle_result(result: Any, rank: int) -> bytes:
         return payload.dump_by_value((result, ""), bare=True)
     except payload.UNPICKLABLE as error:
         # A training that has ended well is worth more than what it returned; the caller is warned.
-        why = f"{type(error).__name__}: {error}".split("\n")[0]
-        return pickle.dumps((None, f"what rank {rank} returned cannot be sent ({why}); None stands for it"))
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        return pickle.dumps(
+            (None, f"what rank {rank} returned cannot be sent ({reason}); None stands for it")
+        )
 
 
 def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
@@ -86,9 +88,16 @@ def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    ours = [frame.tb_frame.f_code.co_filename.startswith(THIS_FOLDER) for frame in frames]
-    first = ours.index(True) if True in ours else 0
-    return next((frame for frame, own in zip(frames[first:], ours[first:], strict=True) if not own), None)
+    internal_flags = [frame.tb_frame.f_code.co_filename.startswith(THIS_FOLDER) for frame in frames]
+    first = internal_flags.index(True) if True in internal_flags else 0
+    return next(
+        (
+            frame
+            for frame, is_internal in zip(frames[first:], internal_flags[first:], strict=True)
+            if not is_internal
+        ),
+        None,
+    )
 
 
 class ExceptionHook:

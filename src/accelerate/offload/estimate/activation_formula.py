@@ -71,10 +71,10 @@ def activation_bytes(
         twice = 2 if layers.dropout else 1  # the outputs of softmax and of dropout
         block += layers.heads * batch * length**2 * (twice * size + mask)
     if recompute == "full":
-        kept = layers.count * tokens * layers.hidden * size + block
+        saved_bytes = layers.count * tokens * layers.hidden * size + block
     else:
-        kept = layers.count * block
-    return kept + tokens * layers.vocabulary * _bytes_per_logit(size)
+        saved_bytes = layers.count * block
+    return saved_bytes + tokens * layers.vocabulary * _bytes_per_logit(size)
 
 
 def full_recompute_bytes(layers: TransformerShape, batch: int, length: int, size: int, kept: int) -> int:

@@ -126,8 +126,8 @@ def trace_saved(
             _replace_with_fakes(model, dtype)
             return _count_saved(model.train(), torch.zeros(batch, length, dtype=torch.long), autocast)
     except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        return f"{type(model).__name__} cannot be traced: {why}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return f"{type(model).__name__} cannot be traced: {reason}"
 
 
 @contextmanager
@@ -159,12 +159,12 @@ def _fake_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _count_saved(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None) -> SavedActivationBytes:
     """Count what one forward saves. Storages are held until the end, so that no address is used twice."""
-    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    model_storages = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     storages: dict[int, tuple[torch.UntypedStorage, bool]] = {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in model_storages:
             storages.setdefault(storage._cdata, (storage, _is_cast(tensor)))
         return tensor
 

@@ -101,5 +101,5 @@ def _describe(layers: TransformerShape, batch: int, length: int, size: int, time
     pairs = (
         f"{layers.count} blocks x {times * 2} x {layers.kv_heads} heads x {layers.head_size} x {size} bytes"
     )
-    words = show_count(layers.vocabulary)
-    return f"{tokens}: keys and values of {pairs}, activations of one block, and {words} words"
+    vocabulary = show_count(layers.vocabulary)
+    return f"{tokens}: keys and values of {pairs}, activations of one block, and {vocabulary} words"

@@ -88,7 +88,7 @@ class ModelFacts:
     @property
     def trained_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the parameters that get gradients."""
-        return [shape for shape, wanted in self.shapes if wanted]
+        return [shape for shape, is_trained in self.shapes if is_trained]
 
     def total(self, dtype: str = "float32") -> int:
         """Return the bytes of the model in a dtype, as 1.x counts: buffers included."""
@@ -258,20 +258,20 @@ class MemoryEstimateConfig:
     accumulation: int = 1
 
     def __post_init__(self) -> None:
-        known: tuple[tuple[str, str, Iterable[str]], ...] = (
+        choices: tuple[tuple[str, str, Iterable[str]], ...] = (
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("strategy", self.strategy, STRATEGIES),
             ("mixed precision", self.mixed_precision, MIXED_PRECISION_BYTES),
             ("recomputation", self.recompute, RECOMPUTE),
             ("attention", self.attention, ("fused", "eager")),
         )
-        for sort, name, names in known:
+        for sort, name, names in choices:
             if name not in names:
                 raise UnknownNameError(sort, name, names)
         dtype_bits(self.dtype)
         if self.dtype not in TRAINING_DTYPES:
-            why = f"gradients are computed in one of {', '.join(TRAINING_DTYPES)}"
-            raise SettingError(f"a model is not trained in {self.dtype}", why=why)
+            reason = f"gradients are computed in one of {', '.join(TRAINING_DTYPES)}"
+            raise SettingError(f"a model is not trained in {self.dtype}", why=reason)
         for name, value in (
             ("batch", self.batch),
             ("length", self.length),
@@ -281,8 +281,8 @@ class MemoryEstimateConfig:
             if value is not None and value < 1:
                 raise SettingError(f"{name} is {value}", why="it is at least 1")
         if self.strategy == "single" and self.num_processes > 1:
-            what = f"{self.num_processes} processes under the strategy 'single'"
-            raise SettingError(what, fix=f"--strategy {' or '.join(list(STRATEGIES)[1:])}")
+            message = f"{self.num_processes} processes under the strategy 'single'"
+            raise SettingError(message, fix=f"--strategy {' or '.join(list(STRATEGIES)[1:])}")
 
     @property
     def narrow_weights(self) -> bool:
@@ -365,11 +365,19 @@ def estimate_training(
     casts = None if kept is None or isinstance(kept, str) else kept.casts
     copies = _estimate_copies(facts, how, math.ceil(gradients), casts)
     notes = (note,) if how.tensor == 1 else (note, _OF_LAYERS)
-    rests, here = (sum(share), [0, 0, 0]) if how.offload else (0, share)
+    rests, on_device = (sum(share), [0, 0, 0]) if how.offload else (0, share)
     # Unreduced gradients are there until the last micro-batch, the sharded ones from then on.
-    waits = max(math.ceil(gradients) - here[1], 0) if how.keeps_whole_gradients else 0
+    waits = max(math.ceil(gradients) - on_device[1], 0) if how.keeps_whole_gradients else 0
     return RankMemoryEstimate(
-        how, here[0] + facts.buffers, here[1] + waits, here[2], copies, saved, notes, rests, waits
+        how,
+        on_device[0] + facts.buffers,
+        on_device[1] + waits,
+        on_device[2],
+        copies,
+        saved,
+        notes,
+        rests,
+        waits,
     )
 
 
@@ -403,17 +411,17 @@ def _estimate_whole_activations(
     if layers is not None:
         formula = activation_bytes(layers, how.batch, how.length, size, how.recompute, how.attention)
     if kept is not None and not isinstance(kept, str):
-        said = f"; the formula of {PAPER} says {show_bytes(formula)}" if formula is not None else ""
+        formula_note = f"; the formula of {PAPER} says {show_bytes(formula)}" if formula is not None else ""
         again = "recomputed " if how.recompute == "full" else ""
-        note = f"{again}activations: what a forward on empty tensors saves for the backward{said}"
+        note = f"{again}activations: what a forward on empty tensors saves for the backward{formula_note}"
         if how.recompute != "full":
             return kept.activations, note
         if layers is not None:
             return full_recompute_bytes(layers, how.batch, how.length, size, kept.activations), note
-    why = kept if isinstance(kept, str) else "no forward was traced"
+    reason = kept if isinstance(kept, str) else "no forward was traced"
     if formula is None:
-        return 0, f"activations are left out: {why}"
-    return formula, f"activations by the formula of {PAPER}: {why}"
+        return 0, f"activations are left out: {reason}"
+    return formula, f"activations by the formula of {PAPER}: {reason}"
 
 
 def _estimate_copies(facts: ModelFacts, how: MemoryEstimateConfig, gradients: int, casts: int | None) -> int:

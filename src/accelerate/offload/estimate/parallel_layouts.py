@@ -61,8 +61,8 @@ class ClusterDeviceMemory:
         return int(self.memory * (1 - SPARE))
 
     def __str__(self) -> str:
-        where = f"{self.nodes} machines of {self.each}" if self.nodes > 1 else f"{self.each}"
-        return f"{where} device{'s' * (self.count > 1)} with {show_bytes(self.memory)}"
+        arrangement = f"{self.nodes} machines of {self.each}" if self.nodes > 1 else f"{self.each}"
+        return f"{arrangement} device{'s' * (self.count > 1)} with {show_bytes(self.memory)}"
 
 
 def parse_cluster(text: str) -> ClusterDeviceMemory:
@@ -128,10 +128,10 @@ def list_layouts(
         kept: tells of a training what its forward keeps; see ``bill.training``.
     """
     if on.count == 1:
-        how = replace(how, strategy="single", num_processes=1)
+        single = replace(how, strategy="single", num_processes=1)
         return [
             ParallelLayoutEstimate(
-                "one device", estimate_training(facts, how, kept(how)), "nothing is exchanged"
+                "one device", estimate_training(facts, single, kept(single)), "nothing is exchanged"
             )
         ]
 
@@ -155,10 +155,13 @@ def _data_parallel_layouts(estimate: Estimator) -> Iterator[ParallelLayoutEstima
         "only gradients are all-reduced",
         {"distributed_type": "MULTI_GPU"},
     )
-    for stage, what in ((1, "optimizer state is sharded"), (2, "optimizer state and gradients are sharded")):
+    for stage, reason in (
+        (1, "optimizer state is sharded"),
+        (2, "optimizer state and gradients are sharded"),
+    ):
         job = {"distributed_type": "DEEPSPEED", "zero_stage": stage}
         yield ParallelLayoutEstimate(
-            f"ZeRO {stage}", estimate(strategy=f"zero{stage}"), what, job, needs_library=True
+            f"ZeRO {stage}", estimate(strategy=f"zero{stage}"), reason, job, needs_library=True
         )
 
 
@@ -254,10 +257,12 @@ def explain_choice(
     before = layouts[: layouts.index(chosen)]
     left = on.usable - chosen.estimate.total
     if not before or all(each.needs_library for each in before):
-        why = "no way exchanges less"
+        reason = "no way exchanges less"
     else:
         tight = next(each for each in reversed(before) if not each.needs_library)
-        why = f"{tight.name} would exchange less, but needs {show_bytes(tight.estimate.total)}"
+        reason = f"{tight.name} would exchange less, but needs {show_bytes(tight.estimate.total)}"
     engines = [each.name for each in before if each.needs_library and each.fits(on)]
-    why += f"; {engines[0]} fits too, and needs another library" if engines else ""
-    return f"Take: {chosen.name}. It fits with {show_bytes(left)} to spare; {why}. {chosen.why.capitalize()}."
+    reason += f"; {engines[0]} fits too, and needs another library" if engines else ""
+    return (
+        f"Take: {chosen.name}. It fits with {show_bytes(left)} to spare; {reason}. {chosen.why.capitalize()}."
+    )

@@ -60,10 +60,10 @@ def read_headers(path: str | os.PathLike[str]) -> dict[str, SafetensorsTensorHea
     Raises:
         CheckpointError: there is no such file, an index names one that is missing, or a file is damaged.
     """
-    where = Path(path).expanduser()
-    files = find_safetensors(where)
+    location = Path(path).expanduser()
+    files = find_safetensors(location)
     if not files:
-        raise CheckpointError(f"there is no safetensors file in {where}")
+        raise CheckpointError(f"there is no safetensors file in {location}")
     tensors: dict[str, SafetensorsTensorHeader] = {}
     for file in files:
         tensors.update(_read_index(file) if file.name.endswith(_INDEX) else _read_file(file))
@@ -83,11 +83,11 @@ def _read_index(index: Path) -> dict[str, SafetensorsTensorHeader]:
             f"{index} names files that are not there: {', '.join(absent)}",
             fix="fetch the missing shards; they lie beside the index",
         )
-    held = {name: _read_file(file) for name, file in files.items()}
-    lost = [weight for weight, name in names.items() if weight not in held[name]]
-    if lost:
-        raise CheckpointError(f"{index} says that {names[lost[0]]} holds {lost[0]}, which it does not")
-    return {weight: held[name][weight] for weight, name in names.items()}
+    shard_headers = {name: _read_file(file) for name, file in files.items()}
+    missing = [weight for weight, name in names.items() if weight not in shard_headers[name]]
+    if missing:
+        raise CheckpointError(f"{index} says that {names[missing[0]]} holds {missing[0]}, which it does not")
+    return {weight: shard_headers[name][weight] for weight, name in names.items()}
 
 
 def _read_file(file: Path) -> dict[str, SafetensorsTensorHeader]:
@@ -98,8 +98,8 @@ def _read_file(file: Path) -> dict[str, SafetensorsTensorHeader]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > min(size - 8, _LONGEST):
-            why = f"its header should have {length} bytes, the file has {size}"
-            raise CheckpointError(f"{file} is damaged, cut, or no safetensors file", why=why)
+            reason = f"its header should have {length} bytes, the file has {size}"
+            raise CheckpointError(f"{file} is damaged, cut, or no safetensors file", why=reason)
         text = stream.read(length)
     try:
         rows: dict[str, Any] = json.loads(text)

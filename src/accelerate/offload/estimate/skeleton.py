@@ -71,22 +71,22 @@ def build_skeleton(
         ModelSkeletonError: there is no such model, or its configuration does not describe one.
         MissingExtraError: its library is not installed.
     """
-    name, wanted = os.fspath(model), as_dtype(dtype)
+    name, weight_dtype = os.fspath(model), as_dtype(dtype)
     if library is not None and library not in LIBRARIES:
         raise UnknownNameError("library", library, LIBRARIES)
     if _FACTORY.fullmatch(name) and not os.path.exists(name):
-        return _cast(_call_factory(name), wanted)
+        return _cast(_call_factory(name), weight_dtype)
     location = _ModelLocation(name, token)
     if library in (None, "diffusers") and (index := location.find_file(PIPELINE)):
-        return _cast(_pipeline(location, index, trust_remote_code), wanted)
+        return _cast(_pipeline(location, index, trust_remote_code), weight_dtype)
     if library == "timm" and not location.local and "/" not in name:  # an architecture of its own
         config = {"architecture": name}
     elif path := location.find_file(CONFIG):
         config = read_json(path)
     else:
-        return _cast(_build_from_headers(location), wanted)
+        return _cast(_build_from_headers(location), weight_dtype)
     with torch.device("meta"):
-        return _build_from_config(location, "", config, library, trust_remote_code, wanted, head)
+        return _build_from_config(location, "", config, library, trust_remote_code, weight_dtype, head)
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -159,23 +159,23 @@ def _download_file(repository: str, name: str, token: str | None) -> Path | None
         raise MissingExtraError("huggingface_hub", f"the model {repository!r}, which is no folder here,")
     from huggingface_hub import errors, hf_hub_download
 
-    here = "a folder with config.json: accelerate estimate-memory ./my-model"
+    example = "a folder with config.json: accelerate estimate-memory ./my-model"
     try:
         return Path(hf_hub_download(repository, name, token=token, local_files_only=not _is_hub_reachable()))
     except errors.GatedRepoError as error:
-        what, why = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
+        message, reason = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
         raise ModelSkeletonError(
-            what, why=why, fix="ask for access on its page, then: hf auth login"
+            message, why=reason, fix="ask for access on its page, then: hf auth login"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        what, why = f"there is no model {repository!r}, neither a folder here nor on the hub", ""
+        message, reason = f"there is no model {repository!r}, neither a folder here nor on the hub", ""
         raise ModelSkeletonError(
-            what, why=why, fix=f"its name as owner/name; hf auth login if it is private; {here}"
+            message, why=reason, fix=f"its name as owner/name; hf auth login if it is private; {example}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        what = f"there is no folder {repository!r}, and the hub cannot be reached"
-        why = "a name that is no folder is looked up on huggingface.co, or in its cache on this machine"
-        raise ModelSkeletonError(what, why=why, fix=here) from error
+        message = f"there is no folder {repository!r}, and the hub cannot be reached"
+        reason = "a name that is no folder is looked up on huggingface.co, or in its cache on this machine"
+        raise ModelSkeletonError(message, why=reason, fix=example) from error
     except errors.EntryNotFoundError:
         return None
 
@@ -207,14 +207,16 @@ def _call_factory(name: str) -> nn.Module:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{home}.".startswith(f"{error.name}."):
                 raise
-            what = f"there is no module {home!r} here"
+            message = f"there is no module {home!r} here"
             raise ModelSkeletonError(
-                what, why=f"looked in {os.getcwd()} and among installed packages"
+                message, why=f"looked in {os.getcwd()} and among installed packages"
             ) from error
         for part in attribute.split("."):
             if not hasattr(factory, part):
-                known = [n for n, value in vars(factory).items() if callable(value) and not n.startswith("_")]
-                raise UnknownNameError(f"factory in {home}", attribute, known)
+                factories = [
+                    n for n, value in vars(factory).items() if callable(value) and not n.startswith("_")
+                ]
+                raise UnknownNameError(f"factory in {home}", attribute, factories)
             factory = getattr(factory, part)
         if isinstance(factory, nn.Module):
             return factory.to("meta")
@@ -229,11 +231,11 @@ def _call_factory(name: str) -> nn.Module:
 
 
 def _refuse_arguments(name: str, factory: Any) -> None:
-    needed = [p.name for p in inspect.signature(factory).parameters.values() if _is_needed(p)]
-    if needed:
-        why = f"{name} needs arguments: {', '.join(needed)}"
+    argument_names = [p.name for p in inspect.signature(factory).parameters.values() if _is_needed(p)]
+    if argument_names:
+        reason = f"{name} needs arguments: {', '.join(argument_names)}"
         raise ModelSkeletonError(
-            f"{name} cannot be called without arguments", why=why, fix="write a function that gives them"
+            f"{name} cannot be called without arguments", why=reason, fix="write a function that gives them"
         )
 
 
@@ -245,12 +247,12 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 @contextmanager
 def _working_folder_first() -> Generator[None]:
     """Put the working folder first on ``sys.path``, as for a script in it."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path.remove(here)
+        sys.path.remove(folder)
 
 
 # ---------------------------------------------------------------- configurations
@@ -282,8 +284,8 @@ def _build_from_config(
     except AccelerateError:
         raise
     except Exception as error:
-        what = f"{library} builds no model from the configuration of {location.name}"
-        raise ModelSkeletonError(what, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
+        message = f"{library} builds no model from the configuration of {location.name}"
+        raise ModelSkeletonError(message, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
 
 
 def _library(config: Mapping[str, Any]) -> str:
@@ -299,9 +301,9 @@ def _diffusers(location: _ModelLocation, config: dict[str, Any]) -> nn.Module:
     name = config.get("_class_name", "")
     kind: Any = getattr(diffusers, name, None) if name else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        known = [each for each in dir(diffusers) if each.endswith(("Model", "2D", "3D", "KL"))]
+        class_names = [each for each in dir(diffusers) if each.endswith(("Model", "2D", "3D", "KL"))]
         raise UnknownNameError(
-            "class of diffusers", name, known, where=f"in the config.json of {location.name}"
+            "class of diffusers", name, class_names, where=f"in the config.json of {location.name}"
         )
     make: Any = kind.from_config  # type: ignore[attr-defined]
     model: nn.Module = make(config)
@@ -334,13 +336,13 @@ def _transformers(
     sort, remote = config.get("model_type"), config.get("auto_map") or {}
     if sort not in transformers.CONFIG_MAPPING:
         if remote and not trust:
-            what = f"{location.name} brings its own code, {sort or 'a model'} is not part of transformers"
+            message = f"{location.name} brings its own code, {sort or 'a model'} is not part of transformers"
             raise ModelSkeletonError(
-                what, why=f"its config.json names {', '.join(_code_files(remote))}", fix=_TRUST
+                message, why=f"its config.json names {', '.join(_code_files(remote))}", fix=_TRUST
             )
         if not remote and not sort:
-            what = f"config.json of {location.name} describes no model: it has no 'model_type'"
-            raise ModelSkeletonError(what, why=f"its keys: {', '.join(config) or 'none'}", fix=_KEYS)
+            message = f"config.json of {location.name} describes no model: it has no 'model_type'"
+            raise ModelSkeletonError(message, why=f"its keys: {', '.join(config) or 'none'}", fix=_KEYS)
         if not remote:
             raise UnknownNameError("model_type", str(sort), list(transformers.CONFIG_MAPPING), where=where)
     options: dict[str, Any] = {"trust_remote_code": trust, "token": location.token}
@@ -366,19 +368,19 @@ def _architecture(described: Any, remote: Mapping[str, Any], trust: bool, where:
 
     names = list(described.architectures or ())
     keys = [key for key in remote if key.startswith("AutoModel")]
-    own = [key for key in keys if str(remote[key]).rpartition(".")[2] in names]
-    if own and trust:
-        return own[0]
+    remote_keys = [key for key in keys if str(remote[key]).rpartition(".")[2] in names]
+    if remote_keys and trust:
+        return remote_keys[0]
     for name in names:
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             return kind
-    if own:
-        why = f"it is in {', '.join(_code_files(remote))} beside the configuration"
-        raise ModelSkeletonError(f"{names[0]} {where} is not part of transformers", why=why, fix=_TRUST)
+    if remote_keys:
+        reason = f"it is in {', '.join(_code_files(remote))} beside the configuration"
+        raise ModelSkeletonError(f"{names[0]} {where} is not part of transformers", why=reason, fix=_TRUST)
     if names:
-        known = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
-        raise UnknownNameError("architecture", names[0], known, where=where)
+        class_names = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
+        raise UnknownNameError("architecture", names[0], class_names, where=where)
     return next((key for key in keys if trust and "For" in key), None)
 
 
@@ -386,8 +388,8 @@ def _pipeline(location: _ModelLocation, index: Path, trust: bool) -> nn.Module:
     """Build the models of a diffusers pipeline."""
     parts = nn.ModuleDict()
     for name, entry in read_json(index).items():
-        known = isinstance(entry, list) and len(entry) == 2 and all(isinstance(each, str) for each in entry)
-        if name.startswith("_") or not known:
+        is_part = isinstance(entry, list) and len(entry) == 2 and all(isinstance(each, str) for each in entry)
+        if name.startswith("_") or not is_part:
             continue
         path = location.find_file(f"{name}/{CONFIG}")
         if path is None:  # schedulers, tokenizers and processors have files of other names
@@ -410,10 +412,10 @@ class NameOnlyModule(nn.Module):
 def _build_from_headers(location: _ModelLocation) -> nn.Module:
     """Build modules from the names of the weights in safetensors files."""
     if not location.local or not find_safetensors(location.folder):
-        what = f"{location.name} has no {CONFIG}"
+        message = f"{location.name} has no {CONFIG}"
         fix = "a folder with config.json, a name on the hub, or module:factory"
         raise ModelSkeletonError(
-            what, why="it says which model to build, and there is no safetensors file", fix=fix
+            message, why="it says which model to build, and there is no safetensors file", fix=fix
         )
     return from_headers(read_headers(location.folder))
 
@@ -440,8 +442,10 @@ def from_headers(headers: Mapping[str, SafetensorsTensorHeader]) -> nn.Module:
 
 def _refuse_twice(holder: nn.Module, part: str, name: str) -> None:
     if hasattr(holder, part):
-        what = f"the weight {name!r} cannot be an attribute of a module: {part!r} is something else already"
-        raise ModelSkeletonError(what, fix="a config.json beside the weights says which model to build")
+        message = (
+            f"the weight {name!r} cannot be an attribute of a module: {part!r} is something else already"
+        )
+        raise ModelSkeletonError(message, fix="a config.json beside the weights says which model to build")
 
 
 def pipeline_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

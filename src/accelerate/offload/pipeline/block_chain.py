@@ -54,8 +54,8 @@ def find_chain(
     if len(args) != 1 or kwargs:
         raise _no_chain_error("it takes more than one tensor")
     value, before = args[0], "the input"
-    for name, given, named, output in watch.calls:
-        if len(given) != 1 or named or given[0] is not value:
+    for name, inputs, named, output in watch.calls:
+        if len(inputs) != 1 or named or inputs[0] is not value:
             raise _no_chain_error(
                 f"between {before} and {name!r} the forward does more than hand on one tensor"
             )
@@ -107,14 +107,14 @@ def build_chain_stage(
         parts: the blocks of each stage.
         chunk: the first, on rank 0.
     """
-    mine = _ChainStage([model.get_submodule(name) for name in parts[world.rank]])
+    chain = _ChainStage([model.get_submodule(name) for name in parts[world.rank]])
     value = None if chunk is None else chunk.to(world.device)
     metas = [collective.broadcast_object(None if value is None else _shape_and_dtype(value))]
     for stage in range(world.size):
         if world.rank == stage:
             assert value is not None
             with torch.no_grad():
-                (value,) = mine(value)
+                (value,) = chain(value)
         metas.append(
             collective.broadcast_object(
                 _shape_and_dtype(value) if world.rank == stage and value is not None else None, stage
@@ -127,7 +127,7 @@ def build_chain_stage(
     before, after = (
         torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas[world.rank :][:2]
     )
-    return InferenceStage(mine, (before,), (after,), frozenset())  # its weights are in place
+    return InferenceStage(chain, (before,), (after,), frozenset())  # its weights are in place
 
 
 def _shape_and_dtype(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:

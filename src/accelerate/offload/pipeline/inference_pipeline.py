@@ -127,8 +127,8 @@ class _StageForwardModule(nn.Module):
         """Run one chunk."""
         begin = self._read_clock()
         if self.world.rank == 0:
-            mine, shared = iter(tensors), iter(self.shared)
-            tensors = tuple(next(mine if batched else shared) for batched in self.batched)
+            chunk_tensors, shared = iter(tensors), iter(self.shared)
+            tensors = tuple(next(chunk_tensors if batched else shared) for batched in self.batched)
         outputs = self.stage(*tensors)
         if self.clock is not None:
             self.clock.append((begin, self._read_clock()))
@@ -267,11 +267,11 @@ class InferencePipeline:
         The clocks of several machines are not compared.
         """
         _, plan = self._run(args, kwargs, clock=True)
-        mine = [
+        timings = [
             StageComputeTiming(self.world.rank, chunk, begin, end)
             for chunk, (begin, end) in enumerate(plan.worker.clock or [])
         ]
-        return [interval for stage in collective.all_gather_object(mine, "timeline") for interval in stage]
+        return [interval for stage in collective.all_gather_object(timings, "timeline") for interval in stage]
 
     def _run(self, args: Any, kwargs: Any, *, clock: bool = False) -> tuple[Any, InferenceSchedule]:
         tensors: list[torch.Tensor] = []
@@ -303,8 +303,8 @@ class InferencePipeline:
             tensor.dim() > 0 and tensor.shape[0] == size and self.shared.get(path) != tensor.shape
             for path, tensor in zip(paths, tensors, strict=True)
         )
-        own = zip(paths, tensors, batched, strict=True)
-        self.shared.update({path: tensor.shape for path, tensor, cut in own if not cut})
+        leaves = zip(paths, tensors, batched, strict=True)
+        self.shared.update({path: tensor.shape for path, tensor, cut in leaves if not cut})
         metas = tuple(
             (tuple(tensor.shape)[1 if cut else 0 :], tensor.dtype)
             for tensor, cut in zip(tensors, batched, strict=True)
@@ -316,13 +316,15 @@ class InferencePipeline:
     ) -> InferenceSchedule:
         """Return the schedule for a batch: an existing one that is at most twice too large, or a new one."""
         rows, key = -(-size // self.chunks), pickle.dumps(shapes)
-        fitting = [plan for known, plan in self.schedules if known == key and rows <= plan.rows <= 2 * rows]
+        fitting = [
+            plan for saved_key, plan in self.schedules if saved_key == key and rows <= plan.rows <= 2 * rows
+        ]
         if fitting:
             plan = min(fitting, key=lambda plan: plan.rows)
         else:
             stage, result = run_collectively(lambda: self.build_stage(shapes, rows, tensors))
             self.load_stage_weights(stage)
             plan = InferenceSchedule(stage, result, shapes, rows, self.chunks, self.world)
-        others = [(known, other) for known, other in self.schedules if other is not plan]
+        others = [(saved_key, other) for saved_key, other in self.schedules if other is not plan]
         self.schedules = [*others[1 - _MAX_SCHEDULES :], (key, plan)]
         return plan

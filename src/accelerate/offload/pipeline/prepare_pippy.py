@@ -291,10 +291,10 @@ class _ModelSplit:
                 split.list_blocks(self.model, self.no_split, self.world.size, traced.computing_modules)
             )
         stage = traced.split_into_stages(self.points)[self.world.rank]
-        gone = stage.weights - self.own_weights if self.own_weights is not None else ()
-        if gone:
+        dropped_weights = stage.weights - self.own_weights if self.own_weights is not None else ()
+        if dropped_weights:
             raise PrepareError(
-                f"this call uses the weight {min(gone)!r} in stage {self.world.rank}",
+                f"this call uses the weight {min(dropped_weights)!r} in stage {self.world.rank}",
                 why="the example did not, so this process has let go of it",
                 fix="give prepare_pippy an example that calls the model in the same way",
             )
@@ -334,9 +334,9 @@ class _ModelSplit:
             )
         borders = [0, *sorted(called.index(point) for point in self.points), len(called)]
         self.parts = [called[a:b] for a, b in pairwise(borders)]
-        mine = block_chain.block_weight_names(self.model, self.parts[self.world.rank])
-        self.own_weights = mine
-        _keep_weights(self.model, mine, self.world.device)
+        weight_names = block_chain.block_weight_names(self.model, self.parts[self.world.rank])
+        self.own_weights = weight_names
+        _keep_weights(self.model, weight_names, self.world.device)
 
     def build_chain_stage(
         self, shapes: PipelineInputSignature, rows: int, tensors: Sequence[torch.Tensor]
@@ -362,15 +362,15 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def _keep_weights(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
     """Move some weights to ``device`` and drop all others; tied ones stay tied."""
     named = _named_tensors(model)
-    mine = {id(named[name]) for name in names}
+    weight_ids = {id(named[name]) for name in names}
     relocated: dict[int, torch.Tensor] = {}
 
     def relocate(tensor: torch.Tensor) -> torch.Tensor:
-        there = device if id(tensor) in mine else torch.device("meta")
-        if tensor.device == there:
+        target = device if id(tensor) in weight_ids else torch.device("meta")
+        if tensor.device == target:
             return tensor
         if id(tensor) not in relocated:
-            moved = tensor.detach().to(there)
+            moved = tensor.detach().to(target)
             if isinstance(tensor, nn.Parameter):
                 moved = nn.Parameter(moved, tensor.requires_grad)
             vars(moved).update(vars(tensor))

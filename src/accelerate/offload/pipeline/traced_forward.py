@@ -138,7 +138,9 @@ class TracedForward:
         self.output_form, self.device = seen[0], device
         (output,) = self.program.graph.find_nodes(op="output")
         results = [node.meta["val"] for node in output.args[0]][-len(grown) :]
-        self.per_row = [_rows_per_sample(one, two, rows) for one, two in zip(results, grown, strict=True)]
+        self.per_row = [
+            _rows_per_sample(small, large, rows) for small, large in zip(results, grown, strict=True)
+        ]
         self.first_nodes: dict[str, int] = {}
         for index, node in enumerate(self.program.graph.nodes):
             for name, _ in (node.meta.get("nn_module_stack") or {}).values():
@@ -159,10 +161,10 @@ class TracedForward:
                     fix="name a module that computes",
                 )
         begins = sorted((self.first_nodes[cut], cut) for cut in cuts)
-        for (place, one), (other, two) in pairwise(begins):
+        for (place, first), (other, second) in pairwise(begins):
             if place == other:
                 raise PrepareError(
-                    f"the split points {one!r} and {two!r} are at the same place",
+                    f"the split points {first!r} and {second!r} are at the same place",
                     why="nothing is computed between their beginnings",
                     fix="leave one of them out, or name a module that comes later",
                 )
@@ -272,16 +274,16 @@ class _GraphSplitter:
     def _collect_constants(self) -> dict[fx.Node, tuple[str, Any]]:
         """Return the nodes of weights (full name, None) and of constants (name, value)."""
         specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
-        held: dict[fx.Node, tuple[str, Any]] = {}
+        constants: dict[fx.Node, tuple[str, Any]] = {}
         for node in self.nodes:
             if node.op == "get_attr":
-                held[node] = node.target, getattr(self.root, node.target)
+                constants[node] = node.target, getattr(self.root, node.target)
             elif node.op == "placeholder" and specs[node.name].kind is not InputKind.USER_INPUT:
                 target = str(specs[node.name].target)
                 constant = specs[node.name].kind is InputKind.CONSTANT_TENSOR
                 value = self.program.constants[target] if constant else None
-                held[node] = target, value.to(self.device) if isinstance(value, torch.Tensor) else value
-        return held
+                constants[node] = target, value.to(self.device) if isinstance(value, torch.Tensor) else value
+        return constants
 
     def _assign_stages(self, begins: Sequence[int]) -> dict[fx.Node, int]:
         """Return the stage of every node that computes."""
@@ -300,15 +302,15 @@ class _GraphSplitter:
 
     def _stage_inputs(self, stage: int) -> list[fx.Node]:
         """Return the values that a stage receives."""
-        return [n for n, made in self.stage_of.items() if made < stage <= self.last_use[n]]
+        return [n for n, source in self.stage_of.items() if source < stage <= self.last_use[n]]
 
     def build_stages(self) -> list[InferenceStage]:
         """Build all stages, in order."""
         return [self._build_stage(index) for index in range(self.count)]
 
     def _build_stage(self, index: int) -> InferenceStage:
-        mine = [node for node, stage in self.stage_of.items() if stage == index]
-        comes = [n for n in mine if n.op == "placeholder"] if index == 0 else self._stage_inputs(index)
+        stage_nodes = [node for node, stage in self.stage_of.items() if stage == index]
+        comes = [n for n in stage_nodes if n.op == "placeholder"] if index == 0 else self._stage_inputs(index)
         goes = self.results if index == self.count - 1 else self._stage_inputs(index + 1)
         graph, attributes = fx.Graph(), dict[str, Any]()
         copies = {node: graph.placeholder(node.name) for node in comes}
@@ -324,7 +326,7 @@ class _GraphSplitter:
                 copies[node] = graph.get_attr(name)
             return copies[node]
 
-        for node in mine:
+        for node in stage_nodes:
             if node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copy_node)
         sent = [copy_node(node) for node in goes]

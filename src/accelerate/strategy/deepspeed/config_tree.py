@@ -119,7 +119,7 @@ class HfDeepSpeedConfig:
     def set_stage_and_offload(self) -> None:
         """Read again the ZeRO stage, and whether anything is offloaded to the host or to NVMe."""
         self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in _OFFLOADED)
+        devices = (self.get_value(f"zero_optimization.offload_{part}.device") for part in _OFFLOADED)
         self._offload = any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
@@ -238,12 +238,12 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
     options: dict[str, Any] = (
         {"adamw_mode": isinstance(optimizer, torch.optim.AdamW)} if name == "Adam" else {}
     )
-    known = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    option_names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     groups = [
-        {key: value for key, value in group.items() if key == "params" or key in known}
+        {key: value for key, value in group.items() if key == "params" or key in option_names}
         for group in optimizer.param_groups
     ]
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in option_names}
     if name != "Adam":
         defaults.pop("amsgrad", None)
     return optimizer_class(groups, **defaults, **options)

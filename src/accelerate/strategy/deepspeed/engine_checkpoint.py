@@ -52,10 +52,10 @@ class EngineCheckpointFiles:
         """Let DeepSpeed write the checkpoint, and return the files of this rank; collective."""
         _check_options(self.options, _SAVES, "save_state")
         self.handle.engine.save_checkpoint(str(folder), tag=self.name, **self.options)
-        own = folder / self.name
+        tag_folder = folder / self.name
         if self.world.rank == 0:
             facts = {"stage": self.handle.stage, "processes": self.world.size}
-            (own / _MARK).write_text(json.dumps(facts), encoding="utf-8")
+            (tag_folder / _MARK).write_text(json.dumps(facts), encoding="utf-8")
         return self._own_file_names(folder)
 
     def _own_file_names(self, folder: Path) -> list[str]:
@@ -80,16 +80,20 @@ class EngineCheckpointFiles:
             CheckpointError: there is nothing, or only DeepSpeed can read it.
         """
         _check_options(self.options, _LOADS, "load_state")
-        own = folder / self.name
-        mark = own / _MARK
-        here = {"stage": self.handle.stage, "processes": self.world.size}
-        facts = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else _written_layout(own, here)
-        if facts == here:
+        tag_folder = folder / self.name
+        mark = tag_folder / _MARK
+        current_layout = {"stage": self.handle.stage, "processes": self.world.size}
+        facts = (
+            json.loads(mark.read_text(encoding="utf-8"))
+            if mark.is_file()
+            else _written_layout(tag_folder, current_layout)
+        )
+        if facts == current_layout:
             path, _ = self.handle.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
             if path is None:
-                raise CheckpointError(f"DeepSpeed found nothing to load in {own}")
+                raise CheckpointError(f"DeepSpeed found nothing to load in {tag_folder}")
         else:
-            self._load_resharded(ZeroCheckpoint(own))
+            self._load_resharded(ZeroCheckpoint(tag_folder))
         self.handle.clear_gradients()
 
     def _load_resharded(self, checkpoint: ZeroCheckpoint) -> None:
@@ -108,11 +112,11 @@ class EngineCheckpointFiles:
         if checkpoint.has_optimizer_state and not only and options.get("load_optimizer_states", True):
             full_state.load_optimizer(handle, checkpoint.optimizer_state(*self._group_names()))
             _restore_loss_scale(handle.engine_optimizer, checkpoint.scaler)
-        schedule, wanted = (
+        schedule, loads_schedule = (
             checkpoint.rank0_state.get("lr_scheduler"),
             options.get("load_lr_scheduler_states", True),
         )
-        if handle.scheduler is not None and schedule is not None and wanted and not only:
+        if handle.scheduler is not None and schedule is not None and loads_schedule and not only:
             handle.scheduler.load_state_dict(schedule)
         for name in ("global_steps", "global_samples", "skipped_steps") if not only else ():
             setattr(handle.engine, name, checkpoint.rank0_state.get(name, getattr(handle.engine, name)))

@@ -136,19 +136,19 @@ def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: De
             "gradient_accumulation_steps", inputs.steps, "gradient_accumulation_steps of the Accelerator"
         )
     micro = "train_micro_batch_size_per_gpu"
-    known = [size for size in inputs.batches if size]
+    batch_sizes = [size for size in inputs.batches if size]
     written = config_tree.get_key(engine_config.config, micro)
     if written in (None, AUTO):
         chosen = (
-            (min(known) if plugin.is_train_batch_min else max(known))
-            if known
+            (min(batch_sizes) if plugin.is_train_batch_min else max(batch_sizes))
+            if batch_sizes
             else _micro_batch_from_total(engine_config, inputs)
         )
         engine_config.set_owned(
-            micro, chosen, "the loader" if known else "nothing: it is only for reports of DeepSpeed"
+            micro, chosen, "the loader" if batch_sizes else "nothing: it is only for reports of DeepSpeed"
         )
-    elif known and int(written) not in known:
-        engine_config.set_owned(micro, known[0], "the batch size of the loader")
+    elif batch_sizes and int(written) not in batch_sizes:
+        engine_config.set_owned(micro, batch_sizes[0], "the batch size of the loader")
     steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
     total = int(config_tree.get_key(engine_config.config, micro)) * steps * inputs.processes
     engine_config.set_owned(
@@ -197,8 +197,8 @@ def _fill_optimizer(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
 
 def _fill_dummy(engine_config: EngineConfig, optimizer: DummyOptim) -> None:
     params = "optimizer.params"
-    given = {"lr": (optimizer.lr, 0.001), "weight_decay": (optimizer.weight_decay, 0)}
-    for name, (value, default) in given.items():
+    fields = {"lr": (optimizer.lr, 0.001), "weight_decay": (optimizer.weight_decay, 0)}
+    for name, (value, default) in fields.items():
         if value == default or config_tree.get_key(engine_config.config, f"{params}.{name}") == AUTO:
             engine_config.fill_auto(f"{params}.{name}", value, "the DummyOptim")
         elif config_tree.has_key(engine_config.config, f"{params}.{name}"):

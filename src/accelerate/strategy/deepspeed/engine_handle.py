@@ -222,15 +222,17 @@ def check_nvme(config: Mapping[str, Any]) -> None:
         SettingError: it is not installed, and cannot be built.
     """
     parts = ("offload_optimizer", "offload_param")
-    asked = [part for part in parts if config_value(config, f"zero_optimization.{part}.device") == "nvme"]
-    if not asked:
+    nvme_parts = [
+        part for part in parts if config_value(config, f"zero_optimization.{part}.device") == "nvme"
+    ]
+    if not nvme_parts:
         return
     from deepspeed.git_version_info import installed_ops  # type: ignore[import-not-found]
     from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
 
     if not installed_ops.get(AsyncIOBuilder.NAME) and not AsyncIOBuilder().is_compatible(verbose=False):
         raise SettingError(
-            f"{asked[0]}: DeepSpeed cannot use NVMe on this machine",
+            f"{nvme_parts[0]}: DeepSpeed cannot use NVMe on this machine",
             why="its async_io is compiled when it is used, and libaio or its headers are missing",
             fix="apt install libaio-dev, or offload to the host: device 'cpu'",
         )
@@ -374,7 +376,7 @@ class DeepSpeedEngineRegistry:
 
     def add(self, handle: EngineHandle) -> None:
         """Add a handle, in the place of one with the same engine object."""
-        self._handles = [known for known in self._handles if known.engine is not handle.engine]
+        self._handles = [h for h in self._handles if h.engine is not handle.engine]
         self._handles.append(handle)
 
     def clear(self) -> None:

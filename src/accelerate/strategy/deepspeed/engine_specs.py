@@ -75,15 +75,15 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
     schedulers = [s for s in _unique(bundle.objects_of("scheduler")) if _runs_in_engine(s)]
     pairs: list[tuple[Any, Any]] = []
     for model in models:
-        known = engines.find(model)
-        if known is not None and known.optimizer is not None:
+        existing_handle = engines.find(model)
+        if existing_handle is not None and existing_handle.optimizer is not None:
             continue
-        mine = [o for o in left if _trains_model(o, model, alone=len(models) == 1)]
-        if len(mine) > 1:
-            raise _several_optimizers_error(f"{len(mine)} optimizers for one {type(model).__name__}")
-        left = [o for o in left if o not in mine]
-        if known is None or mine:
-            pairs.append((model, mine[0] if mine else None))
+        optimizers = [o for o in left if _trains_model(o, model, alone=len(models) == 1)]
+        if len(optimizers) > 1:
+            raise _several_optimizers_error(f"{len(optimizers)} optimizers for one {type(model).__name__}")
+        left = [o for o in left if o not in optimizers]
+        if existing_handle is None or optimizers:
+            pairs.append((model, optimizers[0] if optimizers else None))
     for optimizer in left:
         handle = next(
             (m for m in engines if m.optimizer is None and _trains_model(optimizer, m.module)), None
@@ -92,9 +92,11 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
             raise _stray_optimizer_error(optimizer)
         pairs.append((handle.engine, optimizer))
     for model, optimizer in pairs:
-        own = next((s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None)
-        schedulers = [s for s in schedulers if s is not own]
-        yield _make_spec(context, bundle, model, optimizer, own)
+        engine_scheduler = next(
+            (s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None
+        )
+        schedulers = [s for s in schedulers if s is not engine_scheduler]
+        yield _make_spec(context, bundle, model, optimizer, engine_scheduler)
     for scheduler in schedulers:
         if hasattr(scheduler, "prepared_as"):
             raise _stray_scheduler_error(scheduler)
@@ -103,9 +105,9 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
 def _make_spec(
     context: DeepSpeedPrepareContext, bundle: PrepareBundle, model: Any, optimizer: Any, scheduler: Any
 ) -> EngineSpec:
-    known = context.engines.find(model)
-    wanted = DeepSpeedConfigInputs(
-        model if known is None else known.module,
+    handle = context.engines.find(model)
+    inputs = DeepSpeedConfigInputs(
+        model if handle is None else handle.module,
         context.steps,
         context.precision,
         context.processes,
@@ -114,7 +116,7 @@ def _make_spec(
         optimizer,
         scheduler,
     )
-    return EngineSpec(model, optimizer, scheduler, build_config(context.plugin, wanted))
+    return EngineSpec(model, optimizer, scheduler, build_config(context.plugin, inputs))
 
 
 def _micro_batch_size(context: DeepSpeedPrepareContext, loader: Any) -> int | None:
@@ -144,8 +146,8 @@ def _optimizer_params(optimizer: Any) -> set[Any]:
 
 def _trains_model(optimizer: Any, model: nn.Module, alone: bool = False) -> bool:
     """Return whether the optimizer has parameters of ``model``."""
-    held = _optimizer_params(optimizer)
-    return not held.isdisjoint(model.parameters()) or (alone and not held)
+    parameters = _optimizer_params(optimizer)
+    return not parameters.isdisjoint(model.parameters()) or (alone and not parameters)
 
 
 def _runs_in_engine(scheduler: Any) -> bool:

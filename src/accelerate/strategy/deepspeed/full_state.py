@@ -126,8 +126,8 @@ def gather_params(
         at = 0
         for parameter in chunk:
             if keep:
-                one = flat.narrow(0, at, _numel(parameter)).view(_shape(parameter))
-                whole[id(parameter)] = one.to("cpu", copy=True)
+                value = flat.narrow(0, at, _numel(parameter)).view(_shape(parameter))
+                whole[id(parameter)] = value.to("cpu", copy=True)
             at += _numel(parameter)
     return whole
 
@@ -180,9 +180,9 @@ def _fetch_to_host(value: torch.Tensor, keep: bool) -> torch.Tensor | None:
 def shape_template(module: nn.Module) -> dict[str, Any]:
     """Return the module's state dict without values: an expanded tensor for each parameter, ties kept."""
     state = module.state_dict(keep_vars=True)
-    apart = {id(value): value for value in state.values() if hasattr(value, "ds_id")}
+    partitioned = {id(value): value for value in state.values() if hasattr(value, "ds_id")}
     # One element of memory for each: ties are detected by it.
-    like = {key: torch.empty(1).expand(_numel(p)).view(_shape(p)) for key, p in apart.items()}
+    like = {key: torch.empty(1).expand(_numel(p)).view(_shape(p)) for key, p in partitioned.items()}
     return {name: like.get(id(value), value) for name, value in state.items()}
 
 
@@ -195,11 +195,11 @@ def load_model(handle: EngineHandle, state: Mapping[str, Any], *, strict: bool =
     """
     module = handle.module
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    apart = {name: p for name, p in parameters.items() if hasattr(p, "ds_id")}
-    if not apart:
+    partitioned = {name: p for name, p in parameters.items() if hasattr(p, "ds_id")}
+    if not partitioned:
         result = module.load_state_dict(state, strict=strict)
     else:
-        result = _load_partitioned(module, apart, state, strict)
+        result = _load_partitioned(module, partitioned, state, strict)
     if handle.optimizer is not None and has_fp32_copies(handle):
         fragments = local_fragments(handle)
         names = {id(p): name for name, p in parameters.items() if name in state}
@@ -230,9 +230,9 @@ def _load_partitioned(
                 f"size mismatch for {name}: the state has shape {tuple(value.shape)}, the model "
                 f"{tuple(_shape(parameter))}"
             )
-    known = module.state_dict(keep_vars=True)
-    missing = [name for name in known if name not in state]
-    unexpected = [name for name in state if name not in known]
+    module_state = module.state_dict(keep_vars=True)
+    missing = [name for name in module_state if name not in state]
+    unexpected = [name for name in state if name not in module_state]
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, "
@@ -244,7 +244,7 @@ def _load_partitioned(
             done.add(id(parameter))
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(state[name])
-    for name, value in known.items():
+    for name, value in module_state.items():
         if name in state and name not in apart and isinstance(value, torch.Tensor):
             value.data.copy_(state[name])
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
@@ -281,15 +281,15 @@ def optimizer_state(handle: EngineHandle, keep: bool) -> dict[str, Any]:
 
 
 def _require_fragments(handle: EngineHandle) -> list[torch.Tensor]:
-    known = _fragmented_params(handle)
-    if len(known) != len(trained_params(handle)):
+    parameters = _fragmented_params(handle)
+    if len(parameters) != len(trained_params(handle)):
         raise PrepareError(
             f"the state of {type(handle.engine_optimizer).__name__} cannot be had as in one process",
             why="this kind of engine, stage 0 in 16 bits, keeps it in a form of its own",
             fix="accelerator.save_state(folder) without sharded=False writes it in that form, or use a stage "
             "above 0",
         )
-    return known
+    return parameters
 
 
 def _vector_names(vector_states: Mapping[Any, Any]) -> list[str]:
@@ -334,12 +334,12 @@ def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
         return
     _require_fragments(handle)
     saved = [number for group in state["param_groups"] for number in group["params"]]
-    own = [p for group in handle.groups for p in group]
-    if len(saved) != len(own):
+    parameters = [p for group in handle.groups for p in group]
+    if len(saved) != len(parameters):
         raise CheckpointError(
-            f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(own)}"
+            f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(parameters)}"
         )
-    numbers = {id(p): number for number, p in zip(saved, own, strict=True)}
+    numbers = {id(p): number for number, p in zip(saved, parameters, strict=True)}
     vector_states, fragments = handle.optimizer.state, local_fragments(handle)
     for piece in fragments.values():
         values = state["state"].get(numbers[id(piece.parameter)], {})

@@ -75,9 +75,9 @@ class DeepSpeedPlugin:
         self.dschf: Any = None
         # (the dict, its content since an engine was made, its content before)
         self._shown_config: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
-        asked = {name: getattr(self, name) for name in (*_FIELDS, "gradient_accumulation_steps")}
-        self._code_values = {name: value for name, value in asked.items() if value is not None}
-        self._settings = load_settings(DeepSpeedSettings, code={name: asked[name] for name in _FIELDS})
+        arguments = {name: getattr(self, name) for name in (*_FIELDS, "gradient_accumulation_steps")}
+        self._code_values = {name: value for name, value in arguments.items() if value is not None}
+        self._settings = load_settings(DeepSpeedSettings, code={name: arguments[name] for name in _FIELDS})
         self._may_gather = _explicit_value(self._settings, "zero3_save_16bit_model")
         self._refuse_msamp()
         source = self.hf_ds_config
@@ -106,15 +106,15 @@ class DeepSpeedPlugin:
     def _build_from_fields(self) -> None:
         settings = self._settings.value
         self.zero_stage = 2 if settings.zero_stage is None else settings.zero_stage
-        for what in ("optimizer", "param"):
-            device = getattr(settings, f"offload_{what}_device") or "none"
-            path = getattr(settings, f"offload_{what}_nvme_path")
-            setattr(self, f"offload_{what}_device", device)
-            setattr(self, f"offload_{what}_nvme_path", path or "none")
+        for part in ("optimizer", "param"):
+            device = getattr(settings, f"offload_{part}_device") or "none"
+            path = getattr(settings, f"offload_{part}_nvme_path")
+            setattr(self, f"offload_{part}_device", device)
+            setattr(self, f"offload_{part}_nvme_path", path or "none")
             if device == "nvme" and path is None:
                 raise SettingError(
-                    f"offload_{what}_device is nvme, but nothing says in which folder",
-                    fix=f"give offload_{what}_nvme_path, a folder on the drive",
+                    f"offload_{part}_device is nvme, but nothing says in which folder",
+                    fix=f"give offload_{part}_nvme_path, a folder on the drive",
                 )
         self.gradient_clipping = AUTO if settings.gradient_clipping is None else settings.gradient_clipping
         self.gradient_accumulation_steps = _accumulation_steps(self.gradient_accumulation_steps)
@@ -159,10 +159,10 @@ class DeepSpeedPlugin:
         self.zero_stage = config_tree.get_key(config, "zero_optimization.stage", 0)
         self.gradient_accumulation_steps = config["gradient_accumulation_steps"]
         self.gradient_clipping = config.get("gradient_clipping", AUTO)
-        for what in ("optimizer", "param"):
-            offload = config_tree.get_key(config, f"zero_optimization.offload_{what}") or {}
-            setattr(self, f"offload_{what}_device", offload.get("device", "none"))
-            setattr(self, f"offload_{what}_nvme_path", offload.get("nvme_path") or "none")
+        for part in ("optimizer", "param"):
+            offload = config_tree.get_key(config, f"zero_optimization.offload_{part}") or {}
+            setattr(self, f"offload_{part}_device", offload.get("device", "none"))
+            setattr(self, f"offload_{part}_nvme_path", offload.get("nvme_path") or "none")
         if config_tree.has_key(config, _GATHER) and config_tree.get_key(config, _GATHER) != AUTO:
             self._may_gather = bool(config_tree.get_key(config, _GATHER))
         self.zero3_save_16bit_model = bool(self._may_gather)
@@ -173,24 +173,24 @@ class DeepSpeedPlugin:
         keys, _ = COUNTERPARTS[name]
         configured = config_tree.get_key(self.hf_ds_config.config, ".".join(keys))
         if name in self._code_values:
-            here, where = self._code_values[name], f"the argument {name}"
+            value, label = self._code_values[name], f"the argument {name}"
         elif name in _FIELDS and self._settings.origin(name).source != "default":
-            here, where = getattr(self._settings.value, name), self._settings.origin(name).where
+            value, label = getattr(self._settings.value, name), self._settings.origin(name).where
         else:
             return
-        if configured is None or AUTO in (here, configured) or is_same(here, configured):
+        if configured is None or AUTO in (value, configured) or is_same(value, configured):
             if configured is None or configured == AUTO:
-                config_tree.set_key(self.hf_ds_config.config, ".".join(keys), here)
+                config_tree.set_key(self.hf_ds_config.config, ".".join(keys), value)
             return
         raise SettingError(
-            f"{where} is {here}, but the DeepSpeed configuration says {'.'.join(keys)}: {configured}",
+            f"{label} is {value}, but the DeepSpeed configuration says {'.'.join(keys)}: {configured}",
             why="each of the two would train in another way",
             fix=f'keep one of them, or write "auto" for {".".join(keys)}',
         )
 
     def _apply_zero3_init(self, settings: DeepSpeedSettings) -> None:
-        asked = settings.zero3_init_flag
-        self.zero3_init_flag = self.zero_stage == 3 if asked is None else asked
+        flag = settings.zero3_init_flag
+        self.zero3_init_flag = self.zero_stage == 3 if flag is None else flag
 
     def _refuse_msamp(self) -> None:
         if self.enable_msamp or environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP":
@@ -387,17 +387,17 @@ class DeepSpeedPlugin:
         """
         if self.zero_stage != 3 or not self.transformer_moe_cls_names:
             return
-        known = {type(part).__name__: type(part) for part in model.modules()}
+        classes = {type(part).__name__: type(part) for part in model.modules()}
         names = [name.strip() for name in self.transformer_moe_cls_names.split(",") if name.strip()]
-        missing = [name for name in names if name not in known]
+        missing = [name for name in names if name not in classes]
         if missing:
             raise SettingError(
                 f"transformer_moe_cls_names: {type(model).__name__} has no module of the class {missing[0]}",
-                why=f"its classes are {', '.join(sorted(known))}",
+                why=f"its classes are {', '.join(sorted(classes))}",
             )
         from deepspeed.utils import set_z3_leaf_modules  # type: ignore[import-not-found]
 
-        set_z3_leaf_modules(model, [known[name] for name in names])
+        set_z3_leaf_modules(model, [classes[name] for name in names])
 
     # --- several of them
 

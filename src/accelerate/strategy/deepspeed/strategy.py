@@ -51,9 +51,9 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
         fwd_module: the module whose forward uses them, so that DeepSpeed prefetches them.
         enabled: False leaves them partitioned.
     """
-    every = list(params) if isinstance(params, Iterable) and not hasattr(params, "grad") else [params]
+    parameters = list(params) if isinstance(params, Iterable) and not hasattr(params, "grad") else [params]
     # DeepSpeed marks what it has partitioned.
-    if not (enabled and any(hasattr(parameter, "ds_id") for parameter in every)):
+    if not (enabled and any(hasattr(parameter, "ds_id") for parameter in parameters)):
         yield
         return
     import deepspeed
@@ -64,8 +64,8 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
 
 def _given_plugins(request: StrategyRequest) -> list[Any]:
     """Return the plugins that were given, also those in a dict of several."""
-    every = [p for plugin in request.plugins for p in _plugin_values(plugin)]
-    return [plugin for plugin in every if type(plugin).__name__ == "DeepSpeedPlugin"]
+    plugins = [p for plugin in request.plugins for p in _plugin_values(plugin)]
+    return [plugin for plugin in plugins if type(plugin).__name__ == "DeepSpeedPlugin"]
 
 
 def _plugin_values(plugin: Any) -> Iterable[Any]:
@@ -91,10 +91,10 @@ class DeepSpeed(Strategy):
         from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
         from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin, plugin_table
 
-        given = _given_plugins(request)
+        plugins = _given_plugins(request)
         tables = [dict(p) for p in request.plugins if isinstance(p, Mapping)]
         self.table: dict[str, DeepSpeedPlugin] = plugin_table(
-            tables[0] if tables else given[0] if given else DeepSpeedPlugin()
+            tables[0] if tables else plugins[0] if plugins else DeepSpeedPlugin()
         )
         self.engines: DeepSpeedEngineRegistry = DeepSpeedEngineRegistry()
         self._no_sync_engines: set[int] = set()
@@ -133,10 +133,10 @@ class DeepSpeed(Strategy):
         from accelerate.strategy.deepspeed import config_tree
 
         keys, absent = deepspeed_settings.COUNTERPARTS[option.name]
-        here = config_tree.get_key(handle.config, ".".join(keys), absent)
-        ours = option.value in ("auto", None) or deepspeed_settings.is_same(option.value, here)
+        configured = config_tree.get_key(handle.config, ".".join(keys), absent)
+        is_applied = option.value in ("auto", None) or deepspeed_settings.is_same(option.value, configured)
         return option.report_unless(
-            "" if ours else f"the DeepSpeed configuration says {'.'.join(keys)}: {here}"
+            "" if is_applied else f"the DeepSpeed configuration says {'.'.join(keys)}: {configured}"
         )
 
     @classmethod
@@ -395,10 +395,10 @@ class DeepSpeed(Strategy):
         )
 
     def _engine_to_clip(self, parameters: Iterable[torch.Tensor]) -> EngineHandle:
-        trained, wanted = self.engines.trained_engines(), set(parameters)
+        trained, param_set = self.engines.trained_engines(), set(parameters)
         if len(trained) == 1:
             return trained[0]
-        matches = [handle for handle in trained if not wanted.isdisjoint(handle.module.parameters())]
+        matches = [handle for handle in trained if not param_set.isdisjoint(handle.module.parameters())]
         if len(matches) != 1:
             raise PrepareError(
                 f"clip_grad_norm_ of parameters of {len(matches)} of {len(trained)} prepared models",

@@ -135,9 +135,9 @@ class ZeroCheckpoint:
         if self._partitions_params:
             frozen = dict(self.rank0_state.get("frozen_param_shapes") or {})
         for name, value in self._module_state.items():
-            held = self.tied_names.get(name, name)
-            dtype = torch.float32 if held in trained else value.dtype
-            yield name, (dtype, torch.Size(trained.get(held, frozen.get(held, value.shape))))
+            saved_name = self.tied_names.get(name, name)
+            dtype = torch.float32 if saved_name in trained else value.dtype
+            yield name, (dtype, torch.Size(trained.get(saved_name, frozen.get(saved_name, value.shape))))
 
     @property
     def _partitions_params(self) -> bool:
@@ -251,7 +251,7 @@ class ZeroCheckpoint:
         groups: list[dict[str, Any]] = []
         readers: dict[int, Callable[[], dict[str, Any]]] = {}
         saved = [group for group in base_states[0]["param_groups"] if group["params"]]
-        for members, own in zip(names, options, strict=True):
+        for members, group_options in zip(names, options, strict=True):
             first = number
             chosen: Mapping[str, Any] = {}
             for aliases in members:
@@ -261,7 +261,7 @@ class ZeroCheckpoint:
                     chosen = chosen or self._group_of(name, saved)
                 number += 1
             saved_options = {key: value for key, value in chosen.items() if key != "params"}
-            groups.append({**own, **saved_options, "params": list(range(first, number))})
+            groups.append({**group_options, **saved_options, "params": list(range(first, number))})
         self._check_param_names({name for group in names for aliases in group for name in aliases})
         return {"state": LazyZeroCheckpointMapping(readers), "param_groups": groups}
 
@@ -346,8 +346,8 @@ def _load_file(path: Path) -> dict[str, Any]:
 
 def find_unsupported_file(folder: Path) -> str:
     """Return a file of tensor parallel layers or experts, which only DeepSpeed reads; else empty."""
-    held = sorted(path.name for path in folder.iterdir())
-    return next((name for name in held if "expert" in name or re.search(r"mp_rank_(?!00_)", name)), "")
+    file_names = sorted(path.name for path in folder.iterdir())
+    return next((name for name in file_names if "expert" in name or re.search(r"mp_rank_(?!00_)", name)), "")
 
 
 def _model_files(folder: Path) -> list[Path]:

@@ -96,11 +96,11 @@ class FlatParam:
         """All-gather the flat tensor from the pieces of all ranks; a collective where it is sharded."""
         if not self.is_sharded:
             return local
-        mine = local.to(self.handle.device).contiguous()
-        out = mine.new_empty(self.size * self.handle.world_size)
+        shard = local.to(self.handle.device).contiguous()
+        out = shard.new_empty(self.size * self.handle.world_size)
         # Newer versions of torch call it otherwise, and warn of the old name.
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out, mine, group=self.handle.process_group)
+        gather(out, shard, group=self.handle.process_group)
         return out
 
     def view_param(self, slot: FlatSlot, whole: torch.Tensor) -> torch.Tensor:
@@ -163,5 +163,5 @@ def param_locations(unit: FlatParam) -> Iterator[tuple[list[tuple[nn.Module, str
             starts.append(total)
         total += numel
     for info, start, shape in zip(flat._param_infos, starts, flat._shapes, strict=True):
-        own = (info.module, info.param_name)
-        yield [own, *others.get(own, [])], start, shape
+        location = (info.module, info.param_name)
+        yield [location, *others.get(location, [])], start, shape

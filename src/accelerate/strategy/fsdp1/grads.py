@@ -13,10 +13,10 @@ from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 
 def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]:
     """Return the parameters that optimizers hold, whatever the modules hold between forward and backward."""
-    held = {p: None for unit in wrapped_model.flat_params for p in unit.parameters}
+    parameters = {p: None for unit in wrapped_model.flat_params for p in unit.parameters}
     wrapped = {name for unit in wrapped_model.flat_params for slot in unit.slots for name in slot.names}
-    held.update({p: None for name, p in wrapped_model.parameters() if name not in wrapped})
-    return list(held)
+    parameters.update({p: None for name, p in wrapped_model.parameters() if name not in wrapped})
+    return list(parameters)
 
 
 def local_gradients(
@@ -26,22 +26,22 @@ def local_gradients(
     left = dict.fromkeys(wanted)
     gradients: list[torch.Tensor] = []
     for unit in (unit for wrapped_model in wrapped_models for unit in wrapped_model.flat_params):
-        own = unit.parameters
-        hit = [p in left for p in own]
+        parameters = unit.parameters
+        hit = [p in left for p in parameters]
         if not any(hit):
             continue
-        for parameter in own:
+        for parameter in parameters:
             left.pop(parameter, None)
         gradient = unit.gradient()
         if gradient is None:
             continue
         # A flat gradient has values for frozen parameters too, which nobody uses.
-        trained = [asked and p.requires_grad for asked, p in zip(hit, own, strict=True)]
+        trained = [is_hit and p.requires_grad for is_hit, p in zip(hit, parameters, strict=True)]
         if all(trained):
             gradients.append(gradient)
         else:
             pairs = zip(trained, unit.slots, strict=True)
-            gradients += [_param_grad(unit, slot, gradient) for asked, slot in pairs if asked]
+            gradients += [_param_grad(unit, slot, gradient) for is_trained, slot in pairs if is_trained]
     return gradients + [p.grad for p in left if p.grad is not None]
 
 
@@ -55,10 +55,10 @@ def clear_gradients(wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterabl
     """Clear the gradients of ``wanted``, also unreduced ones that an optimizer does not see."""
     left = set(wanted)
     for unit in (unit for wrapped_model in wrapped_models for unit in wrapped_model.flat_params):
-        own = unit.parameters
-        if left.issuperset(p for p in own if p.requires_grad):
+        parameters = unit.parameters
+        if left.issuperset(p for p in parameters if p.requires_grad):
             unit.flat.grad = None
-            for parameter in own:
+            for parameter in parameters:
                 parameter.grad = None
 
 
@@ -83,7 +83,7 @@ def clip_norm(
         device: where the all-reduce runs.
     """
     owner = {
-        held: unit for wrapped_model in wrapped_models for held, unit in wrapped_model.flat_param_of.items()
+        param: unit for wrapped_model in wrapped_models for param, unit in wrapped_model.flat_param_of.items()
     }
     cut: list[torch.Tensor] = []
     other: list[torch.Tensor] = []
@@ -110,8 +110,8 @@ def clip_norm(
 def _sum_of_powers(gradients: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
     """Return the sum of p-th powers, the maximum for ``inf``."""
     norms = [torch.linalg.vector_norm(g, p, dtype=torch.float32).to(device) for g in gradients if g.numel()]
-    mine = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    return mine.max() if p == float("inf") else (mine**p).sum()
+    stacked_norms = torch.stack(norms) if norms else torch.zeros(1, device=device)
+    return stacked_norms.max() if p == float("inf") else (stacked_norms**p).sum()
 
 
 def reached_parameters(

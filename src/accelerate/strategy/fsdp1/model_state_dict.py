@@ -66,15 +66,15 @@ class FSDP1WrappedModel:
         return self.order.get(name, len(self.order))
 
     def _stand_in(self, unit: FlatParam, shape: torch.Size) -> torch.Tensor:
-        one = torch.empty((), dtype=unit.flat.dtype, device=unit.flat.device)
+        scalar = torch.empty((), dtype=unit.flat.dtype, device=unit.flat.device)
         if not unit.is_sharded:
-            return one.expand(shape)
+            return scalar.expand(shape)
         size, place = self.mesh.size(-1), self.mesh.get_local_rank(-1)
         rows = -(-shape[0] // size)
-        mine = max(0, min(rows, shape[0] - place * rows))
+        local_rows = max(0, min(rows, shape[0] - place * rows))
         strides = torch.empty(shape, device="meta").stride()
         cut = [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
-        local = one.expand(mine, *shape[1:])
+        local = scalar.expand(local_rows, *shape[1:])
         return DTensor.from_local(local, self.mesh, cut, run_check=False, shape=shape, stride=strides)
 
     # --- names
@@ -85,9 +85,9 @@ class FSDP1WrappedModel:
             name: slot.stand_in for unit in self.flat_params for slot in unit.slots for name in slot.names
         }
         for prefix, module in walk_modules(self.module):
-            for name, own in module._parameters.items():
-                if own is not None and not name.startswith(_FLAT):
-                    by_name.setdefault(f"{prefix}{name}", own)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not name.startswith(_FLAT):
+                    by_name.setdefault(f"{prefix}{name}", parameter)
         yield from sorted(by_name.items(), key=lambda pair: self._name_rank(pair[0]))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,9 +142,9 @@ class FSDP1WrappedModel:
         for unit in self.flat_params:
             unit.reshard()
             for slot in unit.slots:
-                given = [left.pop(name, None) for name in slot.names]
-                missing += [n for n, value in zip(slot.names, given, strict=True) if value is None]
-                value = next((value for value in reversed(given) if value is not None), None)
+                values = [left.pop(name, None) for name in slot.names]
+                missing += [n for n, value in zip(slot.names, values, strict=True) if value is None]
+                value = next((value for value in reversed(values) if value is not None), None)
                 if value is not None and value.shape != slot.shape:
                     wrong.append(f"size mismatch for {slot.names[0]}: the state has shape "
                                  f"{tuple(value.shape)}, the model {tuple(slot.shape)}")  # fmt: skip
@@ -163,16 +163,16 @@ class FSDP1WrappedModel:
     def _load_unwrapped(self, state: Any, versions: Any, missing: list[str], wrong: list[str]) -> list[str]:
         """Load buffers, extra states and unwrapped parameters; return unused names."""
         wrapped = {name for unit in self.flat_params for slot in unit.slots for name in slot.names}
-        taken: set[str] = set()
+        used_names: set[str] = set()
         for prefix, module in walk_modules(self.module):
-            own = {n: v for n, v in state.items() if n.startswith(prefix)}
+            module_state = {n: v for n, v in state.items() if n.startswith(prefix)}
             lacks: list[str] = []
             metadata = dict(versions.get(prefix[:-1], {}))
-            module._load_from_state_dict(own, prefix, metadata, False, lacks, [], wrong)
+            module._load_from_state_dict(module_state, prefix, metadata, False, lacks, [], wrong)
             missing += [n for n in lacks if n not in wrapped and n != f"{prefix}{_FLAT}"]
             names = {*module._parameters, *module._buffers, "_extra_state"}
-            taken |= {n for n in own if n[len(prefix) :] in names}
-        return [name for name in state if name not in taken]
+            used_names |= {n for n in module_state if n[len(prefix) :] in names}
+        return [name for name in state if name not in used_names]
 
 
 @torch.no_grad()
@@ -227,12 +227,12 @@ class WrappedModelView:
         Raises:
             PrepareError: names the first that does not fit.
         """
-        own = {name: value.shape for name, value in self.pieces().items()}
-        for name in sorted({*own, *pieces}):
-            theirs = pieces[name].shape if name in pieces else None
-            if own.get(name) != theirs:
+        shapes = {name: value.shape for name, value in self.pieces().items()}
+        for name in sorted({*shapes, *pieces}):
+            saved = pieces[name].shape if name in pieces else None
+            if shapes.get(name) != saved:
                 raise PrepareError(
-                    f"the piece of {name} here has the shape {own.get(name)}, and the saved one {theirs}",
+                    f"the piece of {name} here has the shape {shapes.get(name)}, and the saved one {saved}",
                     why="local states go back into a model that is wrapped in the same way only",
                     fix="wrap the model as it was, or save with SHARDED_STATE_DICT",
                 )

@@ -25,8 +25,8 @@ def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tens
         PrepareError: there is one.
     """
     group = {p: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    for own in parts:
-        if len({group.get(p) for p in own}) > 1:
+    for parameters in parts:
+        if len({group.get(p) for p in parameters}) > 1:
             raise PrepareError(
                 f"the {type(optimizer).__name__} has the parameters of one FSDP unit in several groups, "
                 "or only some of them",

@@ -53,7 +53,9 @@ class FSDP1Optimizer:
         self._slots = {id(slot.stand_in): (unit, slot) for unit in self.flat_params for slot in unit.slots}
         for number, group in enumerate(optimizer.param_groups):
             pairs = order[number] if number < len(order) else [(param, None) for param in group["params"]]
-            self.groups.append([entry for param, one in pairs for entry in self._entries(param, one)])
+            self.groups.append(
+                [entry for param, stand_in in pairs for entry in self._entries(param, stand_in)]
+            )
 
     def _entries(self, param: torch.Tensor, stand_in: torch.Tensor | None) -> list[OptimizerParam]:
         if stand_in is not None:
@@ -95,10 +97,10 @@ class FSDP1Optimizer:
         Raises:
             PrepareError: a state is neither one number nor of the parameter's size.
         """
-        own = [self._local_state(entry) for entry in self.entries]
-        kinds = [_local_info(entry, values) for entry, values in zip(self.entries, own, strict=True)]
+        local_states = [self._local_state(entry) for entry in self.entries]
+        kinds = [_local_info(entry, values) for entry, values in zip(self.entries, local_states, strict=True)]
         states: dict[int, dict[str, Any]] = {}
-        wanted: dict[tuple[int, str, torch.dtype], None] = {}
+        flat_states: dict[tuple[int, str, torch.dtype], None] = {}
         for number, infos in enumerate(
             zip(*collective.all_gather_object(kinds, "the optimizer's state"), strict=True)
         ):
@@ -108,15 +110,17 @@ class FSDP1Optimizer:
                     values.setdefault(name, None)
                     unit = self.entries[number].unit
                     assert unit is not None
-                    wanted[self.flat_params.index(unit), name, value] = None
+                    flat_states[self.flat_params.index(unit), name, value] = None
                 elif name not in values:
                     # Each parameter its own: optimizers count steps in place.
                     values[name] = value.clone() if isinstance(value, torch.Tensor) else value
         for number, entry in enumerate(self.entries):
-            if entry.slot is None and own[number]:
-                states[number] = {name: _unwrapped_state(value, take) for name, value in own[number].items()}
-        for place, name, dtype in sorted(wanted, key=lambda key: key[:2]):
-            self._gather(self.flat_params[place], name, dtype, own, states, take)
+            if entry.slot is None and local_states[number]:
+                states[number] = {
+                    name: _unwrapped_state(value, take) for name, value in local_states[number].items()
+                }
+        for place, name, dtype in sorted(flat_states, key=lambda key: key[:2]):
+            self._gather(self.flat_params[place], name, dtype, local_states, states, take)
         return {**self._extra_state(), "state": states, "param_groups": self.param_groups()}
 
     def _extra_state(self) -> dict[str, Any]:
@@ -125,13 +129,13 @@ class FSDP1Optimizer:
 
     def _local_state(self, entry: OptimizerParam) -> dict[str, Any]:
         """Return this rank's state of one parameter: pieces and numbers."""
-        own = self.optimizer.state.get(entry.param, {})
+        param_state = self.optimizer.state.get(entry.param, {})
         if entry.unit is None or entry.slot is None or entry.unit.uses_orig_params:
-            return own
+            return param_state
         slot, unit = entry.slot, entry.unit
         return {
             name: unit.local_piece(slot, value) if isinstance(value, torch.Tensor) and value.dim() else value
-            for name, value in own.items()
+            for name, value in param_state.items()
         }
 
     def _gather(
@@ -144,13 +148,15 @@ class FSDP1Optimizer:
         take: TakeValue,
     ) -> None:
         local = torch.zeros(unit.size, dtype=dtype, device=unit.handle.device)
-        mine = [(n, e.slot) for n, e in enumerate(self.entries) if e.unit is unit and e.slot is not None]
-        for number, slot in mine:
+        unit_slots = [
+            (n, e.slot) for n, e in enumerate(self.entries) if e.unit is unit and e.slot is not None
+        ]
+        for number, slot in unit_slots:
             value = own[number].get(name)
             if isinstance(value, torch.Tensor):
                 unit.local_piece(slot, local).copy_(value.reshape(-1))
         whole = unit.gather_flat(local)
-        for number, slot in mine:
+        for number, slot in unit_slots:
             if name in states.get(number, {}):
                 states[number][name] = take(unit.view_param(slot, whole), slot.stand_in)
 
@@ -172,15 +178,15 @@ class FSDP1Optimizer:
         numbers = {
             id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])
         }
-        made: dict[int, dict[str, Any]] = {}
+        local_states: dict[int, dict[str, Any]] = {}
         for index, entry in zip(saved, entries, strict=True):
             values = state["state"].get(index)
             if values is not None:
-                _put_local_part(entry, values, made.setdefault(numbers[id(entry.param)], {}))
+                _put_local_part(entry, values, local_states.setdefault(numbers[id(entry.param)], {}))
         groups = []
-        for given, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
-            groups.append({**given, "params": [numbers[id(p)] for p in own["params"]]})
-        states = {number: values for number, values in made.items() if values}
+        for saved_group, local_group in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
+            groups.append({**saved_group, "params": [numbers[id(p)] for p in local_group["params"]]})
+        states = {number: values for number, values in local_states.items() if values}
         self.optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
 
 

@@ -71,27 +71,29 @@ def _fsdp_units(models: Sequence[nn.Module]) -> list[Any]:
 def _field_status(
     option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
 ) -> OptionStatus:
-    here = {getattr(part, _FIELDS[option.name]) for part in _fsdp_units(models)}
-    return option.report_unless("" if here == {option.value} else f"the FSDP units have {here}")
+    unit_values = {getattr(part, _FIELDS[option.name]) for part in _fsdp_units(models)}
+    return option.report_unless("" if unit_values == {option.value} else f"the FSDP units have {unit_values}")
 
 
 def _strategy_status(
     option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
 ) -> OptionStatus:
-    here = {part.sharding_strategy.name.lstrip("_") for part in _fsdp_units(models)}
-    wanted = plugin.sharding_strategy.name.lstrip("_")
-    if here == {wanted}:
+    strategies = {part.sharding_strategy.name.lstrip("_") for part in _fsdp_units(models)}
+    configured = plugin.sharding_strategy.name.lstrip("_")
+    if strategies == {configured}:
         return option.report_applied()
     if plugin.hybrid:
-        return option.report_applied(f"there is one replica, which is {' and '.join(sorted(here))}")
-    return option.report_not_applied(f"the FSDP units have {' and '.join(sorted(here))}")
+        return option.report_applied(f"there is one replica, which is {' and '.join(sorted(strategies))}")
+    return option.report_not_applied(f"the FSDP units have {' and '.join(sorted(strategies))}")
 
 
 def _prefetch_status(
     option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
 ) -> OptionStatus:
-    here = {part.backward_prefetch for part in _fsdp_units(models)}
-    return option.report_unless("" if here == {plugin.backward_prefetch} else f"the FSDP units have {here}")
+    prefetch_modes = {part.backward_prefetch for part in _fsdp_units(models)}
+    return option.report_unless(
+        "" if prefetch_modes == {plugin.backward_prefetch} else f"the FSDP units have {prefetch_modes}"
+    )
 
 
 def _wrap_status(
@@ -106,8 +108,10 @@ def _offload_status(
     parts = [part for part in _fsdp_units(models) if part._handle is not None]
     if all(part.compute_device.type == "cpu" for part in parts):
         return option.report_applied("the processes compute on the host, where parameters are anyway")
-    there = [part for part in parts if part._handle.flat_param._local_shard.device.type == "cpu"]
-    return option.report_count(len(there), len(parts), "units are on the host", "others are on the device")
+    host_parts = [part for part in parts if part._handle.flat_param._local_shard.device.type == "cpu"]
+    return option.report_count(
+        len(host_parts), len(parts), "units are on the host", "others are on the device"
+    )
 
 
 def _sync_status(

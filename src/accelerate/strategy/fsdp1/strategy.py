@@ -84,12 +84,12 @@ class FSDP1Strategy(ShardedStrategy):
         """Torch's sharding strategy; HSDP with one replica is the simple strategy."""
         from torch.distributed.fsdp import ShardingStrategy
 
-        wanted: ShardingStrategy = self.plugin.sharding_strategy
+        strategy: ShardingStrategy = self.plugin.sharding_strategy
         simple = {
             ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
             ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
         }
-        return simple.get(wanted, wanted) if self._mesh_shape[0] == 1 else wanted
+        return simple.get(strategy, strategy) if self._mesh_shape[0] == 1 else strategy
 
     @cached_property
     def _wrapper(self) -> FSDP1Wrapper:
@@ -167,11 +167,16 @@ class FSDP1Strategy(ShardedStrategy):
 
         sync = bool(self.plugin.sync_module_states)
         for optimizer in bundle.objects_of("optimizer"):
-            own = getattr(optimizer, "optimizer", optimizer)
-            remap_optimizer(own, self._replaced_params, self._wrapped_models(), self._orders, sync=sync)
-            if isinstance(own, torch.optim.Optimizer) and own not in self._hooked_optimizers:
-                self._hooked_optimizers.add(own)
-                own.register_step_post_hook(self._reshard_after_step)
+            inner_optimizer = getattr(optimizer, "optimizer", optimizer)
+            remap_optimizer(
+                inner_optimizer, self._replaced_params, self._wrapped_models(), self._orders, sync=sync
+            )
+            if (
+                isinstance(inner_optimizer, torch.optim.Optimizer)
+                and inner_optimizer not in self._hooked_optimizers
+            ):
+                self._hooked_optimizers.add(inner_optimizer)
+                inner_optimizer.register_step_post_hook(self._reshard_after_step)
 
     def _reshard_after_step(self, *_: Any) -> None:
         # An evaluation before a step leaves unsharded values of the root unit, which are old now.
@@ -193,7 +198,7 @@ class FSDP1Strategy(ShardedStrategy):
         fresh = [model for model in bundle.objects_of("model") if not self._is_sharded(model)]
         for optimizer in bundle.objects_of("optimizer"):
             for model in fresh:
-                check_param_groups(optimizer, [own for _, own in self._plan_layout(model).units])
+                check_param_groups(optimizer, [params for _, params in self._plan_layout(model).units])
 
     # --- the loop
 

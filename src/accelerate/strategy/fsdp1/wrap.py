@@ -72,13 +72,13 @@ def make_layout(
     upcast_params: set[nn.Parameter] = set()
     names = {p: name for name, p in model.named_parameters()}
     for part in (*base.blocks, model):
-        own = [p for p in part.parameters() if p not in done]
-        done.update(own)
-        units.append((part, own))
-        if base.upcast and any(p.requires_grad for p in own):
-            upcast_params |= {p for p in own if p.is_floating_point() and p.dtype.itemsize == 2}
-        _check_unit(own, upcast_params, names, bool(plugin.use_orig_params))
-    numel = sum(p.numel() for _, own in units for p in own)
+        unit_params = [p for p in part.parameters() if p not in done]
+        done.update(unit_params)
+        units.append((part, unit_params))
+        if base.upcast and any(p.requires_grad for p in unit_params):
+            upcast_params |= {p for p in unit_params if p.is_floating_point() and p.dtype.itemsize == 2}
+        _check_unit(unit_params, upcast_params, names, bool(plugin.use_orig_params))
+    numel = sum(p.numel() for _, params in units for p in params)
     return FSDP1WrapLayout(**vars(base), units=units, upcast_params=upcast_params, numel=numel)
 
 
@@ -94,9 +94,9 @@ def _check_unit(
     for parameter in own:
         types.setdefault(torch.float32 if parameter in upcast_params else parameter.dtype, names[parameter])
     if len(types) > 1:
-        said = ", ".join(f"{name} in {dtype}" for dtype, name in types.items())
+        listing = ", ".join(f"{name} in {dtype}" for dtype, name in types.items())
         raise PrepareError(
-            f"parameters of several dtypes in one FSDP unit: {said}",
+            f"parameters of several dtypes in one FSDP unit: {listing}",
             why="FSDP1 joins the parameters of a unit into one, frozen ones too",
             fix="cast them to one dtype, name the frozen modules in ignored_modules, or use fsdp_version=2",
         )
@@ -145,9 +145,9 @@ class FSDP1Wrapper:
         done: set[nn.Module] = set()
         wrapped: nn.Module = model
         for part, parameters in layout.units:
-            own = [m for _, m in walk_modules(part) if m not in done]
-            done.update(own)
-            self._materialize(own, layout, materialized, initialize)
+            modules = [m for _, m in walk_modules(part) if m not in done]
+            done.update(modules)
+            self._materialize(modules, layout, materialized, initialize)
             wrapped = self._wrap_unit(part, layout)
             if not plugin.use_orig_params:
                 # Optimizers may still hold them: their memory is freed now, not when these are remapped.
@@ -216,8 +216,8 @@ class FSDP1Wrapper:
                     table[name] = materialized[old]
             if empty and initialize is not None:
                 initialize(module)
-        every = (table for m in modules for table in (m._parameters, m._buffers))
-        fresh = {id(t): t for table in every for t in table.values() if t is not None}
+        all_tables = (table for m in modules for table in (m._parameters, m._buffers))
+        fresh = {id(t): t for table in all_tables for t in table.values() if t is not None}
         if self.plugin.sync_module_states:
             for tensor in fresh.values():
                 _broadcast(tensor.data)
@@ -235,17 +235,17 @@ def _check_models_agree(model: nn.Module, initialize: InitFunction | None) -> In
         PrepareError: on all ranks.
     """
     empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
-    every = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
-    other = [rank for rank, info in enumerate(every) if info[0] != every[0][0]]
+    infos = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
+    other = [rank for rank, info in enumerate(infos) if info[0] != infos[0][0]]
     if other:
         raise unequal_models_error(model, other[0], 0)
-    if every[0][1] and initialize is None:
+    if infos[0][1] and initialize is None:
         raise PrepareError(
-            f"the parameter {every[0][1]} is on the meta device, on rank 0 too",
+            f"the parameter {infos[0][1]} is on the meta device, on rank 0 too",
             why="all ranks get shards of the weights of rank 0",
             fix="load the weights on rank 0, or give the plugin a param_init_fn",
         )
-    return initialize if every[0][1] else None
+    return initialize if infos[0][1] else None
 
 
 def _parent_modules(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
@@ -272,8 +272,8 @@ def _check_equal_weights(tensors: Iterable[torch.Tensor]) -> None:
         PrepareError: on all ranks.
     """
     sums = [tensor.double().sum().item() for tensor in tensors]
-    every = collective.all_gather_object(sums, "prepare(model) with sync_module_states=False")
-    other = [rank for rank, total in enumerate(every) if total != every[0]]
+    sums_by_rank = collective.all_gather_object(sums, "prepare(model) with sync_module_states=False")
+    other = [rank for rank, total in enumerate(sums_by_rank) if total != sums_by_rank[0]]
     if other:
         raise PrepareError(
             f"sync_module_states=False, and the weights of rank {other[0]} are not those of rank 0",

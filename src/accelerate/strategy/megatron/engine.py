@@ -57,8 +57,10 @@ class MegatronEngine(nn.Module):
         args = SimpleNamespace(eod_token=config.eos_token_id, words=words, rotary=rotary)
         custom = self.plugin.custom_train_step_class
         more = self.plugin.custom_train_step_kwargs or {}
-        made = SimpleNamespace(plugin=self.plugin)
-        self.train_step_handler = GPTTrainStep(made, args) if custom is None else custom(made, args, **more)
+        accelerator_stub = SimpleNamespace(plugin=self.plugin)
+        self.train_step_handler = (
+            GPTTrainStep(accelerator_stub, args) if custom is None else custom(accelerator_stub, args, **more)
+        )
 
     @property
     def config(self) -> Any:
@@ -135,15 +137,15 @@ class MegatronEngine(nn.Module):
         """
         if self.plugin.custom_get_batch_function is None:
             check_batch(batch_data)
-        given = {name: value for name, value in batch_data.items() if value is not None}
-        count, rows = self.plugin.num_micro_batches, len(next(iter(given.values())))
+        columns = {name: value for name, value in batch_data.items() if value is not None}
+        count, rows = self.plugin.num_micro_batches, len(next(iter(columns.values())))
         if rows % count:
             raise PrepareError(
                 f"a batch of {rows} samples does not divide into {count} micro-batches",
                 fix=f"use a batch size that {count} divides, drop_last=True in evaluation too, or another "
                 "num_micro_batches",
             )
-        parts = {name: value.to(self.device).chunk(count) for name, value in given.items()}
+        parts = {name: value.to(self.device).chunk(count) for name, value in columns.items()}
         return ({name: values[index] for name, values in parts.items()} for index in range(count))
 
     def _run(self, batch: Mapping[str, Any], forward_only: bool) -> tuple[Any, Any]:
@@ -163,8 +165,8 @@ class MegatronEngine(nn.Module):
         loss, tokens = self._mean_loss(reports) if self._has_loss(batch) else (None, None)
         if not forward_only and tokens is not None:
             self.tokens = tokens if self.tokens is None else self.tokens + tokens
-        wanted = loss is None or self.plugin.return_logits
-        return loss, self._logits(reports, (rows, length)) if wanted else None
+        returns_logits = loss is None or self.plugin.return_logits
+        return loss, self._logits(reports, (rows, length)) if returns_logits else None
 
     def _has_loss(self, batch: Mapping[str, Any]) -> bool:
         return self.plugin.custom_get_batch_function is not None or batch.get("labels") is not None
@@ -185,11 +187,11 @@ class MegatronEngine(nn.Module):
         """Return the full logits, (batch, length, vocabulary), on all stages."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather_logits
 
-        words = self.train_step_handler.args.words
+        vocab_size = self.train_step_handler.args.words
         if self.layout.pp_rank < self.layout.pp - 1:
-            return self._broadcast_from_last(torch.empty(*shape, words, device=self.device))
+            return self._broadcast_from_last(torch.empty(*shape, vocab_size, device=self.device))
         local = torch.cat([report["logits"] for report in reports]).float()
-        return self._broadcast_from_last(gather_logits(local)[..., :words].contiguous())
+        return self._broadcast_from_last(gather_logits(local)[..., :vocab_size].contiguous())
 
     def _broadcast_from_last(self, value: torch.Tensor) -> torch.Tensor:
         """Broadcast a tensor from the last pipeline stage to all stages."""

@@ -34,9 +34,13 @@ class MegatronFullStateConverter:
 
         self.engine, self.layout, self.rules = engine, engine.layout, rules
         gpt: Any = unwrap_model(engine.module)
-        own = {id(rule): parameter for rule, parameter in params_with_rules(gpt, rules)}
-        self.params: RuleParams = [(rule, own.get(id(rule))) for rule in rules.values() if not rule.is_copy]
-        self.copies: RuleParams = [(rule, own.get(id(rule))) for rule in rules.values() if rule.is_copy]
+        params_by_rule = {id(rule): parameter for rule, parameter in params_with_rules(gpt, rules)}
+        self.params: RuleParams = [
+            (rule, params_by_rule.get(id(rule))) for rule in rules.values() if not rule.is_copy
+        ]
+        self.copies: RuleParams = [
+            (rule, params_by_rule.get(id(rule))) for rule in rules.values() if rule.is_copy
+        ]
 
     @property
     def receives_full(self) -> bool:
@@ -51,8 +55,8 @@ class MegatronFullStateConverter:
         full: dict[str, Any] = {}
         for rule, parameter in self.params:
             local = None if parameter is None else {"": self._master_weight(parameter)}
-            for name, kept in self._gather_full(rule, local).items():
-                full[name] = kept[""]
+            for name, values in self._gather_full(rule, local).items():
+                full[name] = values[""]
         if not self.receives_full:
             return {}
         ties = tied_names(self.engine.base_model)
@@ -68,20 +72,22 @@ class MegatronFullStateConverter:
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
         """Load this process's shard of full weights, which every process has."""
         ties = tied_names(self.engine.base_model)
-        known = dict(state)
-        known |= {name: state[alias] for alias, name in ties.items() if alias in state and name not in state}
-        wanted = [name for rule, _ in self.params for name in rule.names]
-        missing = [name for name in wanted if name not in known]
-        more = [name for name in state if name not in wanted and name not in ties]
+        weights = dict(state)
+        weights |= {
+            name: state[alias] for alias, name in ties.items() if alias in state and name not in state
+        }
+        expected_names = [name for rule, _ in self.params for name in rule.names]
+        missing = [name for name in expected_names if name not in weights]
+        more = [name for name in state if name not in expected_names and name not in ties]
         if strict and (missing or more):
             raise PrepareError(
                 f"the state does not fit {type(self.engine.base_model).__name__}: "
                 f"{len(missing)} missing, {len(more)} unexpected ({', '.join([*missing, *more][:4])})"
             )
         for rule, parameter in (*self.params, *self.copies):
-            if parameter is not None and all(name in known for name in rule.names):
+            if parameter is not None and all(name in weights for name in rule.names):
                 self._overwrite_param(
-                    parameter, self._local_shard(rule, [known[name] for name in rule.names])
+                    parameter, self._local_shard(rule, [weights[name] for name in rule.names])
                 )
         return _IncompatibleKeys(missing, more)
 
@@ -106,9 +112,9 @@ class MegatronFullStateConverter:
             if any(name not in numbers for name in rule.names):
                 continue
             local = None if parameter is None else stepper.full_param_state(parameter)
-            for name, kept in self._gather_full(rule, local).items():
-                if kept:
-                    state[numbers[name]] = kept
+            for name, param_state in self._gather_full(rule, local).items():
+                if param_state:
+                    state[numbers[name]] = param_state
         groups = []
         for group, names in zip(stepper.megatron_optimizer.param_groups, stepper.groups.names, strict=True):
             rest = {name: value for name, value in group.items() if name != "params"}
@@ -118,13 +124,14 @@ class MegatronFullStateConverter:
     @torch.no_grad()
     def load_optimizer(self, stepper: MegatronOptimizerStepper, state: Mapping[str, Any]) -> None:
         """Load this process's shard of a full optimizer state, which every process has."""
-        numbers, kept = stepper.groups.numbers, state["state"]
+        numbers, saved_states = stepper.groups.numbers, state["state"]
         for rule, parameter in (*self.params, *self.copies):
-            if parameter is None or any(numbers.get(name) not in kept for name in rule.names):
+            if parameter is None or any(numbers.get(name) not in saved_states for name in rule.names):
                 continue
-            several = [kept[numbers[name]] for name in rule.names]
+            several = [saved_states[numbers[name]] for name in rule.names]
             stepper.load_param_state(
-                parameter, {key: self._local_value(rule, [one[key] for one in several]) for key in several[0]}
+                parameter,
+                {key: self._local_value(rule, [values[key] for values in several]) for key in several[0]},
             )
         for group, saved in zip(stepper.megatron_optimizer.param_groups, state["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
@@ -153,7 +160,7 @@ class MegatronFullStateConverter:
                     full[name][key] = whole
         if self.layout.pp > 1:
             full = self._broadcast_from_owner(full, local is not None)
-        return {name: _copy_to_host(kept) for name, kept in full.items()} if self.receives_full else {}
+        return {name: _copy_to_host(values) for name, values in full.items()} if self.receives_full else {}
 
     def _gather_tp_shards(self, value: torch.Tensor) -> list[torch.Tensor]:
         """All-gather a tensor over the tensor parallel group."""
@@ -171,17 +178,17 @@ class MegatronFullStateConverter:
         from megatron.core import parallel_state
 
         group: Any = parallel_state.get_pipeline_model_parallel_group()
-        every: list[Any] = [None] * self.layout.pp
+        stage_descriptions: list[Any] = [None] * self.layout.pp
         descriptions = (
-            {n: {k: _describe(v) for k, v in kept.items()} for n, kept in full.items()} if here else None
+            {n: {k: _describe(v) for k, v in values.items()} for n, values in full.items()} if here else None
         )
-        dist.all_gather_object(every, descriptions, group=group)
-        stage = next(index for index, each in enumerate(every) if each is not None)
+        dist.all_gather_object(stage_descriptions, descriptions, group=group)
+        stage = next(index for index, each in enumerate(stage_descriptions) if each is not None)
         source = dist.get_global_rank(group, stage)
         result: dict[str, dict[str, Any]] = {}
-        for name, kept in every[stage].items():
+        for name, entries in stage_descriptions[stage].items():
             result[name] = {}
-            for key, (shape, dtype, plain) in kept.items():
+            for key, (shape, dtype, plain) in entries.items():
                 if dtype is None:
                     result[name][key] = plain
                     continue

@@ -69,10 +69,10 @@ def _check_divides(values: Mapping[str, Any], layout: MegatronLayout) -> None:
         "key and value heads": (values.get("num_query_groups", heads), layout.tp),
         "width of the feed-forward layer": (values["ffn_hidden_size"], layout.tp),
     }
-    for what, (count, parts) in counts.items():
+    for label, (count, parts) in counts.items():
         if count % parts:
             raise PrepareError(
-                f"{parts} processes cannot share the model's {count} {what}",
+                f"{parts} processes cannot share the model's {count} {label}",
                 why=f"tp_degree is {parts}, and each process has an equal part",
                 fix=f"use a tp_degree that divides {count}",
             )
@@ -96,15 +96,15 @@ def _other_arguments(plugin: MegatronLMPlugin) -> dict[str, Any]:
     """Return ``other_megatron_args``, checked against the fields of ``TransformerConfig``."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    given = dict(plugin.other_megatron_args or {})
-    known = TransformerConfig.__dataclass_fields__
-    unknown = sorted(set(given) - set(known))
+    arguments = dict(plugin.other_megatron_args or {})
+    fields = TransformerConfig.__dataclass_fields__
+    unknown = sorted(set(arguments) - set(fields))
     if unknown:
         raise SettingError(
             f"Megatron-LM's TransformerConfig does not know {', '.join(unknown)} of other_megatron_args",
             why="the arguments of Megatron-LM's own training script are not those of its library",
         )
-    return given
+    return arguments
 
 
 def build_gpt(family: MegatronModelFamily, config: Any, settings: Any, layout: MegatronLayout) -> nn.Module:
@@ -114,12 +114,12 @@ def build_gpt(family: MegatronModelFamily, config: Any, settings: Any, layout: M
 
     arguments = family.model(config)
     # The vocabulary is filled up so that all processes have equal parts.
-    words = arguments.pop("vocab_size")
+    vocab_size = arguments.pop("vocab_size")
     with torch.random.fork_rng(devices=[]):
         return GPTModel(
             config=settings,
             transformer_layer_spec=get_gpt_layer_local_spec(normalization=settings.normalization),
-            vocab_size=words + -words % layout.tp,
+            vocab_size=vocab_size + -vocab_size % layout.tp,
             pre_process=layout.pp_rank == 0,
             post_process=layout.pp_rank == layout.pp - 1,
             parallel_output=True,
@@ -157,15 +157,15 @@ def load_weights(
     """
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
-    own = {id(rule): parameter for rule, parameter in params_with_rules(gpt, rules)}
+    params_by_rule = {id(rule): parameter for rule, parameter in params_with_rules(gpt, rules)}
     for rule in rules.values():
-        given = [full_weights(name) for name in rule.names]
-        parameter = own.get(id(rule))
+        full_tensors = [full_weights(name) for name in rule.names]
+        parameter = params_by_rule.get(id(rule))
         if parameter is not None:
             # Megatron-LM marks parts when it draws their values; norms go by the marks.
             if not hasattr(parameter, "tensor_model_parallel") and rule.dim is not None:
                 set_tensor_model_parallel_attributes(parameter, True, rule.dim, 1)
-            parameter.copy_(rule.shard(given, layout.tp)[layout.tp_rank])
+            parameter.copy_(rule.shard(full_tensors, layout.tp)[layout.tp_rank])
 
 
 def rank_zero_weights(model: nn.Module, device: torch.device) -> Callable[[str], torch.Tensor]:
@@ -175,8 +175,8 @@ def rank_zero_weights(model: nn.Module, device: torch.device) -> Callable[[str],
         PrepareError: process 0 has them on the meta device.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    here = collective.rank() == 0
-    empty = [name for name, value in named.items() if here and value.is_meta]
+    is_rank_zero = collective.rank() == 0
+    empty = [name for name, value in named.items() if is_rank_zero and value.is_meta]
     if any(collective.all_gather_object(bool(empty))):
         raise PrepareError(
             f"process 0 has a {type(model).__name__} without values, on the meta device",
@@ -186,12 +186,12 @@ def rank_zero_weights(model: nn.Module, device: torch.device) -> Callable[[str],
 
     def whole(name: str) -> torch.Tensor:
         value = named[name].detach()
-        there = (
+        weight = (
             value.to(device, copy=True)
-            if here
+            if is_rank_zero
             else torch.empty(value.shape, dtype=value.dtype, device=device)
         )
-        return collective.broadcast(there)
+        return collective.broadcast(weight)
 
     return whole
 

@@ -138,13 +138,13 @@ def _groups_are_stale() -> bool:
 def _check_same(layout: MegatronLayout) -> None:
     from megatron.core import parallel_state
 
-    there = (
+    degrees = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
-    if there != (layout.tp, layout.pp):
+    if degrees != (layout.tp, layout.pp):
         raise SettingError(
-            f"degrees tp={layout.tp}, pp={layout.pp} after tp={there[0]}, pp={there[1]} in one process",
+            f"degrees tp={layout.tp}, pp={layout.pp} after tp={degrees[0]}, pp={degrees[1]} in one process",
             why=f"{PACKAGE} keeps its groups of processes in a module, one set for a program",
             fix="use the same degrees for every Accelerator of a program",
         )

@@ -59,10 +59,10 @@ def model_family(model: nn.Module) -> MegatronModelFamily:
             "layers of any",
         )
     family = FAMILIES[kind]
-    wanted = {name for rule in family.rules(config).values() for name in rule.names}
-    have = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if wanted - have or have - wanted - {"lm_head.weight"}:
-        odd = sorted((wanted - have) | (have - wanted))[:4]
+    rule_names = {name for rule in family.rules(config).values() for name in rule.names}
+    param_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if rule_names - param_names or param_names - rule_names - {"lm_head.weight"}:
+        odd = sorted((rule_names - param_names) | (param_names - rule_names))[:4]
         raise PrepareError(
             f"this {type(model).__name__} is no plain {kind} language model: {', '.join(odd)}",
             why="every weight must have its place in Megatron-LM's GPT, and the other way round",

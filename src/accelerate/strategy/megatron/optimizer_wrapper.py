@@ -256,9 +256,11 @@ def _gather_over_replicas(state: OptimizerState, parameter: nn.Parameter, cut: s
     torch.distributed.all_gather_object(
         names, {name: _describe_value(value) for name, value in state.items()}, group=group
     )
-    every: Mapping[str, Any] = {name: like for rank_names in names for name, like in rank_names.items()}
+    descriptions: Mapping[str, Any] = {
+        name: like for rank_names in names for name, like in rank_names.items()
+    }
     whole: OptimizerState = {}
-    for name, (flat, dtype, value) in every.items():
+    for name, (flat, dtype, value) in descriptions.items():
         if not flat:
             whole[name] = value
             continue
@@ -289,8 +291,8 @@ def _check_adam(optimizer: torch.optim.Optimizer) -> None:
     """
     from megatron.core.optimizer import distrib_optimizer
 
-    own: Any = vars(distrib_optimizer)["Adam"]
-    if not isinstance(optimizer, own | torch.optim.AdamW):
+    adam_class: Any = vars(distrib_optimizer)["Adam"]
+    if not isinstance(optimizer, adam_class | torch.optim.AdamW):
         raise PrepareError(
             f"use_distributed_optimizer does not go with {type(optimizer).__name__}",
             why="Megatron-LM shards the state of AdamW only",

@@ -175,8 +175,8 @@ class MegatronLMPlugin:
     @property
     def weighs_tokens(self) -> bool:
         """Return whether gradients are of the mean over tokens; the user's own functions give plain means."""
-        own = self.custom_loss_function is None and self.custom_train_step_class is None
-        return bool(self.calculate_per_token_loss) and own
+        uses_builtin_loss = self.custom_loss_function is None and self.custom_train_step_class is None
+        return bool(self.calculate_per_token_loss) and uses_builtin_loss
 
     def _set_default_args(self) -> None:
         """Set the arguments under the names of Megatron-LM's training script."""

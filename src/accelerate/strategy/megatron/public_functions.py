@@ -51,9 +51,9 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
     def gather_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        own = leaf.reshape(1) if leaf.dim() == 0 else leaf.contiguous()
-        shards = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(shards, own, group=group)
+        local = leaf.reshape(1) if leaf.dim() == 0 else leaf.contiguous()
+        shards = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(shards, local, group=group)
         return torch.cat(shards)
 
     return tree.map_tree(gather_leaf, tensor)

@@ -84,8 +84,8 @@ class Megatron(Strategy):
         from accelerate.strategy.megatron.plugin import UNREAD_OPTIONS
 
         for option in self.requested_options(self.request):
-            why = UNREAD_OPTIONS.get(option.name.removeprefix("megatron_lm_"))
-            yield option.report_not_applied(why) if why else option.report_applied()
+            reason = UNREAD_OPTIONS.get(option.name.removeprefix("megatron_lm_"))
+            yield option.report_not_applied(reason) if reason else option.report_applied()
 
     def check(self) -> None:
         """Refuse options that Megatron-LM cannot do, and devices on which it does not run.
@@ -214,12 +214,12 @@ class Megatron(Strategy):
 
     def _clipper(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerStepper:
         """Return the stepper whose trainable parameters are exactly ``parameters``."""
-        wanted = {id(parameter) for parameter in parameters}
+        param_ids = {id(parameter) for parameter in parameters}
         for engine in self._engines:
-            own = {id(p) for p in engine.parameters()}
-            if engine.stepper is not None and wanted and wanted <= own:
+            engine_param_ids = {id(p) for p in engine.parameters()}
+            if engine.stepper is not None and param_ids and param_ids <= engine_param_ids:
                 trained = {id(p) for p in engine.parameters() if p.requires_grad}
-                if trained <= wanted:
+                if trained <= param_ids:
                     return engine.stepper
         raise PrepareError(
             "clipping of other gradients than all those of the prepared model",
@@ -236,13 +236,13 @@ class Megatron(Strategy):
         self._stepper(optimizer).clear()
 
     def _stepper(self, optimizer: Any) -> MegatronOptimizerStepper:
-        known = self._steppers.get(id(optimizer))
-        if known is None:
+        entry = self._steppers.get(id(optimizer))
+        if entry is None:
             raise PrepareError(
                 f"the {type(optimizer).__name__} was not prepared together with its model",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
             )
-        return known[1]
+        return entry[1]
 
     # --- states
 

@@ -110,8 +110,8 @@ class GPTTrainStep(AbstractTrainStep):
             logits = self.mask_vocab_padding(output)
             if labels is None:
                 return logits, partial(_logits_only)
-            kept = logits.detach().clone() if self.plugin.return_logits else None
-            return token_losses(logits, labels), partial(self._loss_with_logits, mask, kept)
+            saved_logits = logits.detach().clone() if self.plugin.return_logits else None
+            return token_losses(logits, labels), partial(self._loss_with_logits, mask, saved_logits)
 
         return forward_step
 
@@ -123,8 +123,8 @@ class GPTTrainStep(AbstractTrainStep):
         start = width * parallel_state.get_tensor_model_parallel_rank()
         if start + width <= self.args.words:
             return logits
-        words = torch.arange(start, start + width, device=logits.device)
-        return logits.masked_fill(words >= self.args.words, torch.finfo(logits.dtype).min)
+        token_ids = torch.arange(start, start + width, device=logits.device)
+        return logits.masked_fill(token_ids >= self.args.words, torch.finfo(logits.dtype).min)
 
     def _loss_with_logits(
         self, mask: torch.Tensor, logits: torch.Tensor | None, output: torch.Tensor, **_: Any
@@ -187,9 +187,9 @@ def check_batch(batch: Mapping[str, Any]) -> None:
     """
     more = sorted(name for name, value in batch.items() if name not in _BATCH_KEYS and value is not None)
     if more or batch.get("input_ids") is None:
-        what = f"has {', '.join(more)}" if more else "has no input_ids"
+        problem = f"has {', '.join(more)}" if more else "has no input_ids"
         raise PrepareError(
-            f"the batch for Megatron-LM {what}",
+            f"the batch for Megatron-LM {problem}",
             why=f"Megatron-LM computes the loss of a causal language model from {', '.join(_BATCH_KEYS)}",
             fix="leave other columns out, or give MegatronLMPlugin(custom_get_batch_function=...)",
         )

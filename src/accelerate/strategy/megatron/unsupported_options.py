@@ -62,11 +62,11 @@ def check_options(plugin: MegatronLMPlugin, precision: str) -> None:
     Raises:
         SettingError: one of them is set.
     """
-    for name, (is_unsupported, why, fix) in _UNSUPPORTED.items():
+    for name, (is_unsupported, reason, fix) in _UNSUPPORTED.items():
         value = plugin.explicit_value(name)
         if is_unsupported(value):
             raise SettingError(
-                f"Megatron-LM with {name}={_display_value(value)} does not work", why=why, fix=fix
+                f"Megatron-LM with {name}={_display_value(value)} does not work", why=reason, fix=fix
             )
     if plugin.sequence_parallelism:
         _check_sequence_parallel(plugin)

@@ -115,7 +115,7 @@ class FusedQKVShardRule(WeightRule):
     def _shard(self, wholes: Tensors, size: int) -> list[torch.Tensor]:
         three = wholes if len(wholes) == 3 else wholes[0].chunk(3)
         rest = three[0].shape[1:]
-        grouped = torch.cat([one.reshape(self.groups, -1, *rest) for one in three], 1)
+        grouped = torch.cat([t.reshape(self.groups, -1, *rest) for t in three], 1)
         return [part.reshape(-1, *rest) for part in grouped.chunk(size)]
 
     def _join(self, parts: Tensors) -> list[torch.Tensor]:
@@ -124,5 +124,5 @@ class FusedQKVShardRule(WeightRule):
         grouped = whole.reshape(self.groups, -1, *rest)
         width = grouped.shape[1] // sum(self.row_shares)
         three = grouped.split([width * share for share in self.row_shares], 1)
-        flat = [one.reshape(-1, *rest) for one in three]
+        flat = [t.reshape(-1, *rest) for t in three]
         return flat if len(self.names) == 3 else [torch.cat(flat)]

@@ -207,8 +207,8 @@ class ParallelismConfig:
         Raises:
             WorldError: the sizes in the user's words, and two ways to make them fit.
         """
-        words = {degree: f"{name}_size" for degree, name in DIMENSIONS.items()}
-        self.layout().check(size, words)
+        labels = {degree: f"{name}_size" for degree, name in DIMENSIONS.items()}
+        self.layout().check(size, labels)
 
     def to_json(self) -> str:
         """The sizes as JSON."""

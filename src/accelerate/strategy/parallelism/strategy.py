@@ -233,8 +233,8 @@ class MeshParallelism(FSDP2StrategyBase):
 
         A shard dimension of size 1 is possible: gradients are then only reduced over the replicas.
         """
-        known, names = self._plane.mesh_dim_names or (), ("dp_replicate", "dp_shard_cp", "dp_shard")
-        return self._plane[tuple(name for name in names if name in known)]
+        dim_names, names = self._plane.mesh_dim_names or (), ("dp_replicate", "dp_shard_cp", "dp_shard")
+        return self._plane[tuple(name for name in names if name in dim_names)]
 
     def backward_zero(
         self,

@@ -39,12 +39,12 @@ class PrepareBundle:
 
     def replace(self, kind: ObjectKind, function: Callable[[Any], Any]) -> None:
         """Replace every object of one kind by ``function(object)``; a repeated object once."""
-        made: dict[int, tuple[Any, Any]] = {}
+        replacements: dict[int, tuple[Any, Any]] = {}
         for index in self.positions(kind):
             item = self.objects[index]
-            if id(item) not in made:
-                made[id(item)] = item, function(item)
-            self.objects[index] = made[id(item)][1]
+            if id(item) not in replacements:
+                replacements[id(item)] = item, function(item)
+            self.objects[index] = replacements[id(item)][1]
 
 
 @dataclass(frozen=True)

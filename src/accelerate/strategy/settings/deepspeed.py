@@ -185,10 +185,10 @@ class DeepSpeedSettings:
         names += ["gradient_accumulation_steps", "mixed_precision"]
         fields = (name for name in names if any(origin.source == "file" for origin in origins(name)))
         paths = [*filter(None, (environ.get("PYTHONPATH") or "").split(os.pathsep))]
-        here = str(Path.cwd())
+        working_folder = str(Path.cwd())
         return {
             "ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields),
-            "PYTHONPATH": os.pathsep.join(paths if here in paths else [*paths, here]),
+            "PYTHONPATH": os.pathsep.join(paths if working_folder in paths else [*paths, working_folder]),
         }
 
 
@@ -300,8 +300,8 @@ def _check_paths(origins: Origins) -> None:
 
 
 def _offload_origins(origins: Origins) -> Iterator[tuple[SettingOrigin, SettingOrigin]]:
-    for what in ("optimizer", "param"):
-        yield origins(f"offload_{what}_device")[0], origins(f"offload_{what}_nvme_path")[0]
+    for target in ("optimizer", "param"):
+        yield origins(f"offload_{target}_device")[0], origins(f"offload_{target}_nvme_path")[0]
 
 
 PLUGIN = (UseDeepSpeedSetting, DeepSpeedSettings)

@@ -77,8 +77,8 @@ def apply_settings(plugin: Any, loaded: LoadedSettings[FSDPSettings]) -> None:
 
 def fsdp2_option_error(loaded: LoadedSettings[FSDPSettings], option: str, fix: str) -> SettingError:
     """Return the error for an option of FSDP2."""
-    where = loaded.origin(f"fsdp_{option}").where
-    return SettingError(f"{option} ({where}) is an option of FSDP2, and fsdp_version is 1", fix=fix)
+    origin = loaded.origin(f"fsdp_{option}").where
+    return SettingError(f"{option} ({origin}) is an option of FSDP2, and fsdp_version is 1", fix=fix)
 
 
 def _parse_strategy(loaded: LoadedSettings[FSDPSettings]) -> ShardingStrategy:
@@ -112,23 +112,23 @@ def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
     Without an accelerator torch frees unsharded values while it moves them to the host, where they are
     already, and reads them: the process dies. So ``offload_to_cpu`` is False there.
     """
-    away = torch.accelerator.is_available()
+    offload = torch.accelerator.is_available()
     if kind == StateDictType.FULL_STATE_DICT:
         return (
-            FullStateDictConfig(offload_to_cpu=away, rank0_only=True),
-            FullOptimStateDictConfig(offload_to_cpu=away, rank0_only=True),
+            FullStateDictConfig(offload_to_cpu=offload, rank0_only=True),
+            FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=True),
         )
     if kind == StateDictType.LOCAL_STATE_DICT:
-        return LocalStateDictConfig(offload_to_cpu=away), LocalOptimStateDictConfig(offload_to_cpu=away)
-    return ShardedStateDictConfig(offload_to_cpu=away), ShardedOptimStateDictConfig(offload_to_cpu=away)
+        return LocalStateDictConfig(offload_to_cpu=offload), LocalOptimStateDictConfig(offload_to_cpu=offload)
+    return ShardedStateDictConfig(offload_to_cpu=offload), ShardedOptimStateDictConfig(offload_to_cpu=offload)
 
 
 def parse_offload(value: Any) -> CPUOffload:
     """Return torch's ``CPUOffload`` for a truth value, or for FSDP2's object."""
     if isinstance(value, CPUOffload):
         return value
-    wanted = isinstance(value, CPUOffloadPolicy) if isinstance(value, OffloadPolicy) else value
-    return CPUOffload(offload_params=bool(wanted))
+    offloads = isinstance(value, CPUOffloadPolicy) if isinstance(value, OffloadPolicy) else value
+    return CPUOffload(offload_params=bool(offloads))
 
 
 def offloads_params(value: Any) -> bool:
@@ -162,8 +162,8 @@ def parse_precision(value: Any, buffer_autocast: bool = False) -> MixedPrecision
         )
     if isinstance(value, Mapping):
         return MixedPrecision(**parse_policy_fields(dict(value), _FIELDS))
-    wanted = parse_dtype(value)
-    if wanted == torch.float32:
+    dtype = parse_dtype(value)
+    if dtype == torch.float32:
         return MixedPrecision()
-    buffers = wanted if buffer_autocast else None
-    return MixedPrecision(param_dtype=wanted, reduce_dtype=torch.float32, buffer_dtype=buffers)
+    buffers = dtype if buffer_autocast else None
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=buffers)

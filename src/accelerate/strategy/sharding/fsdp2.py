@@ -36,9 +36,12 @@ class FSDP2StrategyBase(ShardedStrategy):
         from accelerate.strategy.sharding.option_report import option_statuses
         from accelerate.strategy.sharding.plugin import precision_policy
 
-        mine = [model for model in models if model in self.models]
+        sharded = [model for model in models if model in self.models]
         return option_statuses(
-            self.requested_options(self.request), self.plugin, mine, precision_policy(self.request.precision)
+            self.requested_options(self.request),
+            self.plugin,
+            sharded,
+            precision_policy(self.request.precision),
         )
 
     # --- device mesh
@@ -100,11 +103,11 @@ class FSDP2StrategyBase(ShardedStrategy):
         from accelerate.strategy.sharding.shard import remap_optimizer_params
 
         for optimizer in bundle.objects_of("optimizer"):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            renewed = {id(p): (p, self._current_param(p)) for p in held if p in self._replaced_params}
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            renewed = {id(p): (p, self._current_param(p)) for p in params if p in self._replaced_params}
             # It may have been made right after a forward.
             whole = self._sharded_by_unsharded()
-            renewed |= {id(p): (p, whole[p]) for p in held if p in whole}
+            renewed |= {id(p): (p, whole[p]) for p in params if p in whole}
             remap_optimizer_params(renewed, [optimizer])
 
     def _current_param(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -153,11 +156,11 @@ class FSDP2StrategyBase(ShardedStrategy):
         """Return the local shards of gradients, and unsharded gradients that have not been reduced yet."""
         from accelerate.strategy.sharding.grads import fsdp_params, local_grad, unreduced_grad
 
-        wanted = list(parameters)
-        grads = [local_grad(p.grad) for p in wanted if p.grad is not None]
+        params = list(parameters)
+        grads = [local_grad(p.grad) for p in params if p.grad is not None]
         if self._has_unreduced:
             by_param = fsdp_params(self.models)
-            more = (unreduced_grad(by_param[p]) for p in wanted if p in by_param)
+            more = (unreduced_grad(by_param[p]) for p in params if p in by_param)
             grads += [grad for grad in more if grad is not None]
         return grads
 
@@ -221,8 +224,8 @@ class FSDP2StrategyBase(ShardedStrategy):
         from accelerate.strategy.sharding.full_state import model_state
         from accelerate.strategy.sharding.initial_weights import refuse_uninitialized, uninitialized_names
 
-        every = collective.all_gather_object(uninitialized_names(model), "get_state_dict")
-        refuse_uninitialized(name for names in every for name in names)
+        names_by_rank = collective.all_gather_object(uninitialized_names(model), "get_state_dict")
+        refuse_uninitialized(name for names in names_by_rank for name in names)
         return model_state(model, self._is_leader)
 
     def check_materialized(self, model: nn.Module) -> None:

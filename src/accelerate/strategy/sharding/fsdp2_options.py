@@ -79,9 +79,9 @@ def _reshard_after_forward(loaded: LoadedSettings[FSDPSettings]) -> bool:
     if strategy is None:
         return value is not False
     if strategy == "NO_SHARD":
-        where = loaded.origin("fsdp_sharding_strategy").where
+        origin = loaded.origin("fsdp_sharding_strategy").where
         raise SettingError(
-            f"sharding_strategy NO_SHARD ({where}) shards nothing",
+            f"sharding_strategy NO_SHARD ({origin}) shards nothing",
             fix="leave FSDP out: several processes then train by DDP",
         )
     reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD")
@@ -119,8 +119,8 @@ def parse_offload(value: Any) -> Any:
     """Return torch's offload policy for a truth value, or for FSDP1's object."""
     if isinstance(value, OffloadPolicy):
         return value
-    wanted = getattr(value, "offload_params", value)
-    return CPUOffloadPolicy() if wanted else OffloadPolicy()
+    offloads = getattr(value, "offload_params", value)
+    return CPUOffloadPolicy() if offloads else OffloadPolicy()
 
 
 def offloads_params(value: Any) -> bool:
@@ -140,5 +140,5 @@ def parse_precision(value: Any, buffer_autocast: bool = False) -> MixedPrecision
         return MixedPrecisionPolicy(value.param_dtype, value.reduce_dtype)
     if isinstance(value, Mapping):
         return MixedPrecisionPolicy(**parse_policy_fields(dict(value), _FIELDS))
-    wanted = parse_dtype(value)
-    return MixedPrecisionPolicy() if wanted == torch.float32 else MixedPrecisionPolicy(wanted, torch.float32)
+    dtype = parse_dtype(value)
+    return MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)

@@ -29,8 +29,8 @@ def find_units(model: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[n
     """
     if policy is None:
         return []
-    wanted = _apply_policy(model, policy, ignored)
-    ordered = [part for part in _modules_bottom_up(model) if part in wanted and part is not model]
+    selected_modules = _apply_policy(model, policy, ignored)
+    ordered = [part for part in _modules_bottom_up(model) if part in selected_modules and part is not model]
     ordered = [part for part in ordered if not isinstance(part, _CONTAINERS) and any(_has_params(part))]
     return _drop_sharing_units(model, ordered)
 
@@ -75,11 +75,11 @@ def _apply_callable_policy(
     numel = sum(p.numel() for p in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
-    taken = sum(_apply_callable_policy(child, policy, ignored, chosen) for child in module.children())
-    if policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+    units_numel = sum(_apply_callable_policy(child, policy, ignored, chosen) for child in module.children())
+    if policy(module=module, recurse=False, nonwrapped_numel=numel - units_numel):
         chosen.add(module)
         return numel
-    return taken
+    return units_numel
 
 
 def _drop_sharing_units(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -88,10 +88,10 @@ def _drop_sharing_units(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Mo
         owners: dict[nn.Parameter, set[nn.Module]] = {}
         _collect_owners(model, model, set(blocks), owners)
         shared = set().union(*(units for units in owners.values() if len(units) > 1), set())
-        kept = [block for block in blocks if block not in shared]
-        if len(kept) == len(blocks):
-            return kept
-        blocks = kept
+        unshared_blocks = [block for block in blocks if block not in shared]
+        if len(unshared_blocks) == len(blocks):
+            return unshared_blocks
+        blocks = unshared_blocks
 
 
 def _collect_owners(
@@ -192,9 +192,9 @@ def check_unit_params(
             groups.setdefault(next(iter(units)), {}).setdefault(dtype, names[parameter])
     for types in groups.values():
         if len(types) > 1:
-            said = ", ".join(f"{name} in {dtype}" for dtype, name in types.items())
+            listing = ", ".join(f"{name} in {dtype}" for dtype, name in types.items())
             raise PrepareError(
-                f"trained parameters of several dtypes in one FSDP unit: {said}",
+                f"trained parameters of several dtypes in one FSDP unit: {listing}",
                 why="they are all-gathered, and their gradients reduce-scattered, as one",
                 fix="cast them to one dtype, for example model.float(), or freeze some of them",
             )

@@ -79,11 +79,11 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any
         optimizer: any.
         mapping: the new parameters, by the old ones or by the addresses (``data_ptr``) of their data.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     named = {id(old): (old, new) for old, new in mapping.items() if isinstance(old, torch.Tensor)}
     placed = {
         id(p): (p, mapping[p.data_ptr()])
-        for p in held
+        for p in params
         if not isinstance(p, DTensor) and p.data_ptr() in mapping
     }
     remap_optimizer_params({**placed, **named}, [optimizer])
@@ -102,15 +102,15 @@ def fsdp2_load_full_state_dict(
         cpu_offload: kept for compatibility; shards stay where the parameters are.
     """
     device, first = accelerator.device, accelerator.process_index == 0
-    for name, own in model.state_dict().items():
-        if not isinstance(own, torch.Tensor):
+    for name, target in model.state_dict().items():
+        if not isinstance(target, torch.Tensor):
             continue
-        whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+        whole = torch.empty(target.shape, dtype=target.dtype, device=device)
         if first:
             whole.copy_(full_sd[name])
         dist.broadcast(whole, src=0)
-        mine: torch.Tensor = own.to_local() if isinstance(own, DTensor) else own
-        mine.copy_(local_shard(whole, own) if isinstance(own, DTensor) else whole)
+        local: torch.Tensor = target.to_local() if isinstance(target, DTensor) else target
+        local.copy_(local_shard(whole, target) if isinstance(target, DTensor) else whole)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
@@ -150,7 +150,7 @@ def ensure_weights_retied(
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[parameter] = owners.get(parameter, 0) + 1
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    new_params: dict[nn.Parameter, nn.Parameter] = {}
 
     def initialize(module: nn.Module) -> nn.Module:
         before = dict(module._parameters)
@@ -158,7 +158,7 @@ def ensure_weights_retied(
         for name, old in before.items():
             new = module._parameters[name]
             if old is not None and new is not None and owners.get(old, 0) > 1:
-                module._parameters[name] = made.setdefault(old, new)
+                module._parameters[name] = new_params.setdefault(old, new)
         return module
 
     return initialize

@@ -65,9 +65,9 @@ def distribute(value: Any, like: Any) -> Any:
     if value.shape == like.shape:
         # A copy: a tensor mapped from a file must not stay tied to the file. It is stored where the parameter
         # is, which may be the host.
-        mine: Any = torch.empty_like(like.detach(), dtype=value.dtype)
-        mine.to_local().copy_(local_shard(value, like))
-        return mine
+        sharded_value: Any = torch.empty_like(like.detach(), dtype=value.dtype)
+        sharded_value.to_local().copy_(local_shard(value, like))
+        return sharded_value
     mesh = like.device_mesh
     return DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -124,9 +124,9 @@ class RankShardStateDict(OrderedDict[str, Any]):
         return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankShardStateDict:
-        made = RankShardStateDict((name, deepcopy(value, memo)) for name, value in self.items())
-        made.__dict__.update(deepcopy(self.__dict__, memo))
-        return made
+        shard_state = RankShardStateDict((name, deepcopy(value, memo)) for name, value in self.items())
+        shard_state.__dict__.update(deepcopy(self.__dict__, memo))
+        return shard_state
 
 
 def _local_state_error() -> PrepareError:
@@ -146,9 +146,9 @@ def guard_state_dict(model: nn.Module) -> None:
 def _mark_local(module: nn.Module, state: Any, prefix: str, metadata: Any) -> Any:
     if prefix or type(state) is not OrderedDict:
         return None  # inside another model, or into a mapping of the caller's
-    made = RankShardStateDict(state)
-    made.__dict__.update(vars(state))
-    return made
+    shard_state = RankShardStateDict(state)
+    shard_state.__dict__.update(vars(state))
+    return shard_state
 
 
 @torch.no_grad()
@@ -175,17 +175,17 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> A
     Returns:
         What torch's ``load_state_dict`` returns: missing and unexpected names.
     """
-    own = model.state_dict()
+    targets = model.state_dict()
     parts: dict[str, Any] = {}
     for name, value in state.items():
-        mine = own.get(name)
-        if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            if value.shape != mine.shape:
+        target = targets.get(name)
+        if isinstance(target, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if value.shape != target.shape:
                 raise RuntimeError(
                     f"size mismatch for {name}: the state has shape {tuple(value.shape)}, the model "
-                    f"{tuple(mine.shape)}"
+                    f"{tuple(target.shape)}"
                 )
-            value = distribute(value, mine) if value.dim() else value
+            value = distribute(value, target) if value.dim() else value
         parts[name] = value
     return model.load_state_dict(parts, strict=strict)
 
@@ -193,12 +193,12 @@ def load_model(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> A
 @torch.no_grad()
 def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """Return the optimizer's full state dict, as in one process, on the host; empty where not ``keep``."""
-    own = optimizer.state_dict()
+    local_state = optimizer.state_dict()
     states: dict[Any, dict[str, Any]] = {}
-    for index in own["state"]:
-        values = own["state"][index]
+    for index in local_state["state"]:
+        values = local_state["state"][index]
         states[index] = {name: gather_to_host(values[name], keep) for name in values}
-    return {**own, "state": states} if keep else {}
+    return {**local_state, "state": states} if keep else {}
 
 
 @torch.no_grad()

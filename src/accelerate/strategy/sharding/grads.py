@@ -97,9 +97,9 @@ def unreduced_bytes(models: Iterable[nn.Module]) -> int:
     total = 0
     for group in (group for model in models for group in fsdp_param_groups(model)):
         for fsdp_param in group.fsdp_params:
-            own = fsdp_param.sharded_param
-            if own.requires_grad:
-                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or own.dtype
+            sharded_param = fsdp_param.sharded_param
+            if sharded_param.requires_grad:
+                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or sharded_param.dtype
                 total += fsdp_param._orig_size.numel() * dtype.itemsize
     return total
 
@@ -192,10 +192,10 @@ def _sum_of_powers(
 ) -> Any:
     """Return the sum of p-th powers (the maximum for ``inf``) of gradients sharded ``over`` dimensions."""
     norms = [torch.linalg.vector_norm(part, p, dtype=_norm_dtype(part)) for part in parts if part.numel()]
-    mine = (
+    local_norms = (
         torch.stack([n.to(device, torch.float32) for n in norms]) if norms else torch.zeros(1, device=device)
     )
-    value = mine.max() if p == float("inf") else (mine**p).sum()
+    value = local_norms.max() if p == float("inf") else (local_norms**p).sum()
     for axis in over[1:]:
         dist.all_reduce(value, _reduce_op(p), group=over[0].get_group(axis))
     return value

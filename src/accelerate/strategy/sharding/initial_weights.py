@@ -94,9 +94,9 @@ class InitialWeights:
         if not every:
             return
         # Ranks of other meshes too, for tensors that are no DTensors are the same there.
-        mine = [info.marks for info in every if info.digest == every[rank].digest]
+        peer_marks = [info.marks for info in every if info.digest == every[rank].digest]
         for tensor, first, *others in zip(
-            _model_tensors(model), every[every[rank].leader].marks, *mine, strict=True
+            _model_tensors(model), every[every[rank].leader].marks, *peer_marks, strict=True
         ):
             if first == _NO_VALUES and not initialized:
                 self._sources[tensor] = None
@@ -129,13 +129,13 @@ class InitialWeights:
             return None
         like: Any = old.detach()
         make = torch.zeros_like if whole else torch.empty_like
-        made: Any = make(like, dtype=dtype, device=device if whole else "meta")
+        placeholder: Any = make(like, dtype=dtype, device=device if whole else "meta")
         if isinstance(old, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=old.requires_grad)
+            placeholder = nn.Parameter(placeholder, requires_grad=old.requires_grad)
         if whole:
-            self._empty.append(made)
-        self._sources[made] = self._sources[old]
-        return made
+            self._empty.append(placeholder)
+        self._sources[placeholder] = self._sources[old]
+        return placeholder
 
     def pending_params(self, modules: Iterable[nn.Module]) -> ParamSources:
         """Return the parameters of ``modules`` that are on the meta device now, with their sources."""
@@ -177,12 +177,12 @@ def _allocate_shard(fsdp_param: Any, values: torch.Tensor | None) -> None:
         device="cpu" if fsdp_param.offload_to_cpu else fsdp_param.device,
         pin_memory=fsdp_param.pin_memory,
     )
-    mine, rest = padded.narrow(dim, 0, length), padded.narrow(dim, length, size[dim] - length)
+    shard, rest = padded.narrow(dim, 0, length), padded.narrow(dim, length, size[dim] - length)
     # Each page is written to once: that is most of the time this takes.
     rest.zero_()
-    _ = mine.zero_() if values is None else mine.copy_(values)
+    _ = shard.zero_() if values is None else shard.copy_(values)
     # Not DTensor.from_local, which brings what rests on the host to the device.
-    new = fsdp_param.to_sharded_dtensor(mine)
+    new = fsdp_param.to_sharded_dtensor(shard)
     # The same object gets the memory: whoever holds the parameter has it.
     torch.utils.swap_tensors(old, nn.Parameter(new, requires_grad=old.requires_grad))
     fsdp_param._sharded_param_data = padded.view(-1)

@@ -57,8 +57,8 @@ class MappedFileFingerprints:
             return b""
         file = os.stat(region.path)
         place = region.offset + start - region.start
-        known = (region.inode, file.st_ino, file.st_size, file.st_mtime_ns, place, str(tensor.dtype))
-        return hashlib.blake2b(repr((known, tuple(tensor.shape))).encode(), digest_size=8).digest()
+        identity = (region.inode, file.st_ino, file.st_size, file.st_mtime_ns, place, str(tensor.dtype))
+        return hashlib.blake2b(repr((identity, tuple(tensor.shape))).encode(), digest_size=8).digest()
 
     def _find_region(self, start: int, end: int) -> _MappedRegion | None:
         at = bisect.bisect_right(self._starts, start) - 1
@@ -88,6 +88,6 @@ def _is_modified(start: int, end: int) -> bool:
     if len(data) != (last - first) * _ENTRY:
         return True
     pages = torch.frombuffer(bytearray(data), dtype=torch.int64)
-    there = (pages >> 62) & 3 != 0  # in memory, or swapped out
-    own = (pages >> 61) & 1 == 0  # no page of a file
-    return bool((there & own).any())
+    present = (pages >> 62) & 3 != 0  # in memory, or swapped out
+    anonymous = (pages >> 61) & 1 == 0  # no page of a file
+    return bool((present & anonymous).any())

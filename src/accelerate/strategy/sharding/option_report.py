@@ -72,24 +72,24 @@ def plugin_options(plugin: FullyShardedDataParallelPlugin, yes: Collection[str])
     """
     named = {option.name: option for option in requested_options(plugin._settings)}
     yield from (option for name, option in named.items() if option.value is not False or name in yes)
-    where = type(plugin).__name__
+    origin = type(plugin).__name__
     if plugin.offloads_params and "fsdp_offload_params" not in named:
-        yield RequestedOption("fsdp_offload_params", True, where)
+        yield RequestedOption("fsdp_offload_params", True, origin)
     if not plugin.limit_all_gathers:
-        yield RequestedOption("limit_all_gathers", False, where)
+        yield RequestedOption("limit_all_gathers", False, origin)
     if plugin.auto_wrap_policy is not None and "fsdp_auto_wrap_policy" not in named:
-        yield RequestedOption("fsdp_auto_wrap_policy", "a policy", where)
+        yield RequestedOption("fsdp_auto_wrap_policy", "a policy", origin)
 
 
 def _fsdp2_options(plugin: FullyShardedDataParallelPlugin) -> Iterator[RequestedOption]:
     yield from plugin_options(
         plugin, {"fsdp_reshard_after_forward", *(f"fsdp_{name}" for name in plugin._ignored_options)}
     )
-    where = type(plugin).__name__
+    origin = type(plugin).__name__
     if plugin.mixed_precision_policy is not None:
-        yield RequestedOption("mixed_precision_policy", plugin.mixed_precision_policy, where)
+        yield RequestedOption("mixed_precision_policy", plugin.mixed_precision_policy, origin)
     if plugin._buffer_dtype is not None:
-        yield RequestedOption("buffer_dtype", plugin._buffer_dtype, where)
+        yield RequestedOption("buffer_dtype", plugin._buffer_dtype, origin)
 
 
 def _unit_count(models: Sequence[nn.Module]) -> int:
@@ -119,25 +119,25 @@ def _offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> Opt
     records: list[Any] = [
         p for model in models for group in fsdp_param_groups(model) for p in group.fsdp_params
     ]
-    there = [p for p in records if p.offload_to_cpu and p.sharded_param.to_local().device.type == "cpu"]
+    offloaded = [p for p in records if p.offload_to_cpu and p.sharded_param.to_local().device.type == "cpu"]
     return option.report_count(
-        len(there), len(records), "parameters are on the host", "others are on the device"
+        len(offloaded), len(records), "parameters are on the host", "others are on the device"
     )
 
 
 def recompute_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
     """Return the status of activation checkpointing, by the number of checkpointed modules."""
     parts = [part for model in models for part in model.modules() if checkpoint.state(part) is not None]
-    why = "no module of the model has activation checkpointing"
-    return option.report_applied(f"{len(parts)} units") if parts else option.report_not_applied(why)
+    reason = "no module of the model has activation checkpointing"
+    return option.report_applied(f"{len(parts)} units") if parts else option.report_not_applied(reason)
 
 
 def _activation_offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
     parts = [part for model in models for part in model.modules() if offloads_inputs(part)]
     if not parts:
         return option.report_not_applied("no module of the model has activation checkpointing")
-    here = next((p.device.type for model in models for p in model.parameters()), "cpu")
-    device = next((group.device.type for model in models for group in fsdp_param_groups(model)), here)
+    param_device = next((p.device.type for model in models for p in model.parameters()), "cpu")
+    device = next((group.device.type for model in models for group in fsdp_param_groups(model)), param_device)
     if device == "cpu":
         return option.report_applied(f"the inputs of {len(parts)} units are on the host anyway")
     return option.report_applied(f"the inputs of {len(parts)} units wait there for the backward")
@@ -153,10 +153,10 @@ def _forward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module
 
 def _backward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
     # In the backward torch prefetches the next unit by itself, unless a unit names others.
-    own = [state for state in _fsdp_states(models) if state._states_to_backward_prefetch]
+    explicit_states = [state for state in _fsdp_states(models) if state._states_to_backward_prefetch]
     if str(option.value).upper() in ("1", "BACKWARD_PRE"):
-        return option.report_unless("units wait for their own backward" if own else "")
-    if len(own) < _unit_count(models) + len(models):
+        return option.report_unless("units wait for their own backward" if explicit_states else "")
+    if len(explicit_states) < _unit_count(models) + len(models):
         return option.report_not_applied("torch prefetches the next unit")
     return option.report_applied("each unit is all-gathered when its own backward begins")
 
@@ -167,9 +167,9 @@ def _fsdp_states(models: Sequence[nn.Module]) -> list[Any]:
 
 
 def _buffers(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
-    kept = {b.dtype for model in models for b in model.buffers() if b.is_floating_point()} - {option.value}
-    shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in kept))
-    return option.report_unless(f"FSDP2 leaves buffers as they are: {shown}" if kept else "")
+    dtypes = {b.dtype for model in models for b in model.buffers() if b.is_floating_point()} - {option.value}
+    shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return option.report_unless(f"FSDP2 leaves buffers as they are: {shown}" if dtypes else "")
 
 
 def _dtype_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
@@ -186,11 +186,11 @@ def _reshard_status(option: RequestedOption, models: Sequence[nn.Module]) -> Opt
     inner = [
         group for model in models for group in fsdp_param_groups(model) if group not in _root_groups(model)
     ]
-    wanted = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard", "4")
-    other = [group for group in inner if group._reshard_after_forward != wanted]
-    what = "keep" if wanted else "free"
+    reshards = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard", "4")
+    other = [group for group in inner if group._reshard_after_forward != reshards]
+    verb = "keep" if reshards else "free"
     return option.report_unless(
-        f"{len(other)} of {len(inner)} units {what} unsharded parameters after the forward" if other else ""
+        f"{len(other)} of {len(inner)} units {verb} unsharded parameters after the forward" if other else ""
     )
 
 
@@ -201,13 +201,13 @@ def _mesh_status(option: RequestedOption, models: Sequence[nn.Module]) -> Option
     if status.not_applied or not meshes:
         return status
     sizes = {tuple(mesh.shape) for mesh in meshes}
-    said = ", ".join(
+    description = ", ".join(
         f"{shape[0]} replicas over {shape[1]} processes each"
         if len(shape) == 2
         else f"over {shape[0]} processes"
         for shape in sizes
     )
-    return option.report_applied(said)
+    return option.report_applied(description)
 
 
 def _replicate_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:

@@ -23,9 +23,9 @@ def check_packed(model: nn.Module, compute: torch.dtype | None) -> None:
     for name, parameter in model.named_parameters():
         packed = getattr(parameter, "quant_state", None) is not None
         if packed and compute not in (None, parameter.dtype) and parameter.dtype.is_floating_point:
-            word = str(compute).removeprefix("torch.")
+            dtype_name = str(compute).removeprefix("torch.")
             raise PrepareError(
                 f"the quantized weight {name} is stored as {parameter.dtype}, and computed in {compute}",
                 why="weights are cast before the all-gather, and its packed bits would not survive that",
-                fix=f"quantize with bnb_4bit_quant_storage='uint8', or '{word}', as it is computed",
+                fix=f"quantize with bnb_4bit_quant_storage='uint8', or '{dtype_name}', as it is computed",
             )

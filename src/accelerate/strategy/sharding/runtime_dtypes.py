@@ -34,15 +34,15 @@ class ShardedDtypes:
     outputs: frozenset[torch.dtype | None]
 
     def __str__(self) -> str:
-        said = [
+        parts = [
             f"parameters {_dtype_names(self.parameters)}",
             f"computed in {_dtype_names(self.compute)}",
             f"gradients reduced in {_dtype_names(self.reduction)}",
         ]
         if self.buffers:
-            said.append(f"buffers {_dtype_names(self.buffers)}")
-        said.append(f"outputs {_dtype_names(self.outputs) or 'as computed'}")
-        return ", ".join(said)
+            parts.append(f"buffers {_dtype_names(self.buffers)}")
+        parts.append(f"outputs {_dtype_names(self.outputs) or 'as computed'}")
+        return ", ".join(parts)
 
     def differences(self, policy: MixedPrecisionPolicy) -> str:
         """Describe how the dtypes differ from ``policy``; empty when they do not."""
@@ -53,9 +53,9 @@ class ShardedDtypes:
             ("output cast", self.outputs, policy.output_dtype),
         )
         wrong = [
-            f"{what} in {_dtype_names(used)}, not {_dtype_name(wanted)}"
-            for what, used, wanted in expected
-            if wanted is not None and used - {wanted}
+            f"{label} in {_dtype_names(used)}, not {_dtype_name(target)}"
+            for label, used, target in expected
+            if target is not None and used - {target}
         ]
         return "; ".join(wrong)
 

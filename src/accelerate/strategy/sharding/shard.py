@@ -85,10 +85,10 @@ class Sharder:
     @property
     def offload(self) -> OffloadPolicy:
         """The offload policy; without an accelerator there is no pinned memory."""
-        given = self.plugin.cpu_offload
-        if isinstance(given, CPUOffloadPolicy) and self.device.type == "cpu":
+        policy = self.plugin.cpu_offload
+        if isinstance(policy, CPUOffloadPolicy) and self.device.type == "cpu":
             return CPUOffloadPolicy(pin_memory=False)
-        return given
+        return policy
 
     def shard(
         self, model: nn.Module, layout: FSDPShardingPlan, optimizers: Iterable[Any], remap: RemapCallback
@@ -107,15 +107,15 @@ class Sharder:
             checkpoint_activations(model, layout.blocks, bool(self.plugin.activation_checkpointing_offload))
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
-        held = list(optimizers)
+        optimizer_list = list(optimizers)
         for part in (*layout.blocks, model):
-            own = [module for module in part.modules() if module not in done]
-            done.update(own)
-            before = {(m, n): p for m in own for n, p in m._parameters.items() if p is not None}
+            modules = [module for module in part.modules() if module not in done]
+            done.update(modules)
+            before = {(m, n): p for m in modules for n, p in m._parameters.items() if p is not None}
             # A parameter has all of its places in one unit; unsharded ones are freed with the unit.
-            self._materialize(own, layout, (WeakIdKeyDictionary(), buffers), initialize, values)
-            self._broadcast_values(own, values)
-            waiting = values.pending_params(own)
+            self._materialize(modules, layout, (WeakIdKeyDictionary(), buffers), initialize, values)
+            self._broadcast_values(modules, values)
+            waiting = values.pending_params(modules)
             fully_shard(
                 part,
                 mesh=self.mesh,
@@ -124,7 +124,7 @@ class Sharder:
                 **self._fully_shard_options(part is model, layout.ignored),
             )
             values.fill_params(part, waiting)
-            remap(_replaced_params(before), held)
+            remap(_replaced_params(before), optimizer_list)
             # The unsharded parameters are freed here: nobody holds them any more.
             del before
         set_prefetch(model, *self.plugin._prefetch_flags)
@@ -155,14 +155,14 @@ class Sharder:
         """
         for module in modules:
             empty = False
-            for table, known in zip((module._parameters, module._buffers), materialized, strict=True):
+            for table, replacements in zip((module._parameters, module._buffers), materialized, strict=True):
                 for name, old in table.items():
                     if old is None:
                         continue
                     empty = empty or old.is_meta
-                    if old not in known:
-                        known[old] = self._materialize_tensor(old, layout, values)
-                    table[name] = known[old]
+                    if old not in replacements:
+                        replacements[old] = self._materialize_tensor(old, layout, values)
+                    table[name] = replacements[old]
             if empty and initialize is not None:
                 initialize(module)
 
@@ -252,19 +252,19 @@ def exchange_model_info(
     )
     if len(answers) == 1:  # a dry run: the other ranks are not there, and no values are needed
         return None, InitialWeights(model)
-    every: list[InitialWeightsInfo] = [info for info, _ in answers]
-    other = [rank for rank, info in enumerate(every) if info.digest != every[info.leader].digest]
+    infos: list[InitialWeightsInfo] = [info for info, _ in answers]
+    other = [rank for rank, info in enumerate(infos) if info.digest != infos[info.leader].digest]
     if other:
-        raise unequal_models_error(model, other[0], every[other[0]].leader)
-    empty = find_unlike_leader(every)
+        raise unequal_models_error(model, other[0], infos[other[0]].leader)
+    empty = find_unlike_leader(infos)
     if empty is not None and initialize is None:
         raise PrepareError(
             f"parameters of the {type(model).__name__} are on the meta device on rank {empty}",
             why=f"others get shards of the weights of rank {empty}, and ranks of other meshes have weights",
             fix=f"load the weights on rank {empty} too, or give the plugin a param_init_fn",
         )
-    needed = initialize if answers[first][1] else None
-    return needed, InitialWeights(model, every, collective.rank(), initialized=needed is not None)
+    initializer = initialize if answers[first][1] else None
+    return initializer, InitialWeights(model, infos, collective.rank(), initialized=initializer is not None)
 
 
 def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:

@@ -126,13 +126,13 @@ class ShardedStrategy(Strategy):
 
     def _shard_step(self, models: list[nn.Module]) -> PrepareStep:
         layouts = [self._plan_layout(model) for model in models]
-        here = self.world.device.type
+        device_type = self.world.device.type
         tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-        before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (here, "meta"))
-        away = self.plugin.offloads_params and here != "cpu"
+        before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (device_type, "meta"))
+        offloaded = self.plugin.offloads_params and device_type != "cpu"
         pairs = zip(models, layouts, strict=True)
         after = sum(
-            layout.bytes_per_process(model, self._shard_count, offloaded=away) for model, layout in pairs
+            layout.bytes_per_process(model, self._shard_count, offloaded=offloaded) for model, layout in pairs
         )
         units = "; ".join(dict.fromkeys(layout.describe() for layout in layouts))
         return PrepareStep("shard", f"{self._shard_description}; {units}", self._shard_models, before, after)
@@ -184,11 +184,13 @@ class ShardedStrategy(Strategy):
         Raises:
             PrepareError: all of its parameters belong to no model that is prepared.
         """
-        known = {p for model in (*bundle.objects_of("model"), *self.models) for p in model.parameters()}
-        known |= {p for model in self.models for p in self.parameters(model)}
+        model_params = {
+            p for model in (*bundle.objects_of("model"), *self.models) for p in model.parameters()
+        }
+        model_params |= {p for model in self.models for p in self.parameters(model)}
         for optimizer in bundle.objects_of("optimizer"):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            if held and not any(p in known or p in self._replaced_params for p in held):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            if params and not any(p in model_params or p in self._replaced_params for p in params):
                 raise PrepareError(
                     f"the {type(optimizer).__name__} holds parameters of no prepared model",
                     why="sharding gives a model new parameters, and its optimizer has to follow them",

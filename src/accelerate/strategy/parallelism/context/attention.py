@@ -100,10 +100,10 @@ class DistributedAttention(ABC):
             PrepareError: these are not this process's parts of sequences.
         """
         self.calls += 1
-        own, keys = query.shape[-2], key.shape[-2]
-        if own not in self.lengths or keys not in self.lengths or (is_causal and own != keys):
+        queries, keys = query.shape[-2], key.shape[-2]
+        if queries not in self.lengths or keys not in self.lengths or (is_causal and queries != keys):
             raise PrepareError(
-                f"attention of {own} queries over {keys} keys, where each of {self.size} processes has "
+                f"attention of {queries} queries over {keys} keys, where each of {self.size} processes has "
                 f"{' or '.join(map(str, sorted(self.lengths)))} tokens of a sequence",
                 why="keys of other processes belong in between, and it is not known where: caches, prefixes "
                 "and pooled tokens do not go with shared sequences",
@@ -112,7 +112,7 @@ class DistributedAttention(ABC):
             )
         if attn_mask is not None and is_causal:
             raise PrepareError("attention with attn_mask and is_causal", fix="give one of them")
-        mask = None if attn_mask is None else self.globalize_mask(attn_mask, own, keys)
+        mask = None if attn_mask is None else self.globalize_mask(attn_mask, queries, keys)
         query, key, value = _cast_for_autocast(query, key, value)
         return self.compute_attention(AttentionCall(query, key, value, mask, dropout_p, is_causal, more))
 
@@ -185,19 +185,19 @@ class _AttentionMode(TorchFunctionMode):
         super().__init__()
         self._attend = attend
         # Torch asks for a mode again at the beginning of this function: a twin of it does not, and has ours.
-        given = {"has_torch_function": lambda _: False, "scaled_dot_product_attention": attend}
+        overrides = {"has_torch_function": lambda _: False, "scaled_dot_product_attention": attend}
         inner = F.multi_head_attention_forward
         self._multi_head_attention: Any = FunctionType(
-            inner.__code__, {**vars(F), **given}, None, inner.__defaults__
+            inner.__code__, {**vars(F), **overrides}, None, inner.__defaults__
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attend(**dict(zip(_NAMES, args, strict=False)) | given)
-        if func is F.multi_head_attention_forward and not self._returns_weights(given):
-            return self._multi_head_attention(*args, **given)
-        return func(*args, **given)
+            return self._attend(**dict(zip(_NAMES, args, strict=False)) | options)
+        if func is F.multi_head_attention_forward and not self._returns_weights(options):
+            return self._multi_head_attention(*args, **options)
+        return func(*args, **options)
 
     def _returns_weights(self, given: dict[str, Any]) -> bool:
         """Return whether attention weights are requested too; torch's own code runs then."""
@@ -307,11 +307,11 @@ def check_model(model: nn.Module, what: str) -> None:
         PrepareError: with the module and the reason.
     """
     for name, module in model.named_modules():
-        why = _token_mixing_reason(module)
-        if why:
+        reason = _token_mixing_reason(module)
+        if reason:
             raise PrepareError(
                 f"{name or 'the model'} ({type(module).__name__}) cannot compute a part of a sequence",
-                why=f"{why}; {what} exchanges tokens in attention only",
+                why=f"{reason}; {what} exchanges tokens in attention only",
                 fix="train it without cp_size and sp_size",
             )
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}

@@ -45,8 +45,8 @@ def _local_mask_rows(
     attention: DistributedAttention, original: Any, given: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return this process's mask rows over all keys; None where ``is_causal`` or no mask is equivalent."""
-    own = given["q_length"]
-    total = own * attention.size
+    local_length = given["q_length"]
+    total = local_length * attention.size
     options = {**given, "kv_length": total, "kv_offset": 0, "q_offset": 0}
     documents = attention.documents
     if documents is None:
@@ -57,7 +57,8 @@ def _local_mask_rows(
         options["mask_function"] = _same_document(documents, given["mask_function"])
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     parts = [
-        original(**{**options, "q_length": b - a, "q_offset": a}) for a, b in attention.query_ranges(own)
+        original(**{**options, "q_length": b - a, "q_offset": a})
+        for a, b in attention.query_ranges(local_length)
     ]
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 

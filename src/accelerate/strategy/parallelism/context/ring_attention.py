@@ -104,12 +104,12 @@ def check_ring_support(kind: str) -> None:
         SettingError: with the reason.
     """
     if not any(kernel.runs_on(kind) for kernel in KERNELS):
-        why = f"torch {torch.__version__} has no attention kernel for {kind} that a ring could be made of"
+        reason = f"torch {torch.__version__} has no attention kernel for {kind} that a ring could be made of"
     elif not _has_ring_template():
-        why = f"torch {torch.__version__} has no ring attention that is known here; torch 2.13 has it"
+        reason = f"torch {torch.__version__} has no ring attention that is known here; torch 2.13 has it"
     else:
         return
-    raise SettingError("cp_comm_strategy='alltoall' cannot work here", why=why, fix=ALTERNATIVE)
+    raise SettingError("cp_comm_strategy='alltoall' cannot work here", why=reason, fix=ALTERNATIVE)
 
 
 def _has_ring_template() -> bool:
@@ -119,8 +119,8 @@ def _has_ring_template() -> bool:
     ring = import_module(TORCH_MODULE)
     options = getattr(ring, "_cp_options", None)
     return hasattr(options, "enable_load_balance") and all(
-        hasattr(ring, name) and tuple(inspect.signature(getattr(ring, name)).parameters)[:-1] == taken
-        for name, taken in _SIGNATURES.items()
+        hasattr(ring, name) and tuple(inspect.signature(getattr(ring, name)).parameters)[:-1] == expected
+        for name, expected in _SIGNATURES.items()
     )
 
 

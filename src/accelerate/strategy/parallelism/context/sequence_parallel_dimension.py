@@ -158,9 +158,9 @@ class SequenceParallelMeshDimension(MeshDimension):
 
     def register_chunk(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
         """Record that rows of a shard are a shard."""
-        for known in (self._shards, self._positions):
-            if whole in known:
-                known[rows] = known[whole]
+        for registry in (self._shards, self._positions):
+            if whole in registry:
+                registry[rows] = registry[whole]
 
     @contextmanager
     def trace_context(self, model: nn.Module, inside: Callable[[], bool]) -> Iterator[None]:
@@ -196,11 +196,11 @@ class SequenceParallelMeshDimension(MeshDimension):
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         lengths: set[int] = set()
         # All are sharded before any is changed: an error leaves them full.
-        made = [
+        shards = [
             (b, b.detach() if b in self._shards else self._shard_buffer(b, d))
             for b, d in zip(buffers, dims, strict=True)
         ]
-        for (buffer, part), dim in zip(made, dims, strict=True):
+        for (buffer, part), dim in zip(shards, dims, strict=True):
             lengths.add(part.shape[dim])
             if buffer in self._shards:
                 continue
@@ -234,7 +234,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         if not attention.lengths:
             return None
         names = inspect.signature(model.forward).parameters
-        known = attention_masks.uses_library_masks(model)
+        uses_library_masks = attention_masks.uses_library_masks(model)
         if not _accepts_positions(model):
             self._check_positions(model, tensors)
             return None
@@ -247,7 +247,7 @@ class SequenceParallelMeshDimension(MeshDimension):
             return None
         if named.get("position_ids") is None:
             named["position_ids"] = self._position_ids(tokens)
-        if known:
+        if uses_library_masks:
             cached = named.get("use_cache")
             cached = getattr(model.config, "use_cache", False) if cached is None else cached
             named = attention_masks.add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
@@ -372,10 +372,10 @@ class SequenceParallelMeshDimension(MeshDimension):
     def _merge_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        mine = leaf.detach().contiguous()
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self.group)
-        if mine.dim() > 1 and mine.shape[1] in self.attention.lengths:
+        local = leaf.detach().contiguous()
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local, group=self.group)
+        if local.dim() > 1 and local.shape[1] in self.attention.lengths:
             return join_shards(gathered, 1, self.balanced)
         if all(torch.equal(gathered[0], part) for part in gathered[1:]):
             return leaf

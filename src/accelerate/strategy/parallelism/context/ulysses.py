@@ -26,13 +26,15 @@ from accelerate.strategy.parallelism.context.sequence_shards import TokenRange
 
 def scatter_heads(parts: Sequence[torch.Tensor], size: int, group: Any) -> list[torch.Tensor]:
     """All-to-all (rows, heads, local tokens, width) to (rows, heads / size, all tokens, width)."""
-    rows, _, own, width = parts[0].shape
+    rows, _, length, width = parts[0].shape
     counts = [part.shape[1] // size for part in parts]
-    split = [part.reshape(rows, size, count, own, width) for part, count in zip(parts, counts, strict=True)]
+    split = [
+        part.reshape(rows, size, count, length, width) for part, count in zip(parts, counts, strict=True)
+    ]
     sent = torch.cat(split, 2).transpose(0, 1)
     # (from whom = which tokens, rows, heads, tokens, width)
     got = _all_to_all(sent, group).permute(1, 2, 0, 3, 4)
-    whole = got.reshape(rows, sum(counts), size * own, width)
+    whole = got.reshape(rows, sum(counts), size * length, width)
     return list(whole.split(counts, 1))
 
 
@@ -81,8 +83,8 @@ class UlyssesAttention(DistributedAttention):
 
     def _repeat_heads(self, part: torch.Tensor, heads: int) -> torch.Tensor:
         """Repeat key heads that several query heads share, as often as the processes need."""
-        wanted = self.size if self.size % part.shape[1] == 0 else heads
-        return part.repeat_interleave(wanted // part.shape[1], 1)
+        target_heads = self.size if self.size % part.shape[1] == 0 else heads
+        return part.repeat_interleave(target_heads // part.shape[1], 1)
 
     def select_mask_rows(self, mask: torch.Tensor, own: int) -> torch.Tensor:
         """Return the mask rows of all queries."""
@@ -130,11 +132,15 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
         Raises:
             PrepareError: they are not as long as ``sp_seq_length`` says.
         """
-        wanted = None if self.handler.sp_seq_length_is_variable else self.handler.sp_seq_length
+        expected_length = None if self.handler.sp_seq_length_is_variable else self.handler.sp_seq_length
         input_ids = batch.get("input_ids") if tree.is_mapping(batch) else None
-        if wanted is not None and isinstance(input_ids, torch.Tensor) and input_ids.shape[1] != wanted:
+        if (
+            expected_length is not None
+            and isinstance(input_ids, torch.Tensor)
+            and input_ids.shape[1] != expected_length
+        ):
             raise PrepareError(
-                f"sequences of {input_ids.shape[1]} tokens, and sp_seq_length={wanted}",
+                f"sequences of {input_ids.shape[1]} tokens, and sp_seq_length={expected_length}",
                 fix="leave sp_seq_length_is_variable out, if they differ",
             )
         return super().slice_batch(batch)
@@ -197,9 +203,9 @@ class SequenceShardLoader:
     def _gather_batches(self, batch: Any) -> list[Any]:
         """All-gather the batches of all processes to this one's device."""
         device = self._dimension.world.device
-        there: list[Any] = [None] * self._dimension.size
-        dist.all_gather_object(there, tree.map_tree(_to_host, batch), group=self._dimension.group)
-        return [tree.map_tree(lambda leaf: _to_device(leaf, device), other) for other in there]
+        batches: list[Any] = [None] * self._dimension.size
+        dist.all_gather_object(batches, tree.map_tree(_to_host, batch), group=self._dimension.group)
+        return [tree.map_tree(lambda leaf: _to_device(leaf, device), other) for other in batches]
 
 
 def _to_host(leaf: Any) -> Any:

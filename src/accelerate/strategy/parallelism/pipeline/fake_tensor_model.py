@@ -68,15 +68,15 @@ class FakeTensorModel:
             return self._shadows[id(module)]
         shadow: nn.Module = object.__new__(type(module))
         self._shadows[id(module)] = shadow
-        mine = dict(vars(module))
-        mine.update(
+        attributes = dict(vars(module))
+        attributes.update(
             {
                 name: value.copy()
-                for name, value in mine.items()
+                for name, value in attributes.items()
                 if name in _MODULE_ATTRIBUTES and hasattr(value, "copy")
             }
         )
-        vars(shadow).update(mine)
+        vars(shadow).update(attributes)
         inside = id(module) in inner
         (self._block_modules if inside else self._outer_modules).append((module, shadow))
         shadow._parameters = {n: self._fake_like(p) for n, p in module._parameters.items()}  # type: ignore[assignment]
@@ -101,16 +101,18 @@ class FakeTensorModel:
     def _cast_weights(self, dtype: torch.dtype | None) -> None:
         """Cast the fake weights to the dtype that the weights have in a forward."""
         self._dtype = dtype
-        made: dict[int, Any] = {}
+        cast_params: dict[int, Any] = {}
         for _, shadow in [*self._block_modules, *self._outer_modules]:
             for label, old in shadow._parameters.items():
                 if old is None or not old.is_floating_point():
                     continue
-                if id(old) not in made:
+                if id(old) not in cast_params:
                     with self.mode:
-                        made[id(old)] = nn.Parameter(torch.empty_like(old, dtype=dtype), old.requires_grad)
-                shadow._parameters[label] = made[id(old)]
-        self.weights = {name: made.get(id(old), old) for name, old in self.weights.items()}
+                        cast_params[id(old)] = nn.Parameter(
+                            torch.empty_like(old, dtype=dtype), old.requires_grad
+                        )
+                shadow._parameters[label] = cast_params[id(old)]
+        self.weights = {name: cast_params.get(id(old), old) for name, old in self.weights.items()}
 
     @property
     def is_inside_block(self) -> bool:
@@ -173,12 +175,12 @@ class FakeTensorModel:
 def _sync_attributes(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
     """Copy attributes that were assigned to the modules since to their shadows."""
     for live, shadow in pairs:
-        own = (
+        excluded_names = (
             _MODULE_ATTRIBUTES
             | shadow._parameters.keys()
             | shadow._buffers.keys()
             | {"_runner", "_block_name"}
         )
-        vars(shadow).update({name: value for name, value in vars(live).items() if name not in own})
+        vars(shadow).update({name: value for name, value in vars(live).items() if name not in excluded_names})
         if not any(getattr(b, "fake_mode", None) for b in shadow._buffers.values()):
             shadow._buffers.update(live._buffers)

@@ -123,11 +123,15 @@ _CLASSES: dict[tuple[type, type], type] = {}
 
 def add_base_class(module: nn.Module, base: type, **attributes: Any) -> None:
     """Give ``module`` a class that begins with ``base``, and ``marks`` as attributes; its name stays."""
-    own = type(module)
-    if (base, own) not in _CLASSES:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-        _CLASSES[base, own] = type(own.__name__, (base, own), names)
-    module.__class__ = _CLASSES[base, own]
+    module_class = type(module)
+    if (base, module_class) not in _CLASSES:
+        names = {
+            "__module__": module_class.__module__,
+            "__qualname__": module_class.__qualname__,
+            "__doc__": module_class.__doc__,
+        }
+        _CLASSES[base, module_class] = type(module_class.__name__, (base, module_class), names)
+    module.__class__ = _CLASSES[base, module_class]
     vars(module).update(attributes)
 
 

@@ -71,8 +71,8 @@ class GPipeCall:
         args, kwargs = runner.cast(batch.all_samples())
         output = runner.shadow.run_outer_code(final, args, kwargs, outer_weights)
         final.stage_outputs(())
-        wanted = grads.mixed_precision_dtypes(runner.model)[2]
-        return output if wanted is None else cast_floats(output, wanted)
+        output_dtype = grads.mixed_precision_dtypes(runner.model)[2]
+        return output if output_dtype is None else cast_floats(output, output_dtype)
 
     def _attach_backward(
         self, result_inputs: list[torch.Tensor]
@@ -85,14 +85,20 @@ class GPipeCall:
         ]
         if not torch.is_grad_enabled() or not any(wants):
             return result_inputs, outer_weights
-        held = [p for p in runner.model.parameters() if p.requires_grad]
+        trainable = [p for p in runner.model.parameters() if p.requires_grad]
         anchor = torch.zeros((), requires_grad=True)
         # Outer weights get their gradients from one process: the others compute the same.
-        own = outer_weights if runner.has_last_stage else []
-        wants += [weight.requires_grad for weight in self.outer_weights[: len(own)]]
+        grad_weights = outer_weights if runner.has_last_stage else []
+        wants += [weight.requires_grad for weight in self.outer_weights[: len(grad_weights)]]
         attached = list(
             _StagesBackward.apply(
-                self, len(result_inputs) + len(own), wants, anchor, *result_inputs, *own, *held
+                self,
+                len(result_inputs) + len(grad_weights),
+                wants,
+                anchor,
+                *result_inputs,
+                *grad_weights,
+                *trainable,
             )
         )
         return attached[: len(result_inputs)], attached[len(result_inputs) :] or outer_weights
@@ -124,9 +130,9 @@ class GPipeCall:
     def _make_schedule(self, stage: int) -> TwoPhaseGPipeSchedule:
         runner, trace = self.runner, self.plan.chunk_trace
         outputs = [trace.meta(value) for value in self._stage_outputs(stage)]
-        made = make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group)
+        pipeline_stage = make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group)
         trains = reject_call if torch.is_grad_enabled() else None
-        return TwoPhaseGPipeSchedule(made, runner.options.num_microbatches, loss_fn=trains)
+        return TwoPhaseGPipeSchedule(pipeline_stage, runner.options.num_microbatches, loss_fn=trains)
 
     def _stage_outputs(self, stage: int) -> tuple[BlockOutputKey, ...]:
         trace = self.plan.chunk_trace
@@ -140,9 +146,9 @@ class GPipeCall:
         with self.runner.record_timing("forward", stage, chunk):
             wants = chunk == 0 and stage == self.runner.stages[-1]
             outer_weights = self.outer_weights if wants else None
-            wanted = self._stage_outputs(stage)
+            output_keys = self._stage_outputs(stage)
             _, sent = self.runner.run_chunk(
-                self.plan.chunk_trace, stage, args, received, wanted, outer_weights=outer_weights
+                self.plan.chunk_trace, stage, args, received, output_keys, outer_weights=outer_weights
             )
         if stage == self.plan.chunk_trace.stages - 1:
             self.outputs.append(sent)
@@ -214,7 +220,9 @@ class _StagesBackward(torch.autograd.Function):
         ctx.call, ctx.rest = call, len(tensors)
         ctx.set_materialize_grads(False)
         outputs = tuple(tensor.view_as(tensor) for tensor in tensors[1 : 1 + count])
-        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, wants, strict=True) if not wanted))
+        ctx.mark_non_differentiable(
+            *(o for o, wants_grad in zip(outputs, wants, strict=True) if not wants_grad)
+        )
         return outputs
 
     @staticmethod

@@ -96,10 +96,10 @@ def check_same_call(
     total = torch.zeros((), dtype=torch.float64)
     for place, tensor in enumerate(tensors, 1):
         total = total.to(tensor.device) + place * torch.nan_to_num(tensor.detach().double()).sum()
-    mine = torch.stack([torch.tensor(float(digest), dtype=torch.float64), total.cpu()]).to(device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    table = torch.stack(every).tolist()
+    fingerprint = torch.stack([torch.tensor(float(digest), dtype=torch.float64), total.cpu()]).to(device)
+    fingerprints = [torch.empty_like(fingerprint) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(fingerprints, fingerprint, group=group)
+    table = torch.stack(fingerprints).tolist()
     if any(row[0] != table[0][0] for row in table):
         raise PrepareError(
             "the stages of a pipeline were called in different ways",

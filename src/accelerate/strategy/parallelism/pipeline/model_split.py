@@ -32,7 +32,7 @@ class StageAssignment:
 
     def blocks(self, stage: int) -> list[str]:
         """Return the blocks of a stage."""
-        return [name for name, own in self.stage_of.items() if own == stage]
+        return [name for name, block_stage in self.stage_of.items() if block_stage == stage]
 
     def rank_of(self, name: str) -> int:
         """Return the pipeline rank that holds a block."""
@@ -56,10 +56,10 @@ def assign_stages(model: nn.Module, options: Any, processes: int) -> StageAssign
         PrepareError: fewer blocks than stages, or another number of split points.
     """
     count = processes * options.stages_per_process
-    known = [name for name, _ in model.named_modules() if name]
+    module_names = [name for name, _ in model.named_modules() if name]
     for name in options.on_all_stages:
-        if name not in known:
-            raise UnknownNameError("module", name, known, where="in on_all_stages")
+        if name not in module_names:
+            raise UnknownNameError("module", name, module_names, where="in on_all_stages")
     points = (
         [] if options.split_points == "auto" else split.check_split_points(model, options.split_points, count)
     )
@@ -83,23 +83,25 @@ def _find_blocks(
     model: nn.Module, closed: Sequence[str], count: int, points: Sequence[str], everywhere: Sequence[str]
 ) -> list[split.ModelBlock]:
     """The modules with parameters that are called as a whole, enough of them for all stages."""
-    wanted = count
+    min_count = count
     while True:
-        blocks = split.list_blocks(model, closed, wanted)
-        own = [b for b in blocks if _has_params(model, b.name) and not _is_within(b.name, everywhere)]
-        if len(own) >= count or len(blocks) < wanted:
+        blocks = split.list_blocks(model, closed, min_count)
+        stage_blocks = [
+            b for b in blocks if _has_params(model, b.name) and not _is_within(b.name, everywhere)
+        ]
+        if len(stage_blocks) >= count or len(blocks) < min_count:
             break
-        wanted = len(blocks) + 1
+        min_count = len(blocks) + 1
     for name in [*points, *everywhere]:
-        while (outer := next((b for b in own if name.startswith(f"{b.name}.")), None)) is not None:
-            place = own.index(outer)
+        while (outer := next((b for b in stage_blocks if name.startswith(f"{b.name}.")), None)) is not None:
+            place = stage_blocks.index(outer)
             inner = [f"{outer.name}.{label}" for label, _ in model.get_submodule(outer.name).named_children()]
-            own[place : place + 1] = [
+            stage_blocks[place : place + 1] = [
                 split.ModelBlock(n, ())
                 for n in inner
                 if _has_params(model, n) and not _is_within(n, everywhere)
             ]
-    return [split.ModelBlock(b.name, split.tensor_sizes(model.get_submodule(b.name))) for b in own]
+    return [split.ModelBlock(b.name, split.tensor_sizes(model.get_submodule(b.name))) for b in stage_blocks]
 
 
 def _has_params(model: nn.Module, name: str) -> bool:
@@ -107,7 +109,7 @@ def _has_params(model: nn.Module, name: str) -> bool:
 
 
 def _is_within(name: str, outer: Iterable[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in outer)
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in outer)
 
 
 def _block_index(names: Sequence[str], point: str) -> int:
@@ -178,21 +180,21 @@ def check_same_model(model: nn.Module) -> bool:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     rows = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
     empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
-    every = collective.all_gather_object(
+    digests = collective.all_gather_object(
         (hashlib.sha256(repr(rows).encode()).hexdigest(), empty), "prepare(model)"
     )
-    if len(every) == 1:
+    if len(digests) == 1:
         return False
-    other = [rank for rank, digest in enumerate(every) if digest[0] != every[0][0]]
+    other = [rank for rank, digest in enumerate(digests) if digest[0] != digests[0][0]]
     if other:
         raise PrepareError(
             f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank 0",
             why="names, shapes, types and which of them train must be equal: every process has a stage of it",
             fix="build the model in the same way on all processes",
         )
-    if every[0][1]:
+    if digests[0][1]:
         raise PrepareError(
-            f"the parameter {every[0][1]} is on the meta device, on rank 0 too",
+            f"the parameter {digests[0][1]} is on the meta device, on rank 0 too",
             why="the weights of rank 0 are those that the stages begin with",
             fix="load the weights on rank 0",
         )
@@ -218,7 +220,7 @@ def keep_local_stages(
         (old, new) of each parameter that was replaced, by ``id`` of the old one; new is None where it is on
         other stages.
     """
-    made: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
     changed: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     called = [*model.named_parameters(), *model.named_buffers()]
     for name, old in called:
@@ -227,16 +229,16 @@ def keep_local_stages(
             new = old if rank in holders else None
         else:
             new = _receive_param(old, holders, rank, group, device)
-        made[id(old)] = new
+        replacements[id(old)] = new
         if isinstance(old, nn.Parameter) and new is not old:
             changed[id(old)] = old, new
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for label, old in list(table.items()):
-                if old is None or id(old) not in made:
+                if old is None or id(old) not in replacements:
                     continue
-                if made[id(old)] is not None:
-                    table[label] = made[id(old)]  # type: ignore[assignment]
+                if replacements[id(old)] is not None:
+                    table[label] = replacements[id(old)]  # type: ignore[assignment]
                 else:
                     # Not a parameter any more, but code that asks for its type finds one.
                     del table[label]

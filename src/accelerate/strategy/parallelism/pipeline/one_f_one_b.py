@@ -106,15 +106,17 @@ class OneFOneBCall:
 
     def _make_schedule(self) -> Any:
         runner, trace = self.runner, self.plan.chunk_trace
-        made: list[Any] = []
+        pipeline_stages: list[Any] = []
         for stage in runner.stages:
-            wanted = trace.stage_inputs(stage + 1) if stage < trace.stages - 1 else ()
-            outputs = [trace.meta(v) for v in wanted] or [TensorMeta((), torch.float32, True)]
-            made.append(make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group))
+            output_keys = trace.stage_inputs(stage + 1) if stage < trace.stages - 1 else ()
+            outputs = [trace.meta(v) for v in output_keys] or [TensorMeta((), torch.float32, True)]
+            pipeline_stages.append(
+                make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group)
+            )
         chunks = self.options.num_microbatches
-        if len(made) == 1:
-            return Schedule1F1B(made[0], chunks, loss_fn=_identity_loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(made, chunks, loss_fn=_identity_loss, scale_grads=False)
+        if len(pipeline_stages) == 1:
+            return Schedule1F1B(pipeline_stages[0], chunks, loss_fn=_identity_loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(pipeline_stages, chunks, loss_fn=_identity_loss, scale_grads=False)
 
     @contextmanager
     def _backward_context(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
@@ -125,10 +127,10 @@ class OneFOneBCall:
     def _run_chunk(self, stage: int, chunk: int, received: tuple[torch.Tensor, ...]) -> Any:
         runner, trace = self.runner, self.plan.chunk_trace
         last = stage == trace.stages - 1
-        wanted = () if last else trace.stage_inputs(stage + 1)
+        output_keys = () if last else trace.stage_inputs(stage + 1)
         args = self.batch.chunk(chunk)
         with runner.record_timing("forward", stage, chunk):
-            output, sent = runner.run_chunk(trace, stage, args, received, wanted, result=last)
+            output, sent = runner.run_chunk(trace, stage, args, received, output_keys, result=last)
             self.output = output
             if not last:
                 return sent

@@ -102,10 +102,10 @@ class PipelineParallel(MeshDimension):
             yield PrepareStep("stage", "optimizers hold the parameters of this stage", self._prune_optimizers)
 
     def _describe(self, cut: StageAssignment) -> str:
-        where = ", ".join(cut.split_points())
+        split_points = ", ".join(cut.split_points())
         options = self.options
         return (
-            f"{cut.count} pipeline stages on {self.size} processes, split before {where}; "
+            f"{cut.count} pipeline stages on {self.size} processes, split before {split_points}; "
             f"{options.num_microbatches} micro-batches, {options.schedule}"
         )
 
@@ -177,9 +177,9 @@ class PipelineParallel(MeshDimension):
                         why="its groups would differ between the stages, and no checkpoint could tell them",
                         fix="make it before: model, optimizer = accelerator.prepare(model, optimizer)",
                     )
-                name, held = self._param_names.get(parameter, (f"{number}.{place}", everywhere))
+                name, param_holders = self._param_names.get(parameter, (f"{number}.{place}", everywhere))
                 groups[-1].append(name)
-                holders[name] = held
+                holders[name] = param_holders
         return UnsplitOptimizerParamGroups(groups, holders)
 
     # --- states
@@ -196,8 +196,10 @@ class PipelineParallel(MeshDimension):
     def select_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
         """Select the state of this stage."""
         runner = runner_of(model)
-        own = model.state_dict() if runner is not None else {}
-        return state if runner is None else select_model_state(state, runner.names, own, strict=strict)
+        local_state = model.state_dict() if runner is not None else {}
+        return (
+            state if runner is None else select_model_state(state, runner.names, local_state, strict=strict)
+        )
 
     def gather_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Gather the optimizer states of all stages, numbered as in one process."""
@@ -252,14 +254,14 @@ class PipelineParallel(MeshDimension):
         """Return the weights that an earlier stage holds too, and counts in a norm."""
         all_runners = [runner_of(model) for model in self.strategy.models]
         pairs = [
-            (c, one)
+            (c, shared)
             for c in all_runners
             if c is not None
-            for one in c.shared
-            if one.holders[0] != self.pp_rank
+            for shared in c.shared
+            if shared.holders[0] != self.pp_rank
         ]
-        held = [one.optimizer_param(runner.model) for runner, one in pairs]
-        return [parameter for parameter in held if parameter is not None]
+        params = [shared.optimizer_param(runner.model) for runner, shared in pairs]
+        return [parameter for parameter in params if parameter is not None]
 
 
 def runner_of(model: Any) -> PipelineParallelRunner | None:

@@ -162,8 +162,8 @@ class PipelineParallelRunner:
             return None
         if run.outer_weights is not None:
             # Here weights are whole, and the graph leads to them.
-            held = (module._parameters[label] for module, _, label in self.shadow.outer_weights)
-            run.outer_weights += [weight.clone() for weight in held if weight is not None]
+            weights = (module._parameters[label] for module, _, label in self.shadow.outer_weights)
+            run.outer_weights += [weight.clone() for weight in weights if weight is not None]
         return output, [*(run.kept[value] for value in sorted(run.kept)), *(run.outer_weights or ())]
 
     # --- a call
@@ -199,8 +199,8 @@ class PipelineParallelRunner:
             )
         placed = [tensor.to(self.device) for tensor in tensors]
         batched = tuple(t.dim() > 0 and t.shape[0] == size for t in tensors)
-        for tensor, there in zip(tensors, placed, strict=True):
-            self._register_chunk(tensor, there)
+        for tensor, device_tensor in zip(tensors, placed, strict=True):
+            self._register_chunk(tensor, device_tensor)
         return PipelineBatch(
             form, placed, size, -(-size // self.options.num_microbatches), batched, self._register_chunk
         )
@@ -258,15 +258,19 @@ class PipelineParallelRunner:
         value: BlockOutputKey,
         batch: PipelineBatch,
     ) -> int:
-        one, every = part.meta(value).shape, full.meta(value).shape
+        part_shape, full_shape = part.meta(value).shape, full.meta(value).shape
         if batch.rows == batch.size:
             return 0
-        each = one[0] // batch.rows if one else 0
-        if each and one[1:] == every[1:] and (one[0], every[0]) == (each * batch.rows, each * batch.size):
+        each = part_shape[0] // batch.rows if part_shape else 0
+        if (
+            each
+            and part_shape[1:] == full_shape[1:]
+            and (part_shape[0], full_shape[0]) == (each * batch.rows, each * batch.size)
+        ):
             return each
         raise PrepareError(
-            f"{part.calls[value.call].block} gives a tensor of shape {one} for {batch.rows} samples and of "
-            f"{every} for {batch.size}, which the result depends on",
+            f"{part.calls[value.call].block} gives a tensor of shape {part_shape} for {batch.rows} samples "
+            f"and of {full_shape} for {batch.size}, which the result depends on",
             why="the micro-batches of a pipeline are put in a row again along dimension 0",
             fix="PipelineParallelConfig(num_microbatches=1), or compute sums and means over the batch after "
             "the last layer",

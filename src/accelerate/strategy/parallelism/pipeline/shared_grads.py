@@ -56,8 +56,8 @@ class StageSharedParam:
             return None
         now: Any = self.module._parameters[self.label]
         whole = {unsharded_param(place): p for p, place in fsdp_params([model]).items()}
-        held = whole.get(now, now)
-        return held if held is not None and held.requires_grad else None
+        param = whole.get(now, now)
+        return param if param is not None and param.requires_grad else None
 
 
 def trainable_params(model: nn.Module) -> list[torch.Tensor]:
@@ -75,34 +75,36 @@ def sum_shared_grads(
     Args:
         sync: False while gradients are kept back elsewhere: there is nothing to be summed yet.
     """
-    held = [(one, p) for one in shared if (p := one.optimizer_param(model)) is not None]
-    before = [p.grad for _, p in held]
-    for _, p in held:
+    pairs = [
+        (shared_param, p) for shared_param in shared if (p := shared_param.optimizer_param(model)) is not None
+    ]
+    before = [p.grad for _, p in pairs]
+    for _, p in pairs:
         p.grad = None
     yield
-    for (one, p), old in zip(held, before, strict=True):
+    for (shared_param, p), old in zip(pairs, before, strict=True):
         new = p.grad
         if sync:
             if new is None:
                 new = torch.zeros_like(p)
             with torch.no_grad():
-                _sum_over_holders(local_grad(new), one.holders, group)
+                _sum_over_holders(local_grad(new), shared_param.holders, group)
         p.grad = old if new is None else new if old is None else old.add_(new)
 
 
 def _sum_over_holders(mine: torch.Tensor, holders: Sequence[int], group: Any) -> None:
     """Sum a tensor over the holders, in place."""
-    here = dist.get_rank(group)
+    rank = dist.get_rank(group)
     parts = {place: mine.clone(memory_format=torch.contiguous_format) for place in holders}
     works = [
-        dist.isend(parts[here], dist.get_global_rank(group, place), group)
+        dist.isend(parts[rank], dist.get_global_rank(group, place), group)
         for place in holders
-        if place != here
+        if place != rank
     ]
     works += [
         dist.irecv(parts[place], dist.get_global_rank(group, place), group)
         for place in holders
-        if place != here
+        if place != rank
     ]
     for work in works:
         if work is not None:

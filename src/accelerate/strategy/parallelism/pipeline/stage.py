@@ -115,9 +115,9 @@ class StageForward:
 
 
 def _control_flow_error(name: str, *, missing: bool = False) -> PrepareError:
-    what = f"the forward did not call {name}" if missing else f"the forward called {name} out of its turn"
+    problem = f"the forward did not call {name}" if missing else f"the forward called {name} out of its turn"
     return PrepareError(
-        f"{what}: it takes another way than with other values of the same shapes",
+        f"{problem}: it takes another way than with other values of the same shapes",
         why="stages of a pipeline must agree on which layers run, and in which order",
         fix="do not skip layers by values or at random in a pipeline parallel model",
     )

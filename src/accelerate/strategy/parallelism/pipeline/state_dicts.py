@@ -52,18 +52,18 @@ def gather_to_first(own: Mapping[Any, Any], group: Any, device: torch.device) ->
         group: the processes.
         device: over which tensors travel.
     """
-    here, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     metas = {key: _TensorMeta.describe(value) for key, value in own.items()}
     listed: list[Any] = [None] * size
     dist.all_gather_object(listed, metas, group=group)
-    gathered = dict(own) if here == 0 else {}
+    gathered = dict(own) if rank == 0 else {}
     for place in range(1, size):
         for key, meta in listed[place].items():
             if not isinstance(meta, _TensorMeta):
-                gathered.update({key: meta} if here == 0 else {})
-            elif here == place:
+                gathered.update({key: meta} if rank == 0 else {})
+            elif rank == place:
                 dist.send(own[key].to(device).contiguous(), dist.get_global_rank(group, 0), group)
-            elif here == 0:
+            elif rank == 0:
                 tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
                 dist.recv(tensor, dist.get_global_rank(group, place), group)
                 gathered[key] = tensor.cpu()
@@ -84,10 +84,10 @@ def gather_model_state(
     own: Mapping[str, Any], names: UnsplitStateNames, group: Any, device: torch.device
 ) -> dict[str, Any]:
     """Gather a model's state, by the user's names in their order, on the first pipeline rank."""
-    here = dist.get_rank(group)
-    mine = {name: value for name, value in own.items() if _is_sender(names, name, here)}
-    gathered = gather_to_first(mine, group, device)
-    if here != 0:
+    rank = dist.get_rank(group)
+    sent_state = {name: value for name, value in own.items() if _is_sender(names, name, rank)}
+    gathered = gather_to_first(sent_state, group, device)
+    if rank != 0:
         return {}
     for alias, first in names.first.items():
         if first in gathered:
@@ -135,14 +135,14 @@ def gather_optimizer_state(
     own: Mapping[str, Any], layout: UnsplitOptimizerParamGroups, group: Any, device: torch.device
 ) -> dict[str, Any]:
     """Gather an optimizer's state on the first pipeline rank, as a single process would have it."""
-    here = dist.get_rank(group)
-    called = [name for part in layout.local_groups(here) for name in part]
-    mine: dict[Any, Any] = {}
+    rank = dist.get_rank(group)
+    called = [name for part in layout.local_groups(rank) for name in part]
+    sent_state: dict[Any, Any] = {}
     for number, values in own["state"].items():
-        if layout.holders[called[number]][0] == here:
-            mine.update({(called[number], key): value for key, value in values.items()})
-    gathered = gather_to_first(mine, group, device)
-    if here != 0:
+        if layout.holders[called[number]][0] == rank:
+            sent_state.update({(called[number], key): value for key, value in values.items()})
+    gathered = gather_to_first(sent_state, group, device)
+    if rank != 0:
         return {}
     numbers = {name: number for number, name in enumerate(layout.names)}
     states: dict[int, dict[str, Any]] = {}

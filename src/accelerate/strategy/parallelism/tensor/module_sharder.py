@@ -68,10 +68,10 @@ class ModuleSharder:
         # On the meta device nothing is sent: only the layout is made.
         parallelize_module(module, self.mesh, part.style, src_data_rank=None)
         for name, old in full_params.items():
-            made: Any = module._parameters[name]
+            new_param: Any = module._parameters[name]
             # A style may leave a parameter as it is.
             module._parameters[name] = (
-                self._shard_param(part, name, old, made) if isinstance(made, DTensor) else old
+                self._shard_param(part, name, old, new_param) if isinstance(new_param, DTensor) else old
             )
 
     def _shard_param(self, part: TPPlanEntry, name: str, old: nn.Parameter, like: DTensor) -> Any:
@@ -98,13 +98,13 @@ class ModuleSharder:
         if origin == "here" or self.is_dry_run or not self._is_first_replica:
             return shard
         size, group = self.mesh.size(), self.mesh.get_group()
-        source, here = dist.get_global_rank(group, 0), self.mesh.get_local_rank() == 0
+        source, is_source = dist.get_global_rank(group, 0), self.mesh.get_local_rank() == 0
         if not isinstance(getattr(placement, "dim", None), int):
-            if here:
+            if is_source:
                 shard.copy_(value)
             dist.broadcast(shard, source, group)
         else:
-            pieces = value.chunk(size, placement.dim) if here else ()  # type: ignore[attr-defined]
+            pieces = value.chunk(size, placement.dim) if is_source else ()  # type: ignore[attr-defined]
             dist.scatter(shard, [p.to(self.device).contiguous() for p in pieces] or None, source, group)
         return shard
 

@@ -67,11 +67,11 @@ class TensorParallel(MeshDimension):
         if shared is None:
             handler = self.config.tp_handler
             return resolve_plan(model, getattr(handler, "plan", None) or {}, size)
-        known = getattr(model, "_tp_size", None) or shared.device_mesh.size(-1)
-        if known != size:
+        current_size = getattr(model, "_tp_size", None) or shared.device_mesh.size(-1)
+        if current_size != size:
             raise PrepareError(
-                f"tp_size is {size}, and the {type(model).__name__} is tensor parallel over {known}",
-                fix=f"ParallelismConfig(tp_size={known}), or load the model whole",
+                f"tp_size is {size}, and the {type(model).__name__} is tensor parallel over {current_size}",
+                fix=f"ParallelismConfig(tp_size={current_size}), or load the model whole",
             )
         return None
 

@@ -101,23 +101,23 @@ def resolve_plan(model: nn.Module, given: Mapping[str, Any], size: int) -> Resol
         UnknownNameError: there is no such style.
     """
     modules = dict(model.named_modules())
-    own = dict(_model_plans(modules))
-    chosen: dict[str, tuple[Any, bool]] = {name: (style, False) for name, style in own.items()}
+    model_styles = dict(_model_plans(modules))
+    chosen: dict[str, tuple[Any, bool]] = {name: (style, False) for name, style in model_styles.items()}
     for name, style in _match_patterns(model, modules, given).items():
         chosen[name] = (style, True)
     if not chosen:
         raise _no_plan_error(model)
     ties = _tied_params(modules)
     parts, left = list[TPPlanEntry](), list[str]()
-    for name, (style, asked) in chosen.items():
+    for name, (style, from_user) in chosen.items():
         part = _sharded_module(name, modules[name], style)
         if part is None:
             continue
-        why = _divisibility_error(part, size) or _tie_error(part, chosen, modules, ties)
-        if why and (asked or style not in _OPTIONAL_STYLES):
-            raise why
-        left += [f"{name} ({why.what})"] if why else []
-        parts += [] if why else [part]
+        error = _divisibility_error(part, size) or _tie_error(part, chosen, modules, ties)
+        if error and (from_user or style not in _OPTIONAL_STYLES):
+            raise error
+        left += [f"{name} ({error.what})"] if error else []
+        parts += [] if error else [part]
     _check_heads(modules, parts, size)
     return ResolvedTPPlan(parts, left)
 
