@@ -122,12 +122,10 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     # --- accelerate.commands
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": exports("cli.main: main"),
-    "accelerate.commands.config": exports("cli.wizard.config_parsers: get_config_parser main"),
-    "accelerate.commands.config.cluster": exports("cli.wizard.config_parsers: get_cluster_input"),
-    "accelerate.commands.config.config": exports(
-        "cli.wizard.config_parsers: config_command config_command_parser "
-        "description=CONFIG get_user_input main"
-    ),
+    "accelerate.commands.config": exports("cli.wizard.config_commands: get_config_parser main"),
+    "accelerate.commands.config.cluster": exports("cli.wizard.config_commands: get_cluster_input"),
+    "accelerate.commands.config.config": exports("cli.wizard.config_commands: config_command get_user_input")
+    | exports("cli.wizard.config_commands: description=CONFIG config_command_parser main"),
     "accelerate.commands.config.config_args": {
         **dict.fromkeys(
             words("default_config_file default_json_config_file default_yaml_config_file"),
@@ -137,7 +135,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "hf_cache_home": LazyCall("launch.config_files:cache_folder", then=lambda folder: str(folder.parent)),
         **exports("cli.config_classes: BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
     },
-    "accelerate.commands.config.config_utils": exports("cli.wizard.config_parsers: SubcommandHelpFormatter")
+    "accelerate.commands.config.config_utils": exports("cli.wizard.config_commands: SubcommandHelpFormatter")
     | constants(
         DYNAMO_BACKENDS=words(
             "EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
@@ -145,12 +143,13 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         )
     ),
     "accelerate.commands.config.default": exports("cli.config_classes: write_basic_config")
-    | exports("cli.wizard.config_parsers: default_command_parser default_config_command description=DEFAULT"),
-    "accelerate.commands.config.sagemaker": exports("cli.wizard.config_parsers: get_sagemaker_input"),
+    | exports("cli.wizard.config_commands: default_command_parser default_config_command")
+    | exports("cli.wizard.config_commands: description=DEFAULT"),
+    "accelerate.commands.config.sagemaker": exports("cli.wizard.config_commands: get_sagemaker_input"),
     "accelerate.commands.config.update": exports(
-        "cli.wizard.config_parsers: description=UPDATE update_command_parser "
-        "update_config update_config_command"
-    ),
+        "cli.wizard.config_commands: description=UPDATE update_config"
+    )
+    | exports("cli.wizard.config_commands: update_command_parser update_config_command"),
     "accelerate.commands.env": exports("cli.env: env_command env_command_parser main"),
     "accelerate.commands.estimate": exports(
         "cli.estimate_memory: add_timm_hub_prefix check_has_model create_ascii_table create_empty_model "
@@ -158,10 +157,10 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     ),
     "accelerate.commands.launch": exports("cli.launch: launch_command launch_command_parser main")
     | exports(
-        "cli.legacy_launchers: deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher "
+        "cli.v1_launcher_functions: deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher "
         "tpu_launcher tpu_pod_launcher"
     )
-    | exports("cli.arguments: CustomHelpFormatter clean_option options_to_group"),
+    | exports("cli.argument_parser: CustomHelpFormatter clean_option options_to_group"),
     "accelerate.commands.merge": exports("cli.merge_weights: description main merge_command")
     | exports("cli.merge_weights: merge_command_parser"),
     "accelerate.commands.test": exports("cli.test: main test_command test_command_parser"),
@@ -170,7 +169,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "load_config to_fsdp2_command to_fsdp2_command_parser"
     ),
     "accelerate.commands.tpu": exports("cli.tpu_config: main tpu_command_launcher tpu_command_parser"),
-    "accelerate.commands.utils": exports("cli.arguments: CustomArgumentGroup CustomArgumentParser"),
+    "accelerate.commands.utils": exports("cli.argument_parser: CustomArgumentGroup CustomArgumentParser"),
     # --- accelerate.utils
     "accelerate.utils": {},
     "accelerate.utils.ao": not_built(
@@ -228,7 +227,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("strategy.ddp: DDPCommunicationHookType DistributedDataParallelKwargs")
     | exports("world.preemption: PreemptionKwargs")
     | exports("world.world: InitProcessGroupKwargs")
-    | exports("world.tensor_trees: TensorInformation")
+    | exports("world.local_tensor_trees: TensorInformation")
     | exports("data.configuration: DataLoaderConfiguration")
     | exports("facade.gradient_state: GradientAccumulationPlugin")
     | exports("facade.fp8: AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
@@ -319,7 +318,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     },
     "accelerate.utils.launch": exports("launch.notebook.spawn_target: PrepareForLaunch")
     | exports(
-        "cli.legacy_launchers: env_var_path_add prepare_deepspeed_cmd_env "
+        "cli.v1_launcher_functions: env_var_path_add prepare_deepspeed_cmd_env "
         "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_simple_launcher_cmd_env "
         "prepare_tpu setup_fp8_env"
     )
@@ -349,7 +348,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("facade.precision_functions: get_grad_scaler get_mixed_precision_context_manager")
     | exports("checkpoint.names: WEIGHTS_INDEX_NAME")
-    | exports("checkpoint.weight_files: load_state_dict id_tensor_storage")
+    | exports("checkpoint.weight_file_io: load_state_dict id_tensor_storage")
     | exports("facade.big_model_loading: load_checkpoint_in_model")
     | exports(
         "offload.module_tensors: align_module_device check_device_same get_state_dict_from_offload "
@@ -365,7 +364,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "gather gather_object gather_tensor_shape pad_across_processes reduce verify_operation"
     )
     | exports(
-        "world.tensor_trees: CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate "
+        "world.local_tensor_trees: CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate "
         "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device get_data_structure get_shape "
         "honor_type ignorant_find_batch_size initialize_tensors is_tensor_information is_torch_tensor "
         "listify pad_input_tensors recursively_apply send_to_device slice_tensors"
@@ -388,7 +387,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("core.units: convert_bytes=show_bytes")
     | exports("world.ports: get_free_port is_port_in_use")
     | exports("world.collective: wait_for_everyone=barrier")
-    | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
+    | exports("checkpoint.weight_file_io: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": not_built("training on TPU", "install_xla"),
     "accelerate.utils.tqdm": exports("watch.progress_bar: tqdm"),

@@ -17,7 +17,7 @@ import torch
 from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import CheckpointTrainState, StatefulAdapter
+from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.world import collective, rng
@@ -29,14 +29,14 @@ def open_world(seconds: float = 30) -> worlds.World:
     return worlds.open(cpu=True, timeout=timedelta(seconds=seconds))
 
 
-def parts(value: float = 0.0, rank: int = 0) -> CheckpointTrainState:
+def parts(value: float = 0.0, rank: int = 0) -> CheckpointContents:
     """A model that is the same on all ranks and generators that are not."""
     rng.set_seed(int(value) * 10 + rank)
     torch.manual_seed(int(value))
     model = torch.nn.Linear(2, 2)
     torch.manual_seed(int(value) * 10 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=value + 1)
-    return CheckpointTrainState([model], [optimizer], rng=rng, step=int(value))
+    return CheckpointContents([model], [optimizer], rng=rng, step=int(value))
 
 
 def draws() -> tuple[float, float]:
@@ -146,11 +146,9 @@ class PerRank:
 
 def states_of_ranks(folder: str) -> tuple[int, int, dict[str, int]]:
     rank = open_world().rank
-    path = state.save(
-        CheckpointTrainState(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder
-    )
+    path = state.save(CheckpointContents(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder)
     loader, engine = PerRank(), PerRank()
-    loaded = state.load(CheckpointTrainState(stateful_loaders=[loader], own_files=[engine]), path)
+    loaded = state.load(CheckpointContents(stateful_loaders=[loader], own_files=[engine]), path)
     assert loaded.manifest is not None
     return loader.value, engine.value, {name: r.rank for name, r in loaded.manifest.files.items()}
 
@@ -225,9 +223,7 @@ def save_too_much(folder: str, safe: bool, optimizer: bool) -> str:
 
     open_world()
     model = torch.nn.Linear(1000, 1000, bias=False)
-    mine = (
-        CheckpointTrainState([torch.nn.Linear(1, 1)], [model]) if optimizer else CheckpointTrainState([model])
-    )
+    mine = CheckpointContents([torch.nn.Linear(1, 1)], [model]) if optimizer else CheckpointContents([model])
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
     return outcome(lambda: state.save(mine, folder, safe_serialization=safe))
 

@@ -16,7 +16,7 @@ import torch
 from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import CheckpointTrainState
+from accelerate.checkpoint.state import CheckpointContents
 from accelerate.world import collective
 from tests.cpu import test_checkpoint_ranks as local
 from tests.support.objects import ObjectFileSystem, Objects, serving
@@ -89,7 +89,7 @@ def on_two_machines(url: str, folder: str) -> tuple[int, str]:
     rank = local.open_world().rank
     tempfile.tempdir = folder
     loaded = state.load(local.parts(8, rank), url, ranks=local.machine(rank))
-    return loaded.step, local.outcome(lambda: state.load(CheckpointTrainState([torch.nn.Linear(5, 5)]), url))
+    return loaded.step, local.outcome(lambda: state.load(CheckpointContents([torch.nn.Linear(5, 5)]), url))
 
 
 def test_each_machine_fetches_for_its_own_ranks(ranks: RankServer, objects: Objects, tmp_path: Path) -> None:

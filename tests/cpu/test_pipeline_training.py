@@ -467,7 +467,7 @@ ODD: dict[str, type[nn.Module]] = {
 REFUSED = {
     "few": ("has 1 blocks for 2", "start 1 processes"),
     "split": ("layers.9", "split_points"),
-    "late": ("made from a model in stages", "prepare(model, optimizer)"),
+    "late": ("made from a model split into stages", "prepare(model, optimizer)"),
     "alone": ("is on stage", "call the prepared model itself"),
     "differ": ("called in different ways", "same batch"),
     "values": ("given different values", "prepare the loader"),
@@ -593,7 +593,7 @@ def compiled() -> list[str]:
         plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
         config = ParallelismConfig(pp_size=2)
         accelerator = Accelerator(cpu=True, dynamo_plugin=plugin, parallelism_config=config)
-        with pytest.raises(ValueError, match="into stages") as caught:
+        with pytest.raises(ValueError, match="no pipeline stages") as caught:
             accelerator.prepare(parity.decoder())
         found.append(str(caught.value))
     return found

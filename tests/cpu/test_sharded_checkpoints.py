@@ -181,7 +181,7 @@ def test_two_models_and_two_optimizers_come_back(
     for number, (kind, size) in enumerate(others):
         loaded, _ = same_on_all(ranks_of(ranks, size, folder, number + 1, kind, True, {}))
         assert loaded == saved
-    from accelerate.checkpoint.shard_reader import lazy_tensors
+    from accelerate.checkpoint.dcp_shard_reader import lazy_tensors
 
     assert set(lazy_tensors(tmp_path / "c" / "pytorch_model_fsdp_1")) == {
         "0.weight", "0.bias", "1.weight", "1.bias",

@@ -19,7 +19,7 @@ from accelerate.checkpoint import commit, discovery, manifest, state
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import CheckpointTrainState, StatefulAdapter
+from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError
 
@@ -104,13 +104,11 @@ class Box:
         self.value = state["value"][0].item()
 
 
-def box(value: float = 0.0) -> CheckpointTrainState:
-    return CheckpointTrainState(
-        [Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value)
-    )
+def box(value: float = 0.0) -> CheckpointContents:
+    return CheckpointContents([Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value))
 
 
-def value_of(loaded: Callable[[CheckpointTrainState], state.CheckpointLoadResult]) -> float:
+def value_of(loaded: Callable[[CheckpointContents], state.CheckpointLoadResult]) -> float:
     """The number in a checkpoint; all parts must agree about it."""
     parts = box(-1)
     step = loaded(parts).step
@@ -507,5 +505,5 @@ def test_a_part_failing_to_give_its_state_leaves_nothing(
         raise KeyError("moment")
 
     with pytest.raises(CheckpointError, match=r"(?s)could not save the checkpoint .*KeyError: 'moment'"):
-        state.save(CheckpointTrainState(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
+        state.save(CheckpointContents(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
     assert os.listdir(tmp_path) == []

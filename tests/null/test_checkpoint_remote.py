@@ -19,11 +19,11 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accelerate import Accelerator
-from accelerate.checkpoint import checkpoint_paths, discovery, state
+from accelerate.checkpoint import checkpoint_location, discovery, state
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import CheckpointTrainState
+from accelerate.checkpoint.state import CheckpointContents
 from accelerate.checkpoint.storage_urls import parse_address, split_address
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from tests.null.test_checkpoint_commit import Box, box, value_of
@@ -215,7 +215,7 @@ def test_a_save_that_stops_at_any_change_leaves_the_old_or_the_new_checkpoint(
 def test_a_folder_of_files_that_a_manifest_names_is_never_removed(remote: Remote) -> None:
     """Also by a save that was told that its last request had failed."""
     url = state.save(box(1), f"{remote.url}/a")
-    store, name = checkpoint_paths.locate(url)
+    store, name = checkpoint_location.locate(url)
     with pytest.raises(CheckpointError, match="it is a committed checkpoint"):
         store.remove(remote.files_folder("a"))
     assert value_of(lambda parts: state.load(parts, url)) == 1
@@ -375,7 +375,7 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
     assert set(seen) == fetched
     assert os.listdir(tmp_path) == []
     objects.log.clear()
-    weights = CheckpointTrainState([Box()], custom=[Box()])
+    weights = CheckpointContents([Box()], custom=[Box()])
     state.load(weights, url)
     assert weights.models[0].value == 1
     assert not any("optimizer.bin" in line for line in objects.log)
@@ -533,7 +533,7 @@ def test_damage_to_what_is_replaced_is_no_hindrance(remote: Remote, caplog: pyte
 def test_candidates_of_a_remote_folder_are_listed(remote: Remote) -> None:
     for step in (2, 10):
         state.save(box(step), f"{remote.url}/run/step_{step}", ranks=RankGroup())
-    store, name = checkpoint_paths.locate(f"{remote.url}/run")
+    store, name = checkpoint_location.locate(f"{remote.url}/run")
     checkpoints = discovery.candidates(store, name)
     assert [(c.path, c.manifest and c.manifest.step) for c in checkpoints] == [
         (f"{remote.url}/run/step_{step}", step) for step in (2, 10)

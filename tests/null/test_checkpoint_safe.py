@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.checkpoint import accelerator_state, pickles, state, weight_files
-from accelerate.checkpoint.state import CheckpointTrainState
+from accelerate.checkpoint import accelerator_state, pickles, state, weight_file_io
+from accelerate.checkpoint.state import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
 SPRUNG = "ACCELERATE_TESTS_TRAP"
@@ -102,9 +102,9 @@ PLAIN = [
 def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """D8: what people keep in the state of their objects needs no trust."""
     path = tmp_path / "c"
-    state.save(CheckpointTrainState(custom=[Holder(value)]), path)
+    state.save(CheckpointContents(custom=[Holder(value)]), path)
     fresh = Holder()
-    state.load(CheckpointTrainState(custom=[fresh]), path)
+    state.load(CheckpointContents(custom=[fresh]), path)
     assert type(fresh.value) is type(value)
     assert fresh.value == value
     assert "refuses" not in caplog.text
@@ -113,8 +113,8 @@ def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_limited_deque_and_a_default_keep_what_they_are(tmp_path: Path) -> None:
-    weight_files.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
-    loaded = weight_files.load(tmp_path / "x.bin")
+    weight_file_io.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
+    loaded = weight_file_io.load(tmp_path / "x.bin")
     assert loaded["d"].maxlen == 4
     assert loaded["f"]["new"] == []
 
@@ -125,13 +125,13 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
     """D8: nobody finds out at the resume; and it is said once, not at every save."""
     path = tmp_path / "c"
     for _ in range(2):
-        state.save(CheckpointTrainState(custom=[Holder(), Holder(Colour.RED)]), path)
+        state.save(CheckpointContents(custom=[Holder(), Holder(Colour.RED)]), path)
     told = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
     assert len(told) == 1
     assert "custom_checkpoint_1.pkl (Holder) saves" in told[0]
     assert f"{__name__}.Colour" in told[0]
     assert "load_kwargs={'weights_only': False}" in told[0]
-    fresh = CheckpointTrainState(custom=[Holder("as it was"), Holder("as it was")])
+    fresh = CheckpointContents(custom=[Holder("as it was"), Holder("as it was")])
     with pytest.raises(CheckpointError) as caught:
         state.load(fresh, path)
     assert "custom_checkpoint_1.pkl" in caught.value.what
@@ -179,10 +179,10 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
 ) -> None:
     from accelerate.world import rng
 
-    def parts() -> CheckpointTrainState:
+    def parts() -> CheckpointContents:
         model = nn.Linear(1, 1)
         scaler = torch.amp.GradScaler("cpu")
-        return CheckpointTrainState(
+        return CheckpointContents(
             [model], [torch.optim.SGD(model.parameters())], [], scaler, [Holder(1)], rng=rng
         )
 
@@ -198,7 +198,7 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
 @pytest.mark.parametrize("poison", [poison_torch, poison_legacy, poison_pickle])
 def test_files_of_weights_are_refused_too(tmp_path: Path, poison: Any) -> None:
     poison(tmp_path / "w.bin")
-    for read in (weight_files.load_state_dict, weight_files.load):
+    for read in (weight_file_io.load_state_dict, weight_file_io.load):
         with pytest.raises(CheckpointError, match=r"(?s)could run code.*load\(.*weights_only=False\)"):
             read(tmp_path / "w.bin")
     assert_not_sprung()
@@ -208,7 +208,7 @@ def test_metadata_of_a_safetensors_file_is_text(tmp_path: Path) -> None:
     """A pickle in it stays text; an alias that names nothing in the file is no alias."""
     text = pickle.dumps(Trap(), 0).decode("latin1")
     save_file({"weight": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"a": text, "../x": "../y"})
-    assert list(weight_files.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
+    assert list(weight_file_io.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
     assert_not_sprung()
 
 

@@ -22,7 +22,7 @@ from accelerate.checkpoint import pickles, state
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.state import CheckpointTrainState, StatefulAdapter
+from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
 from accelerate.core.errors import CheckpointError
 from accelerate.world import rng
 
@@ -62,21 +62,21 @@ class TiedEmbedding(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def training(seed: int = 0, steps: int = 0) -> CheckpointTrainState:
+def training(seed: int = 0, steps: int = 0) -> CheckpointContents:
     """Everything a training has, after some steps from a seed."""
     rng.set_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3], gamma=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
-    parts = CheckpointTrainState(
+    parts = CheckpointContents(
         [model], [optimizer], [scheduler], scaler, [Counter(seed)], [Loader(seed)], rng=rng
     )
     train(parts, steps)
     return parts
 
 
-def train(parts: CheckpointTrainState, steps: int) -> list[float]:
+def train(parts: CheckpointContents, steps: int) -> list[float]:
     """Steps whose losses depend on every part: data from three generators, dropout, scaler, schedule."""
     model, optimizer, scheduler = parts.models[0], parts.optimizers[0], parts.schedulers[0]
     losses = []
@@ -95,7 +95,7 @@ def train(parts: CheckpointTrainState, steps: int) -> list[float]:
     return losses
 
 
-def all_states(parts: CheckpointTrainState) -> dict[str, Any]:
+def all_states(parts: CheckpointContents) -> dict[str, Any]:
     """The state of all parts, to compare."""
     return {
         "model": parts.models[0].state_dict(),
@@ -185,15 +185,15 @@ def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
     parts = training(steps=2)
     path = state.save(parts, tmp_path / "c")
     fresh = training(seed=1)
-    model_only = CheckpointTrainState(models=fresh.models, custom=[Counter()])
+    model_only = CheckpointContents(models=fresh.models, custom=[Counter()])
     state.load(model_only, path)
     assert_same(fresh.models[0].state_dict(), parts.models[0].state_dict())
     assert fresh.optimizers[0].state_dict()["state"] == {}
 
 
 def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) -> None:
-    path = state.save(CheckpointTrainState(metadata={"epoch": 1}), tmp_path / "c")
-    assert state.load(CheckpointTrainState(), path).metadata == {"epoch": 1}
+    path = state.save(CheckpointContents(metadata={"epoch": 1}), tmp_path / "c")
+    assert state.load(CheckpointContents(), path).metadata == {"epoch": 1}
 
 
 # ---------------------------------------------------------------- tied and wrapped models
@@ -203,7 +203,7 @@ def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) ->
 def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
     """D6: one tensor in the file, an alias in the manifest, one parameter after loading."""
     model = TiedEmbedding()
-    path = state.save(CheckpointTrainState([model]), tmp_path / "c", safe_serialization=safe)
+    path = state.save(CheckpointContents([model]), tmp_path / "c", safe_serialization=safe)
     if safe:
         assert sorted(load_file(path / "model.safetensors")) == ["body.bias", "body.weight", "embed.weight"]
         with safe_open(path / "model.safetensors", framework="pt") as file:
@@ -211,7 +211,7 @@ def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
         assert manifest["parts"]["models"][0]["aliases"] == {"head.weight": "embed.weight"}
     fresh = TiedEmbedding()
-    loaded = state.load(CheckpointTrainState([fresh]), path)
+    loaded = state.load(CheckpointContents([fresh]), path)
     assert loaded.notes == ()
     assert fresh.head.weight is fresh.embed.weight
     assert_same(fresh.state_dict(), model.state_dict())
@@ -222,9 +222,9 @@ def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
 ) -> None:
     """D6."""
     model = TiedEmbedding()
-    path = state.save(CheckpointTrainState([model]), tmp_path / "c")
+    path = state.save(CheckpointContents([model]), tmp_path / "c")
     apart = TiedEmbedding(tie=False)
-    loaded = state.load(CheckpointTrainState([apart]), path)
+    loaded = state.load(CheckpointContents([apart]), path)
     assert_same(apart.head.weight, model.embed.weight)
     assert "head.weight tied to embed.weight" in loaded.notes[0]
     assert "head.weight tied to embed.weight" in caplog.text
@@ -233,13 +233,13 @@ def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
 def test_tied_weights_without_an_alias_table_follow_the_model(tmp_path: Path) -> None:
     """D6: a file of the public package drops the tied name and says nothing."""
     model, fresh = TiedEmbedding(), TiedEmbedding()
-    path = state.save(CheckpointTrainState([model]), tmp_path / "c")
+    path = state.save(CheckpointContents([model]), tmp_path / "c")
     (path / "manifest.json").unlink()
     from safetensors.torch import save_file
 
     weights = {n: t for n, t in model.state_dict().items() if n != "embed.weight"}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    state.load(CheckpointTrainState([fresh]), path)
+    state.load(CheckpointContents([fresh]), path)
     assert fresh.head.weight is fresh.embed.weight
     assert_same(fresh.state_dict(), model.state_dict())
 
@@ -249,9 +249,9 @@ def test_views_that_overlap_are_saved_each(tmp_path: Path) -> None:
     views = {"all": big, "row": big[1], "column": big[:, 2], "again": big, "turned": big.t()}
     saved: dict[str, torch.Tensor] = {}
     part = StatefulAdapter("views", lambda: views, saved.update)
-    path = state.save(CheckpointTrainState([part]), tmp_path / "c")
+    path = state.save(CheckpointContents([part]), tmp_path / "c")
     assert sorted(load_file(path / "model.safetensors")) == ["all", "column", "row", "turned"]
-    state.load(CheckpointTrainState([part]), path)
+    state.load(CheckpointContents([part]), path)
     assert_same({k: v.clone() for k, v in saved.items()}, {k: v.clone() for k, v in views.items()})
 
 
@@ -263,10 +263,10 @@ def test_a_compiled_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
     regional.load_state_dict({n.replace("0.", "0._orig_mod.", 1): t for n, t in model.state_dict().items()})
     whole = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
     assert all("_orig_mod" in n for n in whole.state_dict())
-    path = state.save(CheckpointTrainState([regional]), tmp_path / "c")
+    path = state.save(CheckpointContents([regional]), tmp_path / "c")
     assert set(load_file(path / "model.safetensors")) == names
     for target in (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), whole):
-        state.load(CheckpointTrainState([target]), path)
+        state.load(CheckpointContents([target]), path)
         assert_same(list(target.parameters()), list(model.parameters()))
 
 
@@ -274,22 +274,20 @@ def test_names_under_a_wrapper_fit_the_bare_model_and_back(tmp_path: Path) -> No
     model, bare = nn.Linear(2, 2), nn.Linear(2, 2)
     wrapped = nn.Module()
     wrapped.add_module("module", model)
-    state.load(
-        CheckpointTrainState([bare]), state.save(CheckpointTrainState([wrapped]), tmp_path / "wrapped")
-    )
+    state.load(CheckpointContents([bare]), state.save(CheckpointContents([wrapped]), tmp_path / "wrapped"))
     assert_same(bare.state_dict(), model.state_dict())
     other = nn.Module()
     other.add_module("module", nn.Linear(2, 2))
-    state.load(CheckpointTrainState([other]), state.save(CheckpointTrainState([bare]), tmp_path / "bare"))
+    state.load(CheckpointContents([other]), state.save(CheckpointContents([bare]), tmp_path / "bare"))
     assert_same(other.get_submodule("module").state_dict(), model.state_dict())
 
 
 def test_a_model_with_a_part_called_module_keeps_its_names(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
     fresh = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
-    path = state.save(CheckpointTrainState([model]), tmp_path / "c")
+    path = state.save(CheckpointContents([model]), tmp_path / "c")
     assert "module.weight" in load_file(path / "model.safetensors")
-    state.load(CheckpointTrainState([fresh]), path)
+    state.load(CheckpointContents([fresh]), path)
     assert_same(fresh.state_dict(), model.state_dict())
 
 
@@ -304,7 +302,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) ->
     }
     back: dict[str, torch.Tensor] = {}
     part = StatefulAdapter("x", lambda: saved, back.update)
-    state.load(CheckpointTrainState([part]), state.save(CheckpointTrainState([part]), tmp_path / "c"))
+    state.load(CheckpointContents([part]), state.save(CheckpointContents([part]), tmp_path / "c"))
     assert {n: (t.dtype, t.shape) for n, t in back.items()} == {
         n: (t.dtype, t.shape) for n, t in saved.items()
     }
@@ -323,13 +321,13 @@ def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
         assert len(weights) == 2
         weights.pop(0)
 
-    path = state.save(CheckpointTrainState([first, second]), tmp_path / "c", before=hook)
+    path = state.save(CheckpointContents([first, second]), tmp_path / "c", before=hook)
     assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors", "unet"]
     assert load_file(path / "model.safetensors")["weight"].shape == (2, 2)
     manifest = json.loads((path / "manifest.json").read_text())
     assert "unet/config.json" in manifest["files"]
 
-    parts = CheckpointTrainState([nn.Linear(1, 1), nn.Linear(2, 2)])
+    parts = CheckpointContents([nn.Linear(1, 1), nn.Linear(2, 2)])
     seen: list[Path] = []
 
     def load_hook(folder: Path) -> None:
@@ -342,7 +340,7 @@ def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
 
     (path / "unet" / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"unet/config.json is damaged"):
-        state.load(CheckpointTrainState([second]), path)
+        state.load(CheckpointContents([second]), path)
 
 
 class Engine:
@@ -363,13 +361,13 @@ class Engine:
 
 
 def test_a_part_may_write_files_of_its_own(tmp_path: Path) -> None:
-    path = state.save(CheckpointTrainState(own_files=[Engine("weights")]), tmp_path / "c")
+    path = state.save(CheckpointContents(own_files=[Engine("weights")]), tmp_path / "c")
     fresh = Engine()
-    state.load(CheckpointTrainState(own_files=[fresh]), path)
+    state.load(CheckpointContents(own_files=[fresh]), path)
     assert fresh.value == "weights"
     (path / "pytorch_model" / "deep" / "rank0.pt").write_text("Weights")
     with pytest.raises(CheckpointError, match=r"rank0.pt is damaged"):
-        state.load(CheckpointTrainState(own_files=[fresh]), path)
+        state.load(CheckpointContents(own_files=[fresh]), path)
 
 
 def test_saving_over_a_checkpoint_replaces_it_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
@@ -484,7 +482,7 @@ def test_sizes_are_compared_even_without_digests(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_manifest_is_guarded(tmp_path: Path) -> None:
-    path = state.save(CheckpointTrainState(metadata={"epoch": 3}), tmp_path / "c")
+    path = state.save(CheckpointContents(metadata={"epoch": 3}), tmp_path / "c")
     file = path / "manifest.json"
     whole = file.read_bytes()
     for place in range(0, len(whole), 7):
@@ -492,7 +490,7 @@ def test_every_byte_of_the_manifest_is_guarded(tmp_path: Path) -> None:
         if json_or_none(file) == json.loads(whole):
             continue  # white space
         with pytest.raises(CheckpointError, match=r"manifest.json"):
-            state.load(CheckpointTrainState(), path)
+            state.load(CheckpointContents(), path)
 
 
 def json_or_none(file: Path) -> Any:
@@ -536,24 +534,24 @@ def test_the_number_of_registered_objects_must_match(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    path = state.save(CheckpointTrainState([nn.Linear(2, 2)]), tmp_path / "c")
+    path = state.save(CheckpointContents([nn.Linear(2, 2)]), tmp_path / "c")
     with pytest.raises(
         CheckpointError, match=r"(?s)could not load model 0 \(Linear\).*size mismatch for weight"
     ):
-        state.load(CheckpointTrainState([nn.Linear(3, 2)]), path)
+        state.load(CheckpointContents([nn.Linear(3, 2)]), path)
     with pytest.raises(CheckpointError, match=r"(?s)model 0 \(Sequential\).*Missing key"):
-        state.load(CheckpointTrainState([nn.Sequential(nn.Linear(2, 2))]), path)
+        state.load(CheckpointContents([nn.Sequential(nn.Linear(2, 2))]), path)
     wider = nn.Linear(2, 2)
     wider.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(CheckpointError, match="extra"):
-        state.load(CheckpointTrainState([wider]), path)
-    state.load(CheckpointTrainState([wider]), path, model_kwargs={"strict": False})
+        state.load(CheckpointContents([wider]), path)
+    state.load(CheckpointContents([wider]), path, model_kwargs={"strict": False})
 
 
 def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """D8."""
     with pytest.raises(CheckpointError, match=r"registered object 1 cannot be saved: it is a object"):
-        state.save(CheckpointTrainState(custom=[Counter(), object()]), tmp_path / "c")
+        state.save(CheckpointContents(custom=[Counter(), object()]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -567,7 +565,7 @@ def test_metadata_that_would_change_on_the_way_is_refused(
     tmp_path: Path, metadata: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
-        state.save(CheckpointTrainState(metadata=metadata), tmp_path / "c")
+        state.save(CheckpointContents(metadata=metadata), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -576,9 +574,9 @@ def test_a_state_that_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"(?s)extra in a model's state is a list.*safe_serialization=False"
     ):
-        state.save(CheckpointTrainState([odd]), tmp_path / "c")
+        state.save(CheckpointContents([odd]), tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"weight has no data to save"):
-        state.save(CheckpointTrainState([nn.Linear(1, 1, device="meta")]), tmp_path / "c")
+        state.save(CheckpointContents([nn.Linear(1, 1, device="meta")]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -614,38 +612,38 @@ def test_load_kwargs_override(tmp_path: Path) -> None:
             self.got = value
 
     plain = Plain()
-    path = state.save(CheckpointTrainState(schedulers=[plain]), tmp_path / "c")
+    path = state.save(CheckpointContents(schedulers=[plain]), tmp_path / "c")
     with pytest.raises(CheckpointError, match="UnknownClass"):
-        state.load(CheckpointTrainState(schedulers=[plain]), path)
-    state.load(CheckpointTrainState(schedulers=[plain]), path, load_kwargs={"weights_only": False})
+        state.load(CheckpointContents(schedulers=[plain]), path)
+    state.load(CheckpointContents(schedulers=[plain]), path, load_kwargs={"weights_only": False})
     assert plain.got == {"set": UnknownClass(a=1)}
 
 
 def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
     holder: dict[str, torch.Tensor] = {}
     part = StatefulAdapter("x", lambda: {"t": torch.ones(2)}, holder.update)
-    path = state.save(CheckpointTrainState(optimizers=[part]), tmp_path / "c")
-    state.load(CheckpointTrainState(optimizers=[part]), path, map_location="meta")
+    path = state.save(CheckpointContents(optimizers=[part]), tmp_path / "c")
+    state.load(CheckpointContents(optimizers=[part]), path, map_location="meta")
     assert holder["t"].device.type == "meta"
     state.load(
-        CheckpointTrainState(optimizers=[part]),
+        CheckpointContents(optimizers=[part]),
         path,
         load_kwargs={"map_location": "cpu"},
         map_location="meta",
     )
     assert holder["t"].device.type == "cpu"
     model = nn.Linear(2, 2)
-    state.save(CheckpointTrainState([model]), path, safe_serialization=False)
-    state.load(CheckpointTrainState([model]), path, load_kwargs={"map_location": "cpu", "mmap": False})
-    state.save(CheckpointTrainState(optimizers=[part]), path)
-    state.load(CheckpointTrainState(optimizers=[part]), path, map_location="on_device")
+    state.save(CheckpointContents([model]), path, safe_serialization=False)
+    state.load(CheckpointContents([model]), path, load_kwargs={"map_location": "cpu", "mmap": False})
+    state.save(CheckpointContents(optimizers=[part]), path)
+    state.load(CheckpointContents(optimizers=[part]), path, map_location="on_device")
     assert holder["t"].device.type == "cpu"
 
 
 # ---------------------------------------------------------------- other writers, other worlds
 
 
-def public_checkpoint(folder: Path, parts: CheckpointTrainState, ranks: int = 1) -> Path:
+def public_checkpoint(folder: Path, parts: CheckpointContents, ranks: int = 1) -> Path:
     """A folder as the public package writes it: the same files, no manifest."""
     path = state.save(parts, folder)
     (path / "manifest.json").unlink()
@@ -684,7 +682,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
         from accelerate.checkpoint import manifest as manifests
         from accelerate.checkpoint.state_reader import TrainingStateReader
 
-        parts = CheckpointTrainState(rng=rng)
+        parts = CheckpointContents(rng=rng)
         reader = TrainingStateReader(path, manifests.read(path), reader_ranks)
         reader.read(parts)
         reader.finish(parts)
@@ -704,7 +702,7 @@ def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
     path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)
     (path / "random_states_1.pkl").unlink()
     with pytest.raises(CheckpointError, match=r"random_states_1.pkl is missing"):
-        TrainingStateReader(path, None, RankGroup(1, 3)).read(CheckpointTrainState(rng=rng))
+        TrainingStateReader(path, None, RankGroup(1, 3)).read(CheckpointContents(rng=rng))
 
 
 def test_no_hook_is_left_in_the_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate import Accelerator
 from accelerate.checkpoint import merge, save_plan
-from accelerate.checkpoint.shard_reader import ShardFolderReader, lazy_tensors
+from accelerate.checkpoint.dcp_shard_reader import ShardFolderReader, lazy_tensors
 from accelerate.checkpoint.sharded_state import (
     ShardedModelState,
     ShardedOptimizerState,

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from accelerate.checkpoint import async_save, snapshot, state
 from accelerate.checkpoint.rank_file_contents import CollectedStates
-from accelerate.checkpoint.train_state import CheckpointTrainState
+from accelerate.checkpoint.train_state import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
 
@@ -144,7 +144,7 @@ def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.SnapshotHost
     assert before.sum() == 1_000_000
 
 
-def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, CheckpointTrainState]:
+def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, CheckpointContents]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     model[2].weight = model[0].weight
@@ -153,7 +153,7 @@ def training(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Checkpo
     return (
         model,
         optimizer,
-        CheckpointTrainState([model], [optimizer], [scheduler], step=3, metadata={"epoch": 1}),
+        CheckpointContents([model], [optimizer], [scheduler], step=3, metadata={"epoch": 1}),
     )
 
 
@@ -200,6 +200,6 @@ class Uncopyable:
 
 def test_a_state_that_cannot_be_copied_is_an_error_at_the_call(tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, TypeError), match="TextIOWrapper"):
-        state.save(CheckpointTrainState(custom=[Uncopyable()]), tmp_path / "c", in_background=True)
+        state.save(CheckpointContents(custom=[Uncopyable()]), tmp_path / "c", in_background=True)
     assert os.listdir(tmp_path) == []
     assert async_save.wait() is None

@@ -19,7 +19,7 @@ from accelerate import device as devices
 from accelerate.cli.config_classes import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.cli.main import run
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard import config_parsers, questions, terminal
+from accelerate.cli.wizard import config_commands, questions, terminal
 from accelerate.cli.wizard.questions import WizardAnswers, WizardQuestion
 from accelerate.core.setting import Setting, declared_settings
 from accelerate.device import Device
@@ -369,5 +369,5 @@ def test_the_parser_of_1_x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     args = parser.parse_args(["update", "--config_file", str(path)])
     args.func(args)
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "fp16"
-    assert config_parsers.update_config(args) == str(path)
+    assert config_commands.update_config(args) == str(path)
     assert parser.parse_args([]).subcommand is None

@@ -15,8 +15,8 @@ from accelerate.checkpoint import names, pickles, rank_file_contents
 from accelerate.checkpoint.load_state import resolve_map_location
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
-from accelerate.checkpoint.train_state import CheckpointTrainState
-from accelerate.checkpoint.weight_files import replace_file
+from accelerate.checkpoint.train_state import CheckpointContents
+from accelerate.checkpoint.weight_file_io import replace_file
 from accelerate.world import rng
 
 
@@ -40,7 +40,7 @@ def save_accelerator_state(
         CheckpointError: a file cannot be written.
     """
     folder = Path(output_dir)
-    train_state = CheckpointTrainState([], optimizers, schedulers, scaler, rng=rng, step=step)
+    train_state = CheckpointContents([], optimizers, schedulers, scaler, rng=rng, step=step)
     train_state.stateful_loaders = _stateful(dataloaders)
     ranks = RankGroup.current()
     states = rank_file_contents.collect_states(train_state, replace(ranks, rank=process_index))
@@ -75,7 +75,7 @@ def load_accelerator_state(
     ranks = RankGroup(
         process_index, max(current.size, process_index + 1), current.local_rank, current.local_size
     )
-    train_state = CheckpointTrainState(models, optimizers, schedulers, scaler, rng=rng)
+    train_state = CheckpointContents(models, optimizers, schedulers, scaler, rng=rng)
     train_state.stateful_loaders = _stateful(dataloaders)
     location = resolve_map_location(map_location, "cpu")
     reader = TrainingStateReader(

@@ -18,7 +18,7 @@ from accelerate.checkpoint.lazy_weights import (
     open_weights,
 )
 from accelerate.checkpoint.state_dict_files import as_dtype
-from accelerate.checkpoint.weight_files import write_weights
+from accelerate.checkpoint.weight_file_io import write_weights
 from accelerate.core.errors import CheckpointError
 
 

@@ -164,7 +164,7 @@ def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
 
 
 def _open_sharded(folder: Path) -> LazyWeights:
-    from accelerate.checkpoint.shard_reader import lazy_tensors
+    from accelerate.checkpoint.dcp_shard_reader import lazy_tensors
 
     return group_ties(lazy_tensors(folder))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import checkpoint_paths, discovery
+from accelerate.checkpoint import checkpoint_location, discovery
 from accelerate.checkpoint.local_checkpoint_copy import local_checkpoint
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.project import ProjectConfiguration
@@ -18,7 +18,7 @@ from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader, verify_files
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.checkpoint.storage_urls import Address
-from accelerate.checkpoint.train_state import CheckpointTrainState
+from accelerate.checkpoint.train_state import CheckpointContents
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds
 
@@ -53,7 +53,7 @@ class CheckpointLoadResult:
 
 
 def load(
-    train_state: CheckpointTrainState,
+    train_state: CheckpointContents,
     directory: str | Path | None = None,
     *,
     project: ProjectConfiguration | None = None,
@@ -92,8 +92,8 @@ def load(
     common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
     rank0_address, id_, ignored = ranks.run_on_rank0(action, lambda: _choose(directory, project, common_ids))
     with ranks.collective_section(action):
-        store, name = checkpoint_paths.locate(
-            checkpoint_paths.local_address(rank0_address, directory, project)
+        store, name = checkpoint_location.locate(
+            checkpoint_location.local_address(rank0_address, directory, project)
         )
         manifest = _same_manifest(store, name, id_)
     location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
@@ -118,7 +118,7 @@ def load(
         with ranks.collective_section(action) as section:
             section.value = 0
             if ranks.is_writer(project.save_on_each_node):
-                section.value = checkpoint_paths.next_iteration(name, manifest, project)
+                section.value = checkpoint_location.next_iteration(name, manifest, project)
         project.iteration = max(section.values)
     address = store.local_path(name) or store.label(name)
     _log_notes(reader, address)
@@ -135,7 +135,9 @@ def _ids_on_all_machines(
     if project is None or not (project.save_on_each_node and project.automatic_checkpoint_naming):
         return None
     with ranks.collective_section(action) as section:
-        section.value = checkpoint_paths.committed_ids(project) if ranks.is_writer(each_node=True) else None
+        section.value = (
+            checkpoint_location.committed_ids(project) if ranks.is_writer(each_node=True) else None
+        )
     return set.intersection(*(ids for ids in section.values if ids is not None))
 
 
@@ -143,7 +145,7 @@ def _choose(
     directory: str | Path | None, project: ProjectConfiguration | None, common_ids: set[str] | None
 ) -> tuple[Address, str, tuple[str, ...]]:
     """Return (checkpoint, id of its save, folders passed over)."""
-    candidate, ignored = checkpoint_paths.choose_checkpoint(directory, project, common_ids)
+    candidate, ignored = checkpoint_location.choose_checkpoint(directory, project, common_ids)
     return candidate.path, candidate.manifest.id if candidate.manifest else "", ignored
 
 

@@ -17,7 +17,7 @@ from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.storage import CheckpointStorage
-from accelerate.checkpoint.train_state import CheckpointTrainState
+from accelerate.checkpoint.train_state import CheckpointContents
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.core.units import show_bytes
 
@@ -30,7 +30,7 @@ def local_checkpoint(
     store: CheckpointStorage,
     name: str,
     manifest: Manifest | None,
-    train_state: CheckpointTrainState,
+    train_state: CheckpointContents,
     ranks: RankGroup,
     action: str,
 ) -> Generator[tuple[Path, Manifest | None]]:
@@ -82,7 +82,7 @@ def _sizes(store: CheckpointStorage, folder: str, manifest: Manifest | None) -> 
 def _needed_files(
     sizes: dict[str, int],
     manifest: Manifest | None,
-    train_state: CheckpointTrainState,
+    train_state: CheckpointContents,
     ranks_here: Iterable[int],
 ) -> dict[str, int]:
     """Return name and size of the files that a load by the ranks ``ranks_here`` may read."""
@@ -96,7 +96,7 @@ def _needed_files(
     return file_sizes
 
 
-def _unrequested_files(manifest: Manifest, train_state: CheckpointTrainState) -> set[str]:
+def _unrequested_files(manifest: Manifest, train_state: CheckpointContents) -> set[str]:
     """Return files of models and optimizers that the load does not ask for."""
     if train_state.own_files:
         return set()  # these may read any file

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 
 from accelerate.checkpoint import names, pickles, state_dict_files
+from accelerate.checkpoint.dcp_shard_reader import lazy_tensors
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.rank_group import RankGroup
-from accelerate.checkpoint.shard_reader import lazy_tensors
-from accelerate.checkpoint.weight_files import replace_file
+from accelerate.checkpoint.weight_file_io import replace_file
 from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes
 

@@ -68,7 +68,7 @@ def _encode() -> Any:
     return encode  # numpy pickles bytes through it
 
 
-class _WeightsOnlyPickler(pickle.Pickler):
+class _WeightsOnlyCompatiblePickler(pickle.Pickler):
     """A pickler that writes containers so that a ``weights_only`` load accepts them.
 
     Attributes:
@@ -98,9 +98,9 @@ def write(value: Any, file: BinaryIO, what: str = "") -> None:
         file: open for writing.
         what: how a log line calls the object if ``read`` will refuse it; empty to not look.
     """
-    written: list[tuple[_WeightsOnlyPickler, IO[bytes]]] = []
+    written: list[tuple[_WeightsOnlyCompatiblePickler, IO[bytes]]] = []
 
-    class RecordingPickler(_WeightsOnlyPickler):
+    class RecordingPickler(_WeightsOnlyCompatiblePickler):
         def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
             super().__init__(file, *args, **kwargs)
             written.append((self, file))

@@ -13,14 +13,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from accelerate.checkpoint import async_save, checkpoint_paths, commit, rank_file_contents, snapshot
+from accelerate.checkpoint import async_save, checkpoint_location, commit, rank_file_contents, snapshot
 from accelerate.checkpoint.manifest import Manifest, ManifestEntry
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.checkpoint.storage_urls import Address, open_store, split_address
 from accelerate.checkpoint.store_channel import CheckpointStoreChannel, open_channel
-from accelerate.checkpoint.train_state import CheckpointTrainState, StatefulAdapter
+from accelerate.checkpoint.train_state import CheckpointContents, StatefulAdapter
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ PartTable = dict[str, list[ManifestEntry]]
 
 
 def save(
-    train_state: CheckpointTrainState,
+    train_state: CheckpointContents,
     directory: str | Path | None = None,
     *,
     project: ProjectConfiguration | None = None,
@@ -92,10 +92,10 @@ def _open_transaction(
     with ranks.collective_section(action) as section:
         async_save.wait()
         if each_node or ranks.rank == 0:
-            address = checkpoint_paths.save_address(directory, project)
+            address = checkpoint_location.save_address(directory, project)
             root, name = split_address(address)
             if ranks.is_writer(each_node) and project.automatic_checkpoint_naming:
-                checkpoint_paths.refuse_existing_number(store(root), name)
+                checkpoint_location.refuse_existing_number(store(root), name)
             section.value = address, root, name, commit.new_id()
     address, root, name, _ = section.values[ranks.rank if each_node else 0]
     return address, commit.CommitTransaction(store(root), name, section.values[0][3], ranks, each_node)
@@ -128,7 +128,7 @@ class _SaveRun:
     """
 
     transaction: commit.CommitTransaction
-    train_state: CheckpointTrainState
+    train_state: CheckpointContents
     action: str
     safe: bool
     iteration: int | None
@@ -244,7 +244,7 @@ def content_writer(content: bytes) -> Callable[[BinaryIO], None]:
 
 
 def _manifest_table(
-    train_state: CheckpointTrainState,
+    train_state: CheckpointContents,
     states: rank_file_contents.CollectedStates,
     files: list[rank_file_contents.CheckpointFileWrite],
 ) -> PartTable:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.checkpoint import names, state_dict_files
+from accelerate.checkpoint.dcp_shard_reader import ShardFolderReader
 from accelerate.checkpoint.manifest import ManifestEntry
 from accelerate.checkpoint.save_plan import LocalSavePlan, RankShardFile, only_distributed
-from accelerate.checkpoint.shard_reader import ShardFolderReader
 from accelerate.checkpoint.tensor_read_plan import ReadPlan
 from accelerate.checkpoint.train_state import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
@@ -113,9 +113,8 @@ class ShardedModelState:
         ties = _find_ties(self.module)
         groups = {_clean_name(name): ties.get(_clean_name(name), _clean_name(name)) for name in state}
         saved_groups = {groups[_clean_name(name)] for name in entries if name in state}
-        missing = [
-            name for name in state if name not in entries and groups[_clean_name(name)] not in saved_groups
-        ]
+        unsaved = (name for name in state if name not in entries)
+        missing = [name for name in unsaved if groups[_clean_name(name)] not in saved_groups]
         surplus = [name for name in entries if name not in state and name not in self.remote_names]
         if (missing or surplus) and context.strict:
             raise CheckpointError(
@@ -197,7 +196,7 @@ class ShardedOptimizerState:
         whole = optimizer_state_by_name(self.optimizer, self.models, self.optimizer.state_dict())
         if self.group_names is not None:
             pairs = zip(whole["param_groups"], self.group_names, strict=True)
-            whole["param_groups"] = [{**group, "params": list(names_)} for group, names_ in pairs]
+            whole["param_groups"] = [{**group, "params": list(members)} for group, members in pairs]
         if rank > 0 and self.local_training:
             whole = only_distributed(whole) or {}
         elif rank > 0:
@@ -240,7 +239,7 @@ class ShardedOptimizerState:
         param_names = self._names()
         saved_names = {name for group in saved for name in group["params"]}
         others = {name for group in self.group_names or () for name in group} - {
-            n for names_ in param_names for n in names_
+            n for members in param_names for n in members
         }
         saved = [{**group, "params": [n for n in group["params"] if n not in others]} for group in saved]
         own_state = self.optimizer.state_dict()
@@ -485,11 +484,11 @@ def _match_groups(
     result: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
         group_names = [param_names[index] for index in group["params"]]
-        all_names = {name for names_ in group_names for name in names_}
+        all_names = {name for members in group_names for name in members}
         best, best_names = max(
             unmatched, key=lambda pair: len(pair[1] & all_names), default=(None, set[str]())
         )
-        missing = [names_[0] for names_ in group_names if not best_names.intersection(names_)]
+        missing = [members[0] for members in group_names if not best_names.intersection(members)]
         surplus = sorted(best_names - all_names)
         if context.strict and (best is None or missing or surplus):
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """Save and load a training state. Both are collective: every rank calls, and all succeed or all raise.
 
-    train_state = CheckpointTrainState(models=[model], optimizers=[optimizer], schedulers=[scheduler],
+    train_state = CheckpointContents(models=[model], optimizers=[optimizer], schedulers=[scheduler],
                                        rng=rng, loaders=[loader], step=12, metadata={"epoch": 3})
 
     path = state.save(train_state, "runs/a/last")     # replaces the folder in one step
@@ -23,7 +23,7 @@ from accelerate.checkpoint.discovery import latest_checkpoint
 from accelerate.checkpoint.load_state import CheckpointLoadResult, load
 from accelerate.checkpoint.save import save
 from accelerate.checkpoint.train_state import (
-    CheckpointTrainState,
+    CheckpointContents,
     FolderStateful,
     RNGStates,
     ShardedState,
@@ -33,8 +33,8 @@ from accelerate.checkpoint.train_state import (
 )
 
 __all__ = [
+    "CheckpointContents",
     "CheckpointLoadResult",
-    "CheckpointTrainState",
     "FolderStateful",
     "RNGStates",
     "ShardWriter",

@@ -23,8 +23,8 @@ from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.train_state import (
     OBJECT_FILES,
+    CheckpointContents,
     CheckpointLoadContext,
-    CheckpointTrainState,
     RNGStates,
     StatefulAdapter,
     class_name,
@@ -97,7 +97,7 @@ class TrainingStateReader:
     notes: list[str] = field(default_factory=list)
     step: int | None = None
 
-    def read(self, train_state: CheckpointTrainState) -> None:
+    def read(self, train_state: CheckpointContents) -> None:
         """Read everything that ``train_state`` asks for; change nothing yet.
 
         Raises:
@@ -126,7 +126,7 @@ class TrainingStateReader:
         for action, function in self.pending:
             _attempt(action, function)
 
-    def finish(self, train_state: CheckpointTrainState) -> None:
+    def finish(self, train_state: CheckpointContents) -> None:
         """Load folders of own files, then random states: nothing draws a number after."""
         for part in train_state.own_files:
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
@@ -209,7 +209,7 @@ class TrainingStateReader:
             load = partial(item.load_state_dict, pickles.read(path, **kwargs))
         self.pending.append((f"load {label} from {path}", load))
 
-    def check_custom_count(self, train_state: CheckpointTrainState) -> None:
+    def check_custom_count(self, train_state: CheckpointContents) -> None:
         """Refuse a number of registered objects that differs from the saved number.
 
         Raises:
@@ -227,7 +227,7 @@ class TrainingStateReader:
         file = names.loader_file(index, self.ranks.rank)
         return file if (self.folder / file).is_file() else names.loader_file(index)
 
-    def _read_positions(self, train_state: CheckpointTrainState) -> None:
+    def _read_positions(self, train_state: CheckpointContents) -> None:
         saved = self.manifest.loaders if self.manifest else []
         for index, loader in enumerate(train_state.loaders):
             if index < len(saved):
@@ -242,7 +242,7 @@ class TrainingStateReader:
                     names.MANIFEST_NAME, f"the position of {describe_object('loaders', index)}"
                 )
 
-    def _read_rng(self, train_state: CheckpointTrainState) -> None:
+    def _read_rng(self, train_state: CheckpointContents) -> None:
         rng, rank = train_state.rng, self.ranks.rank
         if rng is None:
             return

@@ -155,7 +155,7 @@ class RNGStates(Protocol):
 
 
 @dataclass
-class CheckpointTrainState:
+class CheckpointContents:
     """Everything that one save writes or one load restores.
 
     Attributes:

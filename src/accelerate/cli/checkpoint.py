@@ -272,7 +272,7 @@ def _export(folder: str, out: Path, max_shard_size: str, model: int, dtype: str 
     if candidate.problem:
         raise CheckpointError(f"{candidate.path} is not complete", why=candidate.problem)
     from accelerate.checkpoint.checkpoint_export import export_weights
-    from accelerate.facade.engine_checkpoint_loader import engine_weights
+    from accelerate.facade.engine_checkpoint_import import engine_weights
 
     more = {"on_progress": click.echo, "find_engine_weights": engine_weights}
     done = export_weights(candidate, out, model=model, max_shard_size=max_shard_size, dtype=dtype, **more)

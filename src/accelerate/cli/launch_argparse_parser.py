@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import click
 
-from accelerate.cli.arguments import CustomArgumentParser
-from accelerate.cli.options import SCRIPT_SETTINGS, SettingOption
+from accelerate.cli.argument_parser import CustomArgumentParser
+from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
 from accelerate.launch.base import launch
 from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import LaunchRequest, format_value, read_request
@@ -149,5 +149,5 @@ def _is_given(param: click.Option, dest: str, value: Any) -> bool:
     """Return whether a value, not known to be typed, differs from the default."""
     if value is None or value is False or value == "":
         return False
-    only = len(param.setting.choices) == 1 if isinstance(param, SettingOption) else False
+    only = len(param.setting.choices) == 1 if isinstance(param, SettingFlag) else False
     return not only and format_value(value).lower() != _DEFAULT_VALUES.get(dest, "").lower()

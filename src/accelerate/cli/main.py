@@ -18,11 +18,11 @@ COMMANDS: Registry[click.Command] = Registry(
     "accelerate.cli",
     "accelerate.commands",
     exclude=(
-        "arguments",
+        "argument_parser",
         "bar_charts",
         "config_classes",
         "error_output",
-        "legacy_launchers",
+        "v1_launcher_functions",
         "main",
         "options",
         "launch_argparse_parser",

@@ -25,9 +25,9 @@ _HELP = {
 def _merge(
     checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
+    from accelerate.checkpoint.dcp_shard_reader import lazy_tensors
     from accelerate.checkpoint.merge import merge
-    from accelerate.checkpoint.shard_reader import lazy_tensors
-    from accelerate.facade.engine_checkpoint_loader import engine_weights
+    from accelerate.facade.engine_checkpoint_import import engine_weights
 
     def find(folder: Path) -> Mapping[str, LazyTensor]:
         located_weights = engine_weights(folder)

@@ -35,7 +35,7 @@ _UNFOLDED_FLAGS = 4  # as many flags are shown without being asked for
 _METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
 
 
-class SettingOption(click.Option):
+class SettingFlag(click.Option):
     """The flag of one setting. Values stay text: the setting checks them, whatever source they come from."""
 
     def __init__(self, setting: Setting) -> None:
@@ -87,7 +87,7 @@ def launch_settings() -> tuple[Setting, ...]:
 
 def options() -> list[click.Parameter]:
     """The flags of a launch."""
-    return [SettingOption(row) for row in launch_settings() if row.flags]
+    return [SettingFlag(row) for row in launch_settings() if row.flags]
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -120,7 +120,7 @@ class GroupedOptionsCommand(click.Command):
         topics: dict[str, list[click.Option]] = {}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and not param.hidden:
-                topic = param.setting.topic if isinstance(param, SettingOption) else ""
+                topic = param.setting.topic if isinstance(param, SettingFlag) else ""
                 topics.setdefault(topic, []).append(param)
         other_params = topics.pop("", [])
         foldable = folded_topics()

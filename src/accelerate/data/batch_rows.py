@@ -8,7 +8,7 @@ import torch
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
-from accelerate.world.tensor_trees import ignorant_find_batch_size
+from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 
 _FIX = (
     "give prepare_data_loader a slice_fn_for_dispatch that knows this batch, or use split_batches=False, "

@@ -14,9 +14,9 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from accelerate.core.errors import PrepareError
+from accelerate.data.data_order_rng import find_generators
 from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
 from accelerate.data.iterable_dataset import IterableDatasetShard
-from accelerate.data.rng_states import find_generators
 from accelerate.data.sample_order import (
     RankBatchSlicer,
     SeedableRandomSampler,

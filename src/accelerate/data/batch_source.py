@@ -19,10 +19,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
+from accelerate.data.data_order_rng import (
+    RNGSnapshot,
+    capture_generators,
+    find_generators,
+    restore_generators,
+)
 from accelerate.data.epoch_order import Broadcast, OrderState, finish_at_end, open_order, open_walk
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.position import Epoch, FetchedBatch
-from accelerate.data.rng_states import RNGSnapshot, capture_generators, find_generators, restore_generators
 from accelerate.data.sample_order import (
     END,
     RankBatchSlicer,

@@ -33,7 +33,7 @@ from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
 from accelerate.world import collective
-from accelerate.world.tensor_trees import concatenate, ignorant_find_batch_size, slice_tensors
+from accelerate.world.local_tensor_trees import concatenate, ignorant_find_batch_size, slice_tensors
 
 Slice = Callable[..., Any]
 RankBatches = list[FetchedBatch | None]

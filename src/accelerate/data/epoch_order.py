@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accelerate.data import sample_order as orders
-from accelerate.data.rng_states import (
+from accelerate.data.data_order_rng import (
     RNGSnapshot,
     capture_generators,
     from_plain,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate.core.errors import PrepareError
 
 
-class PartialGlobalBatchSample(NamedTuple):
+class FillerMarkedSample(NamedTuple):
     """A sample of an incomplete step.
 
     Attributes:
@@ -56,11 +56,11 @@ class CountingCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Collate the samples; return a ``PartialGlobalBatch`` if they were marked."""
-        if type(samples) is PartialGlobalBatchSample:
+        if type(samples) is FillerMarkedSample:
             return PartialGlobalBatch(
                 self.collate(samples.sample), None if samples.real else 0, samples.total
             )
-        if not (type(samples) is list and samples and type(samples[0]) is PartialGlobalBatchSample):
+        if not (type(samples) is list and samples and type(samples[0]) is FillerMarkedSample):
             return self.collate(samples)
         real = sum(tail.real for tail in samples)
         return PartialGlobalBatch(self.collate([tail.sample for tail in samples]), real, samples[0].total)
@@ -179,7 +179,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         filled = islice(chain(group, cycle(first)), self.step_size)
         if not self.marks:
             return list(filled)
-        return [PartialGlobalBatchSample(sample, place < real, real) for place, sample in enumerate(filled)]
+        return [FillerMarkedSample(sample, place < real, real) for place, sample in enumerate(filled)]
 
 
 class GlobalBatchCollate:

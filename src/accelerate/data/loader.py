@@ -31,8 +31,8 @@ from accelerate.data.epoch_order import DataShard
 from accelerate.data.iterable_dataset import CountingCollate, GlobalBatchCollate, IterableDatasetShard, unmark
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, LoaderPosition
 from accelerate.data.sample_order import inner_sampler, sampler_chain
+from accelerate.world.local_tensor_trees import ignorant_find_batch_size, send_to_device
 from accelerate.world.rng import synchronize_rng_states
-from accelerate.world.tensor_trees import ignorant_find_batch_size, send_to_device
 
 
 class DataLoaderStateMixin:

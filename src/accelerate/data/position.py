@@ -10,8 +10,8 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from accelerate.data.data_order_rng import capture_generators, restore_generators
 from accelerate.data.epoch_order import DataShard, OrderState
-from accelerate.data.rng_states import capture_generators, restore_generators
 from accelerate.world import collective
 
 

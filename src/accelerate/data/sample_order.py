@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from accelerate.data.rng_states import IsolatedRNG, RNGSnapshot, begin_order
+from accelerate.data.data_order_rng import IsolatedRNG, RNGSnapshot, begin_order
 
 END: Any = object()
 # Samples converted to Python numbers at a time.

@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.checkpoint import async_save, snapshot
 from accelerate.checkpoint import state as checkpoints
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.state import CheckpointLoadResult, CheckpointTrainState
+from accelerate.checkpoint.state import CheckpointContents, CheckpointLoadResult
 from accelerate.checkpoint.storage_urls import parse_address
-from accelerate.checkpoint.weight_files import save as save_object
-from accelerate.checkpoint.weight_files import save_weights
+from accelerate.checkpoint.weight_file_io import save as save_object
+from accelerate.checkpoint.weight_file_io import save_weights
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.checkpoint_adapters import model_adapter, optimizer_adapter, resolve_offloaded
-from accelerate.facade.engine_checkpoint_loader import engine_state_loaders
+from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.processes import ProcessMixin
 from accelerate.world import rng
@@ -238,9 +238,9 @@ class CheckpointMixin(ProcessMixin):
         self.gradient_state.step = loaded.step
         return loaded
 
-    def _train_state(self) -> CheckpointTrainState:
+    def _train_state(self) -> CheckpointContents:
         models, strategy = self._models, self.strategy
-        return CheckpointTrainState(
+        return CheckpointContents(
             models=[model_adapter(strategy, model) for model in models],
             optimizers=[optimizer_adapter(strategy, each, models) for each in self._optimizers],
             schedulers=list(self._schedulers),
@@ -255,7 +255,7 @@ class CheckpointMixin(ProcessMixin):
     def _exclude_engine_objects(
         self,
         engine_files: list[Any],
-        train_state: CheckpointTrainState,
+        train_state: CheckpointContents,
         models: list[nn.Module] | None = None,
     ) -> None:
         """Leave out of ``train_state`` what DeepSpeed or Megatron-LM saves and loads by itself."""

@@ -16,7 +16,7 @@ from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.rank_group import RankGroup
 from accelerate.checkpoint.train_state import CheckpointLoadContext
-from accelerate.checkpoint.weight_files import replace_file
+from accelerate.checkpoint.weight_file_io import replace_file
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.facade.checkpoint_adapters import (
     load_optimizer_state,

@@ -243,7 +243,7 @@ class OptionReportMixin(ProcessMixin):
             warnings.warn(str(status), stacklevel=depth - 1)
 
     def _can_first_step_change(self, statuses: Iterable[OptionStatus]) -> bool:
-        """Return whether the first step shows more: what is compiled has run, windows of accumulation count."""
+        """Return whether the first step shows more: what is compiled has run, windows are counted."""
         return (
             self.state.dynamo_plugin.is_enabled
             or self.gradient_state.num_steps != 1

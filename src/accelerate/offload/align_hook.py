@@ -33,7 +33,7 @@ from accelerate.offload.module_tensors import (
 from accelerate.offload.offload_folder import set_weight
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
 from accelerate.offload.tensor_source import MappingSource, OffloadError, TensorSource
-from accelerate.world.tensor_trees import find_device, send_to_device
+from accelerate.world.local_tensor_trees import find_device, send_to_device
 
 Keys = str | list[str] | None
 _SCALARS = (str, int, float, bool, type(None))

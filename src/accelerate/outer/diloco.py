@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import SettingError
-from accelerate.outer.local_training import LocalTrainingContext
+from accelerate.outer.local_training import LocalSGDContext
 from accelerate.outer.parameter_averaging import iterate_means
 
 
-class DiLoCo(LocalTrainingContext):
+class DiLoCo(LocalSGDContext):
     """Every rank takes ``inner_steps`` local steps; then all take one step of an outer optimizer.
 
         diloco = DiLoCo(accelerator, model, inner_steps=100)
@@ -46,7 +46,7 @@ class DiLoCo(LocalTrainingContext):
         enabled: False turns it off, so that gradients are all-reduced in every step.
 
     Raises:
-        SettingError: a value is out of its range; otherwise see ``LocalTrainingContext``.
+        SettingError: a value is out of its range; otherwise see ``LocalSGDContext``.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class DiLoCo(LocalTrainingContext):
         self._average_buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return also the anchor and the outer optimizer; see ``LocalTrainingContext.state_dict``."""
+        """Return also the anchor and the outer optimizer; see ``LocalSGDContext.state_dict``."""
         outer_state = {"anchor": dict(self._anchor), "outer": self._outer.state_dict()}
         return {**super().state_dict(), **outer_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load also the anchor and the outer optimizer; see ``LocalTrainingContext.load_state_dict``."""
+        """Load also the anchor and the outer optimizer; see ``LocalSGDContext.load_state_dict``."""
         super().load_state_dict(state_dict)
         if not self.enabled or state_dict["ranks"] is None:
             return

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.outer.local_training import LocalTrainingContext
+from accelerate.outer.local_training import LocalSGDContext
 from accelerate.outer.parameter_averaging import average_in_place
 
 
-class LocalSGD(LocalTrainingContext):
+class LocalSGD(LocalSGDContext):
     """Every rank takes ``local_sgd_steps`` local steps; then parameters are averaged.
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -34,7 +34,7 @@ class LocalSGD(LocalTrainingContext):
         enabled: False turns it off, so that gradients are all-reduced in every step.
 
     Raises:
-        SettingError, PrepareError: see ``LocalTrainingContext``.
+        SettingError, PrepareError: see ``LocalSGDContext``.
     """
 
     def __init__(

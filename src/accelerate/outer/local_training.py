@@ -20,7 +20,7 @@ class LocalTrainingStrategyError(PrepareError, NotImplementedError):
     """Ranks cannot train locally under this strategy."""
 
 
-class LocalTrainingContext(ABC):
+class LocalSGDContext(ABC):
     """A ``with`` block in which every rank trains its own copy of a model; rounds combine the copies.
 
     Gradients are not all-reduced inside. After every ``sync_interval`` optimizer steps, and at the end of the

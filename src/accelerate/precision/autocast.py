@@ -17,7 +17,7 @@ from accelerate.core.errors import DeviceError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.device.base import Device
 from accelerate.precision.base import Precision
-from accelerate.world.tensor_trees import convert_to_fp32
+from accelerate.world.local_tensor_trees import convert_to_fp32
 
 
 @dataclass

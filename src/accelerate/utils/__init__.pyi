@@ -16,24 +16,26 @@ from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accelerate.checkpoint.names import WEIGHTS_NAME as WEIGHTS_NAME
 from accelerate.checkpoint.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
-from accelerate.checkpoint.weight_files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-from accelerate.checkpoint.weight_files import (
+from accelerate.checkpoint.weight_file_io import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.checkpoint.weight_file_io import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
 )
-from accelerate.checkpoint.weight_files import id_tensor_storage as id_tensor_storage
-from accelerate.checkpoint.weight_files import load as load
-from accelerate.checkpoint.weight_files import load_state_dict as load_state_dict
-from accelerate.checkpoint.weight_files import save as save
+from accelerate.checkpoint.weight_file_io import id_tensor_storage as id_tensor_storage
+from accelerate.checkpoint.weight_file_io import load as load
+from accelerate.checkpoint.weight_file_io import load_state_dict as load_state_dict
+from accelerate.checkpoint.weight_file_io import save as save
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
-from accelerate.cli.legacy_launchers import env_var_path_add as env_var_path_add
-from accelerate.cli.legacy_launchers import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accelerate.cli.legacy_launchers import (
+from accelerate.cli.v1_launcher_functions import env_var_path_add as env_var_path_add
+from accelerate.cli.v1_launcher_functions import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.cli.v1_launcher_functions import (
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
 )
-from accelerate.cli.legacy_launchers import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accelerate.cli.legacy_launchers import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
-from accelerate.cli.legacy_launchers import prepare_tpu as prepare_tpu
-from accelerate.cli.legacy_launchers import setup_fp8_env as setup_fp8_env
+from accelerate.cli.v1_launcher_functions import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.cli.v1_launcher_functions import (
+    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
+)
+from accelerate.cli.v1_launcher_functions import prepare_tpu as prepare_tpu
+from accelerate.cli.v1_launcher_functions import setup_fp8_env as setup_fp8_env
 from accelerate.core.enum_bases import BaseEnum as BaseEnum
 from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
@@ -391,6 +393,26 @@ from accelerate.world.collective import gather_tensor_shape as gather_tensor_sha
 from accelerate.world.collective import pad_across_processes as pad_across_processes
 from accelerate.world.collective import reduce as reduce
 from accelerate.world.collective import verify_operation as verify_operation
+from accelerate.world.local_tensor_trees import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accelerate.world.local_tensor_trees import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from accelerate.world.local_tensor_trees import TensorInformation as TensorInformation
+from accelerate.world.local_tensor_trees import concatenate as concatenate
+from accelerate.world.local_tensor_trees import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accelerate.world.local_tensor_trees import convert_to_fp32 as convert_to_fp32
+from accelerate.world.local_tensor_trees import find_batch_size as find_batch_size
+from accelerate.world.local_tensor_trees import find_device as find_device
+from accelerate.world.local_tensor_trees import get_data_structure as get_data_structure
+from accelerate.world.local_tensor_trees import get_shape as get_shape
+from accelerate.world.local_tensor_trees import honor_type as honor_type
+from accelerate.world.local_tensor_trees import ignorant_find_batch_size as ignorant_find_batch_size
+from accelerate.world.local_tensor_trees import initialize_tensors as initialize_tensors
+from accelerate.world.local_tensor_trees import is_tensor_information as is_tensor_information
+from accelerate.world.local_tensor_trees import is_torch_tensor as is_torch_tensor
+from accelerate.world.local_tensor_trees import listify as listify
+from accelerate.world.local_tensor_trees import pad_input_tensors as pad_input_tensors
+from accelerate.world.local_tensor_trees import recursively_apply as recursively_apply
+from accelerate.world.local_tensor_trees import send_to_device as send_to_device
+from accelerate.world.local_tensor_trees import slice_tensors as slice_tensors
 from accelerate.world.ports import get_free_port as get_free_port
 from accelerate.world.ports import is_port_in_use as is_port_in_use
 from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
@@ -398,24 +420,4 @@ from accelerate.world.rng import set_seed as set_seed
 from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
 from accelerate.world.single_owner_broadcast import copy_tensor_to_devices as copy_tensor_to_devices
-from accelerate.world.tensor_trees import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from accelerate.world.tensor_trees import ConvertOutputsToFp32 as ConvertOutputsToFp32
-from accelerate.world.tensor_trees import TensorInformation as TensorInformation
-from accelerate.world.tensor_trees import concatenate as concatenate
-from accelerate.world.tensor_trees import convert_outputs_to_fp32 as convert_outputs_to_fp32
-from accelerate.world.tensor_trees import convert_to_fp32 as convert_to_fp32
-from accelerate.world.tensor_trees import find_batch_size as find_batch_size
-from accelerate.world.tensor_trees import find_device as find_device
-from accelerate.world.tensor_trees import get_data_structure as get_data_structure
-from accelerate.world.tensor_trees import get_shape as get_shape
-from accelerate.world.tensor_trees import honor_type as honor_type
-from accelerate.world.tensor_trees import ignorant_find_batch_size as ignorant_find_batch_size
-from accelerate.world.tensor_trees import initialize_tensors as initialize_tensors
-from accelerate.world.tensor_trees import is_tensor_information as is_tensor_information
-from accelerate.world.tensor_trees import is_torch_tensor as is_torch_tensor
-from accelerate.world.tensor_trees import listify as listify
-from accelerate.world.tensor_trees import pad_input_tensors as pad_input_tensors
-from accelerate.world.tensor_trees import recursively_apply as recursively_apply
-from accelerate.world.tensor_trees import send_to_device as send_to_device
-from accelerate.world.tensor_trees import slice_tensors as slice_tensors
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs

@@ -50,8 +50,8 @@ from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
+from accelerate.world.local_tensor_trees import TensorInformation as TensorInformation
 from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
-from accelerate.world.tensor_trees import TensorInformation as TensorInformation
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
 from typing import Any
 

@@ -24,8 +24,8 @@ from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
+from accelerate.world.local_tensor_trees import CannotPadNestedTensorWarning, pad_tensor, recursively_apply
 from accelerate.world.packed_tree import PackedTree
-from accelerate.world.tensor_trees import CannotPadNestedTensorWarning, pad_tensor, recursively_apply
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -9,7 +9,7 @@ import torch
 from accelerate.core.errors import CollectiveError
 from accelerate.world import collective
 from accelerate.world import world as worlds
-from accelerate.world.tensor_trees import TensorInformation
+from accelerate.world.local_tensor_trees import TensorInformation
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:

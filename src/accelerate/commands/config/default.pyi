@@ -2,9 +2,9 @@
 # ruff: noqa
 
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
-from accelerate.cli.wizard.config_parsers import DEFAULT as description
-from accelerate.cli.wizard.config_parsers import default_command_parser as default_command_parser
-from accelerate.cli.wizard.config_parsers import default_config_command as default_config_command
+from accelerate.cli.wizard.config_commands import DEFAULT as description
+from accelerate.cli.wizard.config_commands import default_command_parser as default_command_parser
+from accelerate.cli.wizard.config_commands import default_config_command as default_config_command
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

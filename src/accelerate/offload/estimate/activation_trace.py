@@ -2,7 +2,7 @@
 
 torch's FakeTensorMode runs a model without computing anything and without memory. What autograd saves is
 counted, every storage once. The tensors report that they are on the CPU; where an accelerator saves
-something else, that is counted: see ``_AcceleratorEmulationMode``.
+something else, that is counted: see ``_AcceleratorActivationMode``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _IN_FLOAT32: set[Callable[..., Any]] = {
 }
 
 
-class _AcceleratorEmulationMode(TorchFunctionMode):
+class _AcceleratorActivationMode(TorchFunctionMode):
     """Run functions as accelerators do: dropout saves a mask of one byte, autocast widens some inputs."""
 
     def __init__(self, narrow: torch.dtype | None) -> None:
@@ -170,7 +170,7 @@ def _count_saved(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | 
 
     labels = {"labels": words} if any(part in type(model).__name__ for part in _PREDICT_TOKENS) else {}
     context = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
-    mode = _AcceleratorEmulationMode(autocast)
+    mode = _AcceleratorActivationMode(autocast)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context, mode:
         result: Any = model(input_ids=words, **labels)
     sizes = [(storage.nbytes(), cast) for storage, cast in storages.values()]

@@ -1,8 +1,8 @@
 """Pipeline-parallel inference: ``prepare_pippy`` splits a model into stages, one for each process.
 
-``accelerate.stages`` chooses the split points, traced_forward.py builds the stages (block_chain.py where a
-forward cannot be traced), inference_pipeline.py runs torch's GPipe schedule. Each process keeps the weights
-others.
+``accelerate.stages`` chooses the split points, traced_forward.py builds the stages, untraced_stages.py those
+of a forward that cannot be traced, and inference_pipeline.py runs torch's GPipe schedule. Each process keeps
+the weights of its own stage.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -22,7 +22,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.units import parse_bytes
-from accelerate.offload.pipeline import block_chain
+from accelerate.offload.pipeline import untraced_stages
 from accelerate.offload.pipeline.inference_pipeline import (
     InferencePipeline,
     PipelineInputSignature,
@@ -33,7 +33,7 @@ from accelerate.offload.pipeline.traced_forward import InferenceStage, TracedFor
 from accelerate.stages import split, tensor_tree
 from accelerate.world import collective
 from accelerate.world import world as worlds
-from accelerate.world.tensor_trees import ignorant_find_batch_size, pad_input_tensors, send_to_device
+from accelerate.world.local_tensor_trees import ignorant_find_batch_size, pad_input_tensors, send_to_device
 from accelerate.world.world import World
 
 
@@ -315,7 +315,7 @@ class _ModelSplit:
         blocks = split.list_blocks(self.model, self.no_split, self.world.size)
         names = [block.name for block in blocks]
         try:
-            called = run_collectively(lambda: block_chain.find_chain(self.model, names, args, kwargs))
+            called = run_collectively(lambda: untraced_stages.find_chain(self.model, names, args, kwargs))
         except TraceError:
             raise
         except PrepareError as no_chain:
@@ -334,7 +334,7 @@ class _ModelSplit:
             )
         borders = [0, *sorted(called.index(point) for point in self.points), len(called)]
         self.parts = [called[a:b] for a, b in pairwise(borders)]
-        weight_names = block_chain.block_weight_names(self.model, self.parts[self.world.rank])
+        weight_names = untraced_stages.block_weight_names(self.model, self.parts[self.world.rank])
         self.own_weights = weight_names
         _keep_weights(self.model, weight_names, self.world.device)
 
@@ -346,7 +346,7 @@ class _ModelSplit:
         if self.world.rank == 0:
             chunk = tensors[0][: min(rows, len(tensors[0]))]
             chunk = torch.cat([chunk, chunk[-1:].expand(rows - len(chunk), *chunk.shape[1:])])
-        return block_chain.build_chain_stage(self.model, self.parts, chunk, self.world), ResultLayout(
+        return untraced_stages.build_chain_stage(self.model, self.parts, chunk, self.world), ResultLayout(
             tensor_tree.TensorLeafIndex(0), [1]
         )
 

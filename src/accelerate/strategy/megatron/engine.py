@@ -14,7 +14,7 @@ from accelerate.strategy.megatron.layout import MegatronLayout
 from accelerate.strategy.megatron.train_step import GPTTrainStep, check_batch
 
 if TYPE_CHECKING:
-    from accelerate.strategy.megatron.optimizer_wrapper import MegatronOptimizerStepper
+    from accelerate.strategy.megatron.user_optimizer_adapter import MegatronOptimizerStepper
 
 
 class MegatronEngine(nn.Module):

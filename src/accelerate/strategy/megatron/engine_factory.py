@@ -23,7 +23,7 @@ from accelerate.strategy.megatron.gpt_model import (
 from accelerate.strategy.megatron.layout import open_groups, seed_dropout
 from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
 from accelerate.strategy.megatron.model_families import model_family
-from accelerate.strategy.megatron.optimizer_wrapper import MegatronOptimizerStepper, ParamGroupMap
+from accelerate.strategy.megatron.user_optimizer_adapter import MegatronOptimizerStepper, ParamGroupMap
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin

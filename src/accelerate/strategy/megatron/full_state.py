@@ -16,7 +16,7 @@ from accelerate.strategy.megatron.weight_rules import WeightRule
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
-    from accelerate.strategy.megatron.optimizer_wrapper import MegatronOptimizerStepper
+    from accelerate.strategy.megatron.user_optimizer_adapter import MegatronOptimizerStepper
 
 RuleParams = Sequence[tuple[WeightRule, nn.Parameter | None]]
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
     from accelerate.strategy.megatron.full_state import MegatronFullStateConverter
     from accelerate.strategy.megatron.layout import MegatronLayout
-    from accelerate.strategy.megatron.optimizer_wrapper import MegatronOptimizerStepper
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin
+    from accelerate.strategy.megatron.user_optimizer_adapter import MegatronOptimizerStepper
 
 
 def _requested_plugin(request: StrategyRequest) -> Any:

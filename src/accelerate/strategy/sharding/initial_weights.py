@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.grads import fsdp_param_groups
-from accelerate.strategy.sharding.mapped_file_fingerprints import MappedFileFingerprints
+from accelerate.strategy.sharding.unmodified_mapped_tensors import MappedFileFingerprints
 
 _NO_VALUES = b"no values"
 WeightMarks = tuple[bytes, ...]

@@ -45,7 +45,7 @@ class TensorMeta(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockCallTrace:
+class TracedBlockCall:
     """One call of a block.
 
     Attributes:
@@ -70,7 +70,7 @@ class PipelineForwardTrace:
     ``result`` is what it gave, without values.
     """
 
-    calls: tuple[BlockCallTrace, ...]
+    calls: tuple[TracedBlockCall, ...]
     result_inputs: tuple[BlockOutputKey, ...]
     stages: int
     result: Any
@@ -173,7 +173,7 @@ class PipelineForwardTracer:
     def __init__(self, stage_of: Mapping[str, int], stages: int) -> None:
         self.stage_of, self.stages = stage_of, stages
         self.tracker = _BlockDependencyMode()
-        self.calls: list[BlockCallTrace] = []
+        self.calls: list[TracedBlockCall] = []
 
     def call_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block on fake tensors, and record its dependencies and outputs."""
@@ -193,7 +193,7 @@ class PipelineForwardTracer:
         stage = self.stage_of[name]
         if self.calls and stage < self.calls[-1].stage:
             raise _block_order_error(name, stage, self.calls[-1])
-        self.calls.append(BlockCallTrace(name, stage, form, metas, dependencies))
+        self.calls.append(TracedBlockCall(name, stage, form, metas, dependencies))
         return output
 
     def trace(
@@ -250,7 +250,7 @@ def _refuse_weights(dependencies: frozenset[Any]) -> None:
         )
 
 
-def _block_order_error(name: str, stage: int, before: BlockCallTrace) -> PrepareError:
+def _block_order_error(name: str, stage: int, before: TracedBlockCall) -> PrepareError:
     return PrepareError(
         f"{name} is on stage {stage} of the pipeline, and is called after {before.block} of stage "
         f"{before.stage}",

@@ -72,7 +72,7 @@ def _no_chain_error(why: str) -> PrepareError:
     return PrepareError("the model is no chain of blocks", why=why)
 
 
-class _ChainStage(nn.Module):
+class _BlockRangeStage(nn.Module):
     """Consecutive blocks of a chain as one module."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -107,7 +107,7 @@ def build_chain_stage(
         parts: the blocks of each stage.
         chunk: the first, on rank 0.
     """
-    chain = _ChainStage([model.get_submodule(name) for name in parts[world.rank]])
+    chain = _BlockRangeStage([model.get_submodule(name) for name in parts[world.rank]])
     value = None if chunk is None else chunk.to(world.device)
     metas = [collective.broadcast_object(None if value is None else _shape_and_dtype(value))]
     for stage in range(world.size):
