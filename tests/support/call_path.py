@@ -1,11 +1,13 @@
 """Count what a call runs through: functions, files and code lines of the package, by ``sys.setprofile``.
 
-``python -m tests.support.call_path`` prints the counts of the calls of law 9, measured on rank 0 of two; with
-``-v``, the files and functions too.
+``python -m tests.support.call_path`` prints the counts of law 9's calls, on rank 0 of two and in the launcher
+of two; with ``-v``, the files and functions too.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -37,10 +39,11 @@ class CallPath:
 
     codes: dict[CodeType, None] = field(default_factory=dict)
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the number of functions, of files, and of lines with code in these functions."""
-        lines = {(c.co_filename, line) for c in self.codes for *_, line in c.co_lines() if line}
-        return len(self.codes), len({c.co_filename for c in self.codes}), len(lines)
+    def counts(self) -> CallCounts:
+        """Return the numbers, and the names of the functions."""
+        lines = {(code.co_filename, line) for code in self.codes for *_, line in code.co_lines() if line}
+        names = [f"{code.co_filename.removeprefix(PACKAGE)}: {code.co_name}" for code in self.codes]
+        return CallCounts(len(names), len({code.co_filename for code in self.codes}), len(lines), names)
 
 
 @contextmanager
@@ -60,15 +63,29 @@ def record_calls() -> Iterator[CallPath]:
         sys.setprofile(None)
 
 
-def measure_calls(steps: int = 3) -> dict[str, tuple[tuple[int, int, int], list[str]]]:
-    """Train a few steps, save and load; return the counts and the functions of each call on this rank."""
-    measured: dict[str, tuple[tuple[int, int, int], list[str]]] = {}
+@dataclass
+class CallCounts:
+    """What one call ran through.
+
+    Attributes:
+        functions, files, lines: numbers of functions, of files, and of lines with code in these functions.
+        names: ``file: function`` of each, in the order in which they first ran.
+    """
+
+    functions: int
+    files: int
+    lines: int
+    names: list[str]
+
+
+def measure_calls() -> dict[str, CallCounts]:
+    """Train three steps, save and load; return what each call ran through on this rank."""
+    measured: dict[str, CallCounts] = {}
 
     def call(name: str, function: Callable[..., Any], *args: Any) -> Any:
         with record_calls() as path:
             result = function(*args)
-        names = [f"{c.co_filename.removeprefix(PACKAGE)}: {c.co_name}" for c in path.codes]
-        measured[name] = (path.counts(), names)
+        measured[name] = path.counts()
         return result
 
     accelerator: Any = call("Accelerator()", accelerate.Accelerator)
@@ -79,13 +96,11 @@ def measure_calls(steps: int = 3) -> dict[str, tuple[tuple[int, int, int], list[
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     model, optimizer, loader = call("prepare", accelerator.prepare, model, optimizer, loader)
     batches = iter(loader)
-    for step in range(steps):
+    for number in range(3):
         (x,) = next(batches)
-        with accelerator.autocast():
-            pass
         loss = call("forward", model, x).mean()
         call("backward", accelerator.backward, loss)
-        call("first optimizer.step" if step == 0 else "later optimizer.step", optimizer.step)
+        call("later optimizer.step" if number else "first optimizer.step", optimizer.step)
         optimizer.zero_grad()
     folder = tempfile.mkdtemp() if accelerator.is_main_process else ""
     (folder,) = accelerate.utils.broadcast_object_list([folder])
@@ -94,22 +109,43 @@ def measure_calls(steps: int = 3) -> dict[str, tuple[tuple[int, int, int], list[
     return measured
 
 
-def measure_on_two_ranks(ranks: RankServer) -> dict[str, tuple[tuple[int, int, int], list[str]]]:
-    """Return the counts and functions of rank 0 of two, by strategy and call."""
-    return {
+def measure_launch() -> CallCounts:
+    """Launch two processes of an empty script; return what the launcher ran through."""
+    code = """if True:
+        import json, sys
+        from accelerate.cli.main import main
+        from tests.support.call_path import record_calls
+        sys.argv = ["accelerate", "launch", "--cpu", "--num_processes", "2", sys.argv[1]]
+        with record_calls() as path:
+            try:
+                main()
+            except SystemExit as end:
+                assert not end.code, end.code
+        print(json.dumps(vars(path.counts())))
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        done = subprocess.run([sys.executable, "-c", code, script.name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return CallCounts(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure_all(ranks: RankServer) -> dict[str, CallCounts]:
+    """Return what each call of law 9 runs through, by strategy and call."""
+    measured = {
         f"{call}, {name}": counts
         for name, env in {"DDP": {}, "FSDP2": FSDP2}.items()
         for call, counts in ranks(2, measure_calls, env=env)[0].items()
     }
+    return {**measured, "launch of 2 processes": measure_launch()}
 
 
 def main() -> None:
     """Print the counts."""
     ranks = RankServer()
-    for name, ((functions, files, lines), names) in measure_on_two_ranks(ranks).items():
-        print(f"{name:32} {functions:4} functions {files:4} files {lines:6} lines")
+    for call, counts in measure_all(ranks).items():
+        print(f"{call:30} {counts.functions:4} functions {counts.files:4} files {counts.lines:6} lines")
         if "-v" in sys.argv:
-            print(*(f"      {function}" for function in names), sep="\n")
+            print(*(f"      {name}" for name in counts.names), sep="\n")
     ranks.close()
 
 
