@@ -143,7 +143,7 @@ def verify_blocks(folder: Path) -> None:
     import xxhash
 
     from accelerate.checkpoint import manifest as manifests
-    from accelerate.checkpoint.rank_group import RankGroup
+    from accelerate.checkpoint.rank_group import CheckpointRankGroup
     from accelerate.checkpoint.state_reader import verify_files as verify_files
 
     manifest: Any = manifests.read(folder)
@@ -164,7 +164,7 @@ def verify_blocks(folder: Path) -> None:
             list(pool.map(by_hand, pieces))
         base.append(time.perf_counter() - start)
         start = time.perf_counter()
-        verify_files(folder, manifest, RankGroup())
+        verify_files(folder, manifest, CheckpointRankGroup())
         value.append(time.perf_counter() - start)
     sample = compare(base[1:], value[1:], "ratio")
     speed = {"speed": f"{BYTES / sample.value / 1e9:.2g} GB/s with {threads} threads"}

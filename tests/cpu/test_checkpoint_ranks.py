@@ -16,7 +16,7 @@ import torch
 
 from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
@@ -346,7 +346,7 @@ def save_and_die(folder: str, victim: int, at: int) -> str:
 
 def value_in(folder: Path) -> tuple[int, float]:
     fresh = parts(8)
-    loaded = state.load(fresh, folder, ranks=RankGroup())
+    loaded = state.load(fresh, folder, ranks=CheckpointRankGroup())
     return loaded.step, fresh.optimizers[0].param_groups[0]["lr"]
 
 
@@ -355,7 +355,7 @@ def test_a_process_killed_at_any_write_loses_nothing(ranks: RankServer, tmp_path
     folder = tmp_path / "c"
     seen = set()
     for at in range(1, 100):
-        state.save(parts(3), folder, ranks=RankGroup())
+        state.save(parts(3), folder, ranks=CheckpointRankGroup())
         (end,) = ranks.outcomes(1, save_and_die, str(folder), 0, at)
         value = value_in(folder)
         seen.add(value)
@@ -396,9 +396,9 @@ def test_a_killed_rank_loses_nothing_and_its_peer_is_told(
 # ---------------------------------------------------------------- a disk per machine
 
 
-def machine(rank: int) -> RankGroup:
+def machine(rank: int) -> CheckpointRankGroup:
     """Two machines of one process each."""
-    return RankGroup(rank, 2, local_rank=0, local_size=1, node=rank)
+    return CheckpointRankGroup(rank, 2, local_rank=0, local_size=1, node=rank)
 
 
 def each_node(folder: str, mixed: bool) -> tuple[list[str], str]:
@@ -407,7 +407,7 @@ def each_node(folder: str, mixed: bool) -> tuple[list[str], str]:
     project = ProjectConfiguration(str(mine), save_on_each_node=True, automatic_checkpoint_naming=True)
     path = state.save(parts(3, rank), project=project, ranks=machine(rank))
     if mixed and rank == 1:
-        state.save(parts(4), path, ranks=RankGroup())
+        state.save(parts(4), path, ranks=CheckpointRankGroup())
     if rank == 0:
         return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 0), path, ranks=machine(0)))
     return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 1), path, ranks=machine(1)))

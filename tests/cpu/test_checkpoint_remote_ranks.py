@@ -15,7 +15,7 @@ import torch
 
 from accelerate.checkpoint import state
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state import CheckpointContents
 from accelerate.world import collective
 from tests.cpu import test_checkpoint_ranks as local
@@ -199,7 +199,7 @@ def test_a_store_that_goes_away_is_the_same_error_on_all_ranks(
 
 def value_at(url: str) -> tuple[int, float]:
     fresh = local.parts(8)
-    loaded = state.load(fresh, url, ranks=RankGroup())
+    loaded = state.load(fresh, url, ranks=CheckpointRankGroup())
     return loaded.step, fresh.optimizers[0].param_groups[0]["lr"]
 
 

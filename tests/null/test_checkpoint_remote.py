@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint import checkpoint_location, discovery, state
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state import CheckpointContents
 from accelerate.checkpoint.storage_urls import parse_address, split_address
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
@@ -532,7 +532,7 @@ def test_damage_to_what_is_replaced_is_no_hindrance(remote: Remote, caplog: pyte
 
 def test_candidates_of_a_remote_folder_are_listed(remote: Remote) -> None:
     for step in (2, 10):
-        state.save(box(step), f"{remote.url}/run/step_{step}", ranks=RankGroup())
+        state.save(box(step), f"{remote.url}/run/step_{step}", ranks=CheckpointRankGroup())
     store, name = checkpoint_location.locate(f"{remote.url}/run")
     checkpoints = discovery.candidates(store, name)
     assert [(c.path, c.manifest and c.manifest.step) for c in checkpoints] == [

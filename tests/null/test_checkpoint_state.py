@@ -21,7 +21,7 @@ from torch import nn
 from accelerate.checkpoint import pickles, state
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
 from accelerate.core.errors import CheckpointError
 from accelerate.world import rng
@@ -678,7 +678,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
 
     def draws(rank: int, size: int) -> tuple[float, float, float]:
         torch.manual_seed(99)
-        reader_ranks = RankGroup(rank, size)
+        reader_ranks = CheckpointRankGroup(rank, size)
         from accelerate.checkpoint import manifest as manifests
         from accelerate.checkpoint.state_reader import TrainingStateReader
 
@@ -702,7 +702,7 @@ def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
     path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)
     (path / "random_states_1.pkl").unlink()
     with pytest.raises(CheckpointError, match=r"random_states_1.pkl is missing"):
-        TrainingStateReader(path, None, RankGroup(1, 3)).read(CheckpointContents(rng=rng))
+        TrainingStateReader(path, None, CheckpointRankGroup(1, 3)).read(CheckpointContents(rng=rng))
 
 
 def test_no_hook_is_left_in_the_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

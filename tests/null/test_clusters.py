@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
+from accelerate.world.cluster_variables import DEFAULT_PORT, JOB_PORT_COUNT
 from accelerate.world.clusters import ClusterRankInfo, detect
-from accelerate.world.env_variable_parsers import DEFAULT_PORT, JOB_PORT_COUNT
 from accelerate.world.slurm_lists import expand_counts, expand_nodes
 from tests.support.launchers import RECORDED, environments
 

@@ -23,7 +23,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_submodules
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
 from accelerate.offload.offloaded_tensor import make_stand_in
-from accelerate.offload.tensor_source import HostSource, OffloadError
+from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
 from accelerate.offload.trainable_check import check_trainable
 from tests.support.ranks import RankServer
 
@@ -362,7 +362,7 @@ def test_training_what_is_offloaded_is_refused(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.end_training()
-    source = HostSource("scale", model.scale.detach())
+    source = HostMemoryWeightSource("scale", model.scale.detach())
     model._parameters["scale"] = make_stand_in(model.scale, source, torch.device("cpu"))
     check_trainable(model, several=False, trained=False)
     with pytest.raises(PrepareError, match="scale is offloaded and cannot be trained"):

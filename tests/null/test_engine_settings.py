@@ -20,7 +20,7 @@ from accelerate.precision import PRECISIONS
 from accelerate.precision.recipes import RECIPES
 from accelerate.state import PartialState
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.settings import SETTINGS
+from accelerate.strategy.launch_settings import SETTINGS
 from tests.laws.source import contract
 
 # flag, value as typed, variable, what it holds. Section 5 and 2.2 to 2.5 of the contract.

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
-from accelerate.offload.tensor_source import HostSource, MappingSource, OffloadError, TensorSource
+from accelerate.offload.tensor_source import HostMemoryWeightSource, MappingSource, OffloadError, TensorSource
 
 CPU = torch.device("cpu")
 
@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
 def stand_in(values: torch.Tensor, **options: Any) -> Any:
     """A stand-in parameter for a tensor in memory."""
     parameter = nn.Parameter(torch.empty_like(values, device="meta"), **options)
-    return make_stand_in(parameter, HostSource("weight", values), CPU)
+    return make_stand_in(parameter, HostMemoryWeightSource("weight", values), CPU)
 
 
-class Recording(HostSource):
+class Recording(HostMemoryWeightSource):
     """Counts how often the values are read."""
 
     reads = 0
@@ -103,7 +103,7 @@ def test_it_looks_like_what_it_stands_for() -> None:
 def test_attributes_that_others_set_stay() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.scale = 3  # pyright: ignore[reportAttributeAccessIssue]
-    made: Any = make_stand_in(parameter, HostSource("w", parameter.data), CPU)
+    made: Any = make_stand_in(parameter, HostMemoryWeightSource("w", parameter.data), CPU)
     assert made.scale == 3
 
 

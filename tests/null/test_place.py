@@ -17,7 +17,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.offload.placement import CPU, DISK, Placement
+from accelerate.offload.placement import CPU, DISK, ModelPlacement
 from accelerate.offload.placement_planner import PlacementRules, plan_placement
 from accelerate.offload.size_tree import ModuleNode, WeightSize, split_into_units
 from tests.support.long_run import hypothesis_settings
@@ -119,7 +119,7 @@ def test_every_plan_keeps_the_invariants(question: tuple[ModuleNode, dict[Any, i
 
 
 def _check_budgets(
-    plan: Placement, tree: ModuleNode, found: list[Any], budgets: dict[Any, int], rules: PlacementRules
+    plan: ModelPlacement, tree: ModuleNode, found: list[Any], budgets: dict[Any, int], rules: PlacementRules
 ) -> None:
     """Adds up, apart from the plan's own accounts, what a device has to hold at the worst moment."""
     limits = {DISK: math.inf, **budgets}

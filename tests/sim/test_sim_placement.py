@@ -19,7 +19,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.core.errors import DeviceError, SettingError
 from accelerate.offload.device_maps import device_of
 from accelerate.offload.module_sizes import build_module_tree
-from accelerate.offload.placement import Placement
+from accelerate.offload.placement import ModelPlacement
 from accelerate.offload.placement_planner import PlacementRules, plan_placement
 from accelerate.utils import get_balanced_memory, get_max_memory
 from tests.support import sim
@@ -85,7 +85,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def moved(model: nn.Module, plan: Placement) -> list[torch.Tensor]:
+def moved(model: nn.Module, plan: ModelPlacement) -> list[torch.Tensor]:
     """Copies of all that the plan puts on accelerators, and of what stays there for others."""
     away = plan.offloaded
     found = []

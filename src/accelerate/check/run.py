@@ -39,7 +39,7 @@ def main(rows: CheckTable = CHECKS, *, grace: float = GRACE_SECONDS) -> None:
         AccelerateError: the process group cannot be opened.
     """
     accelerator = Accelerator()
-    run = AccelerateTestContext(accelerator, grace)
+    run = TestCommandState(accelerator, grace)
     run.print_line(_format_head(accelerator))
     for index, (name, check) in enumerate(rows):
         outcomes = run.exchange_outcomes(name, run_check(check, accelerator))
@@ -51,7 +51,7 @@ def main(rows: CheckTable = CHECKS, *, grace: float = GRACE_SECONDS) -> None:
     sys.exit(1 if run.failed else 0)
 
 
-class AccelerateTestContext:
+class TestCommandState:
     """The state of ``accelerate test`` on this rank.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate.checkpoint import names, pickles, rank_file_contents
 from accelerate.checkpoint.load_state import resolve_map_location
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.train_state import CheckpointContents
 from accelerate.checkpoint.weight_file_io import replace_file
@@ -42,7 +42,7 @@ def save_accelerator_state(
     folder = Path(output_dir)
     train_state = CheckpointContents([], optimizers, schedulers, scaler, rng=rng, step=step)
     train_state.stateful_loaders = _stateful(dataloaders)
-    ranks = RankGroup.current()
+    ranks = CheckpointRankGroup.current()
     states = rank_file_contents.collect_states(train_state, replace(ranks, rank=process_index))
     states.model_states = model_states
     replicated = process_index == 0 or (save_on_each_node and ranks.local_rank == 0)
@@ -71,8 +71,8 @@ def load_accelerator_state(
     Raises:
         CheckpointError: a file is missing or damaged, or does not fit its object.
     """
-    current = RankGroup.current()
-    ranks = RankGroup(
+    current = CheckpointRankGroup.current()
+    ranks = CheckpointRankGroup(
         process_index, max(current.size, process_index + 1), current.local_rank, current.local_size
     )
     train_state = CheckpointContents(models, optimizers, schedulers, scaler, rng=rng)
@@ -89,7 +89,7 @@ def load_accelerator_state(
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write the state of one of the user's objects, on the main process (or one process per machine)."""
-    if RankGroup.current().is_writer(save_on_each_node):
+    if CheckpointRankGroup.current().is_writer(save_on_each_node):
         description = f"{names.custom_file(index)} ({type(obj).__name__})"
         file = Path(path) / names.custom_file(index)
         replace_file(file, partial(pickles.write, obj.state_dict(), what=description))

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 
 from accelerate.checkpoint.mapped_optimizer_state import MappedOptimizerState
-from accelerate.checkpoint.rank_group import BackgroundSaveError, RankGroup
+from accelerate.checkpoint.rank_group import BackgroundSaveError, CheckpointRankGroup
 from accelerate.checkpoint.storage_urls import Address
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
@@ -124,7 +124,7 @@ def wait() -> Address | None:
 
 def wait_on_all_ranks(action: str) -> None:
     """Wait for the save in the background on all ranks, before they do something together."""
-    with RankGroup.current().collective_section(action):
+    with CheckpointRankGroup.current().collective_section(action):
         wait()
 
 

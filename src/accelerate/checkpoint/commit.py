@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from accelerate.checkpoint.manifest import Manifest
-    from accelerate.checkpoint.rank_group import RankGroup
+    from accelerate.checkpoint.rank_group import CheckpointRankGroup
 
 
 def new_id() -> str:
@@ -66,7 +66,7 @@ class CommitTransaction:
     store: CheckpointStorage
     name: str
     id: str
-    ranks: RankGroup
+    ranks: CheckpointRankGroup
     each_node: bool = False
     records: dict[str, FileRecord] = field(default_factory=dict)
 

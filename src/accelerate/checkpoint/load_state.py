@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import checkpoint_location, discovery
-from accelerate.checkpoint.local_checkpoint_copy import local_checkpoint
+from accelerate.checkpoint.checkpoint_fetch import local_checkpoint
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader, verify_files
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.checkpoint.storage_urls import Address
@@ -63,7 +63,7 @@ def load(
     model_kwargs: Mapping[str, Any] | None = None,
     before: Callable[[Path], None] | None = None,
     check_digests: bool = True,
-    ranks: RankGroup | None = None,
+    ranks: CheckpointRankGroup | None = None,
 ) -> CheckpointLoadResult:
     """Load a checkpoint into ``train_state`` on all ranks together.
 
@@ -87,7 +87,7 @@ def load(
         CheckpointError: on every rank, naming the rank and the file, and what was expected.
         CheckpointNotFoundError: there is no checkpoint.
     """
-    ranks = ranks or RankGroup.current()
+    ranks = ranks or CheckpointRankGroup.current()
     action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
     common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
     rank0_address, id_, ignored = ranks.run_on_rank0(action, lambda: _choose(directory, project, common_ids))
@@ -126,7 +126,7 @@ def load(
 
 
 def _ids_on_all_machines(
-    project: ProjectConfiguration | None, ranks: RankGroup, action: str
+    project: ProjectConfiguration | None, ranks: CheckpointRankGroup, action: str
 ) -> set[str] | None:
     """Return the ids of the checkpoints that all machines have, where each saves its own.
 

@@ -15,7 +15,7 @@ from accelerate.checkpoint import names, pickles, state_dict_files
 from accelerate.checkpoint.dcp_shard_reader import lazy_tensors
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.lazy_tensor import LazyTensor
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.weight_file_io import replace_file
 from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes
@@ -68,7 +68,7 @@ def merge(
             with file_errors("remove", source):
                 shutil.rmtree(source)
 
-    RankGroup.current().run_on_rank0(f"merge the weights of {source}", join)
+    CheckpointRankGroup.current().run_on_rank0(f"merge the weights of {source}", join)
 
 
 def write_merged(

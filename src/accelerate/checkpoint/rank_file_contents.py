@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from accelerate.checkpoint import names, pickles, state_dict_files
 from accelerate.checkpoint.manifest import ManifestEntry, to_plain
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.train_state import OBJECT_FILES, CheckpointContents, ShardWriter, class_name
 
 ModelStates = list[dict[str, Any]]
@@ -63,7 +63,7 @@ class CollectedStates:
     shard_writers: list[ShardWriter] = field(default_factory=list)
 
 
-def collect_states(train_state: CheckpointContents, ranks: RankGroup) -> CollectedStates:
+def collect_states(train_state: CheckpointContents, ranks: CheckpointRankGroup) -> CollectedStates:
     """Call ``state_dict`` of every object, on every rank, since a state may be gathered from all of them."""
     rank = ranks.rank
     sharded = {(category, index): sharded for category, index, sharded in train_state.sharded_states()}

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class CheckpointRankGroup:
     """The ranks that save or load together, as this rank sees them; by default one process.
 
     Attributes:
@@ -35,7 +35,7 @@ class RankGroup:
     channel: Callable[[str, Any], list[Any]] | None = field(default=None, compare=False)
 
     @classmethod
-    def current(cls) -> RankGroup:
+    def current(cls) -> CheckpointRankGroup:
         """Return the ranks of the open world."""
         world = worlds.current()
         if world is None:
@@ -94,14 +94,14 @@ class CheckpointPeerError(CheckpointError, PeerError):
 
 
 class CollectiveErrorSection(Generic[T]):
-    """A block after which all ranks go on or all raise; see ``RankGroup.collective_section``.
+    """A block after which all ranks go on or all raise; see ``CheckpointRankGroup.collective_section``.
 
     Attributes:
         value: this rank's value for the all-gather; set inside the block.
         values: the values of all ranks, in rank order; set after the block.
     """
 
-    def __init__(self, ranks: RankGroup, action: str) -> None:
+    def __init__(self, ranks: CheckpointRankGroup, action: str) -> None:
         self.ranks, self.action = ranks, action
         self.value: T | None = None
         self.values: list[T] = []

@@ -16,7 +16,7 @@ import torch
 from accelerate.checkpoint import async_save, checkpoint_location, commit, rank_file_contents, snapshot
 from accelerate.checkpoint.manifest import Manifest, ManifestEntry
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.checkpoint.storage_urls import Address, open_store, split_address
 from accelerate.checkpoint.store_channel import CheckpointStoreChannel, open_channel
@@ -35,7 +35,7 @@ def save(
     project: ProjectConfiguration | None = None,
     safe_serialization: bool = True,
     before: Callable[[rank_file_contents.ModelStates, Path], None] | None = None,
-    ranks: RankGroup | None = None,
+    ranks: CheckpointRankGroup | None = None,
     store: Callable[[Any], CheckpointStorage] = open_store,
     in_background: bool = False,
 ) -> Address:
@@ -59,7 +59,7 @@ def save(
         CheckpointExistsError: automatic naming has come to a number that is taken.
         BackgroundSaveError: the save before failed in the background, and this one has not begun.
     """
-    ranks = ranks or RankGroup.current()
+    ranks = ranks or CheckpointRankGroup.current()
     project = project or ProjectConfiguration()
     action = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
     address, transaction = _open_transaction(ranks, directory, project, action, store)
@@ -81,7 +81,7 @@ def save(
 
 
 def _open_transaction(
-    ranks: RankGroup,
+    ranks: CheckpointRankGroup,
     directory: str | Path | None,
     project: ProjectConfiguration,
     action: str,

@@ -20,7 +20,7 @@ from accelerate.checkpoint import (
 from accelerate.checkpoint.digest import file_digest, file_digests
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.train_state import (
     OBJECT_FILES,
     CheckpointContents,
@@ -37,7 +37,7 @@ from accelerate.core.errors import CheckpointError
 _REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
-def verify_files(folder: Path, manifest: Manifest, ranks: RankGroup) -> None:
+def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -> None:
     """Compare size and digest of this rank's share of the files with the manifest.
 
     The ranks of one machine share the work: each machine reads a checkpoint once, whatever disk it is on.
@@ -86,7 +86,7 @@ class TrainingStateReader:
 
     folder: Path
     manifest: Manifest | None
-    ranks: RankGroup
+    ranks: CheckpointRankGroup
     strict: bool = True
     map_location: Any = "cpu"
     load_kwargs: Mapping[str, Any] = field(default_factory=dict)

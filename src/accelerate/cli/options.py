@@ -15,7 +15,7 @@ from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import JobSettings, all_settings
 from accelerate.precision.recipes import RECIPES
 from accelerate.precision.settings import CompileSettings, PrecisionSettings
-from accelerate.strategy.settings import SETTINGS
+from accelerate.strategy.launch_settings import SETTINGS
 from accelerate.world.settings import ProcessDeviceSettings
 
 # What a launch hands on to the script, in the order of its help.

@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from torch import nn
 
-    from accelerate.offload.placement import Device, Placement
+    from accelerate.offload.placement import Device, ModelPlacement
 
 _HELP = """Show which part of a model would lie on which device, and why. No weight is read or downloaded.
 
@@ -114,7 +114,7 @@ def plan_placement(
     no_split: Sequence[str] = (),
     offload_buffers: bool = False,
     fill: bool = False,
-) -> tuple[Placement, list[str]]:
+) -> tuple[ModelPlacement, list[str]]:
     """(the plan, how its reserve was counted) of a model on the meta device.
 
     With a length, keys and values are counted with the blocks that keep them, and activations are reserved on
@@ -168,7 +168,7 @@ def _compute_bytes(model: nn.Module, bits: WeightStorageFormat | None) -> int:
     return max(2, next(floats, 4))
 
 
-def plan_as_json(plan: Placement, notes: Sequence[str]) -> dict[str, Any]:
+def plan_as_json(plan: ModelPlacement, notes: Sequence[str]) -> dict[str, Any]:
     """The plan as JSON has it; a disk without limit is null."""
     accounts = {
         str(device): {

@@ -330,7 +330,7 @@ def _walk_steps(
     return mark_last(single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1))
 
 
-class _PersistentWorkerStream:
+class _EpochSeedingWorkerStream:
     """A stream that persistent workers read; it seeds each worker at the begin of every epoch.
 
     Without that they would continue with the states of the epoch before, which a new process cannot know.
@@ -389,7 +389,7 @@ def stream_batches(
     order_state = epoch.order_state if epoch.is_resumed else None
     items, count = _select_items(base, generators, epoch, step)
     if items is base and index_loader and base.persistent_workers and stream and uses_torch_iterator(base):
-        items = _PersistentWorkerStream(base, *index_loader, epoch)
+        items = _EpochSeedingWorkerStream(base, *index_loader, epoch)
     isolate = base.num_workers == 0 or not stream
     batches, epoch.order_state = open_walk(
         items, generators, broadcast=broadcast, order_state=order_state, isolate=isolate

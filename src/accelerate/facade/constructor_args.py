@@ -27,7 +27,7 @@ def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> Par
     Raises:
         SettingError: ``config`` is no ``ParallelismConfig``, or the two differ in ``tp_size``.
     """
-    from accelerate.strategy.settings.parallelism import UseParallelismConfigSetting
+    from accelerate.strategy.launch_settings.parallelism import UseParallelismConfigSetting
 
     if config is not None and not hasattr(config, "total_size"):
         raise SettingError(

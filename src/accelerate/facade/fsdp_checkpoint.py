@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.train_state import CheckpointLoadContext
 from accelerate.checkpoint.weight_file_io import replace_file
 from accelerate.core.errors import CheckpointError, SettingError
@@ -103,7 +103,7 @@ def load_fsdp_model(
             folder, CheckpointLoadContext()
         )()
     path = Path(input_dir) / names.gathered_file(model_index)
-    ranks = RankGroup.current()
+    ranks = CheckpointRankGroup.current()
     if not path.is_file() and (rank_file := Path(input_dir) / names.rank_file(model_index, 0)).is_file():
         return _load_local(
             accelerator.strategy.model_checkpoint_view(model), rank_file.parent, model_index, ranks
@@ -198,7 +198,7 @@ def adapter_tensor_names(accelerator: Accelerator, model: nn.Module) -> dict[str
 
 
 def _save_local(pieces: Any, folder: Path, index: int) -> None:
-    ranks = RankGroup.current()
+    ranks = CheckpointRankGroup.current()
     with ranks.collective_section(f"save {folder}"):
         with file_errors("make the folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ def _save_local(pieces: Any, folder: Path, index: int) -> None:
         replace_file(folder / names.rank_file(index, ranks.rank), partial(pickles.write, whole))
 
 
-def _load_local(model: Any, folder: Path, index: int, ranks: RankGroup) -> Any:
+def _load_local(model: Any, folder: Path, index: int, ranks: CheckpointRankGroup) -> Any:
     path = folder / names.rank_file(index, ranks.rank)
     with ranks.collective_section(f"load {path.parent}"):
         content = pickles.read(path, "cpu") if path.is_file() else {"ranks": 0}
@@ -232,7 +232,7 @@ def _is_sharded_save(plugin: Any, use_dcp: bool) -> bool:
 
 
 def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: int) -> None:
-    ranks = RankGroup.current()
+    ranks = CheckpointRankGroup.current()
     sharded_folder = folder / names.sharded_folder(kind, index)
     doing = f"save {sharded_folder}"
     with ranks.collective_section(doing) as plan_section:
@@ -257,7 +257,7 @@ def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: i
 
 
 def _save_whole(state: Any, path: Path) -> None:
-    ranks = RankGroup.current()
+    ranks = CheckpointRankGroup.current()
 
     def write() -> None:
         with file_errors("make the folder", path.parent):

@@ -11,7 +11,7 @@ from accelerate.checkpoint import checkpoint_location, discovery
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.names import AUTOMATIC_FOLDER
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.storage_urls import Address, join_address, open_store
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import load_settings
@@ -175,7 +175,7 @@ class PreemptionMixin(ProcessMixin):
                 self._resume_choice.append(None)
             else:
                 ranks, project, doing = (
-                    RankGroup.current(),
+                    CheckpointRankGroup.current(),
                     self.project_configuration,
                     f"resume from {resume_target}",
                 )
@@ -214,7 +214,7 @@ def _choose_checkpoint(wanted: str, project: ProjectConfiguration, among: set[st
 
 
 def _common_checkpoints(
-    wanted: str, project: ProjectConfiguration, ranks: RankGroup, doing: str
+    wanted: str, project: ProjectConfiguration, ranks: CheckpointRankGroup, doing: str
 ) -> set[str] | None:
     """Return the checkpoints that all machines have, if each keeps its own; else None, for no limit."""
     if wanted != AUTO or not (project.save_on_each_node and project.automatic_checkpoint_naming):

@@ -13,9 +13,9 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.loss_weighting import LossWeighting
+from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.processes import ProcessMixin
-from accelerate.facade.window import GradientAccumulationWindows
 from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES

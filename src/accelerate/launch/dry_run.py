@@ -15,7 +15,7 @@ from accelerate.core.setting import declared_settings
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.option_report import LaunchOptionOrigin, display_value
 from accelerate.launch.plan import LaunchPlan, PlannedCommand
-from accelerate.strategy.settings import SETTINGS
+from accelerate.strategy.launch_settings import SETTINGS
 
 Row = tuple[str, ...]
 

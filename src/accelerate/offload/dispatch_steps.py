@@ -25,7 +25,7 @@ from accelerate.offload.module_input_output import ModuleInputOutputMover
 from accelerate.offload.offload_folder import PrefixedDataset
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
 from accelerate.offload.pager import Pager
-from accelerate.offload.tensor_source import HostSource, TensorSource
+from accelerate.offload.tensor_source import HostMemoryWeightSource, TensorSource
 from accelerate.offload.weight_block import WeightBlock, is_callable, move_tensor
 from accelerate.offload.weight_pages import HostPageAllocator, WeightPage
 from accelerate.offload.weight_store import WeightStore, with_values
@@ -224,7 +224,9 @@ def replace_with_stand_ins(
             if slot.home == "disk":
                 source = values.file_source(slot.name, old)
             else:
-                source = HostSource(slot.name, values.find_source(slot.name, old).host_tensor().detach())
+                source = HostMemoryWeightSource(
+                    slot.name, values.find_source(slot.name, old).host_tensor().detach()
+                )
             stand_ins[key] = make_stand_in(old, source, slot.device)
         slot.table[slot.name_in_table] = stand_ins[key]
     return paged

@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate.offload.hooks import ModelHook, add_hook_to_module
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
-from accelerate.offload.tensor_source import HostSource
+from accelerate.offload.tensor_source import HostMemoryWeightSource
 
 # Layers whose weights can be stored in another dtype without losing accuracy elsewhere.
 CASTABLE_LAYERS = (
@@ -66,7 +66,9 @@ class LayerwiseCastingHook(ModelHook):
 
     def _cast_stand_in(self, tensor: OffloadedTensor) -> Any:
         value = tensor.source.host_tensor().detach().to(self.storage_dtype)
-        return make_stand_in(tensor, HostSource(tensor.source.name, value), tensor.execution_device)
+        return make_stand_in(
+            tensor, HostMemoryWeightSource(tensor.source.name, value), tensor.execution_device
+        )
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Cast the weights to the compute dtype; the stored ones are kept beside them."""

@@ -15,7 +15,7 @@ from accelerate import device as devices
 from accelerate.core.errors import PrepareError, nearest
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
-from accelerate.offload.tensor_source import HostSource, OffloadError, TensorSource
+from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError, TensorSource
 
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 DeviceLike = int | str | torch.device
@@ -466,8 +466,8 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
         set_module_tensor_to_device(model, name, "cpu", value=weight, fp16_statistics=statistics)
 
 
-def host_source(name: str, tensor: torch.Tensor) -> HostSource:
+def host_source(name: str, tensor: torch.Tensor) -> HostMemoryWeightSource:
     """Return a host-memory source for a tensor that has values: the tensor itself if it is on the CPU."""
     source = source_of(tensor)
     value = tensor.to("cpu") if source is None else source.host_tensor()
-    return HostSource(name, value)
+    return HostMemoryWeightSource(name, value)

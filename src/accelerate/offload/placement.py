@@ -55,7 +55,7 @@ class PlacementRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class ModelPlacement:
     """The device of every unit of a model; ``print`` shows it as a table.
 
     Attributes:
@@ -110,7 +110,7 @@ def format_size(count: float) -> str:
     raise AssertionError
 
 
-def _format_lines(plan: Placement) -> Iterator[str]:
+def _format_lines(plan: ModelPlacement) -> Iterator[str]:
     yield from _format_table(
         ("modules", "device", "weights", "why"),
         [(_format_range(row), str(row.device), format_size(row.size), row.why) for row in plan.rows],
@@ -141,7 +141,7 @@ _COLUMNS = {
 }
 
 
-def _budget_rows(plan: Placement) -> list[tuple[str, ...]]:
+def _budget_rows(plan: ModelPlacement) -> list[tuple[str, ...]]:
     return [
         (
             str(device),

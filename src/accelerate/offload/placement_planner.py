@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from accelerate.core.errors import SettingError, nearest
 from accelerate.core.units import parse_bytes
-from accelerate.offload.placement import CPU, DISK, Device, Placement, format_size
+from accelerate.offload.placement import CPU, DISK, Device, ModelPlacement, format_size
 from accelerate.offload.placement_search import CandidatePlacement, PlacementRules, PlacementSearch
 from accelerate.offload.size_tree import ModuleNode, TiedUnitGroup, group_tied_units, split_into_units
 
@@ -26,7 +26,7 @@ __all__ = ["PlacementRules", "merge_names", "plan_placement", "read_budgets"]
 
 def plan_placement(
     tree: ModuleNode, budgets: Mapping[Device, int | float | str], rules: PlacementRules | None = None
-) -> Placement:
+) -> ModelPlacement:
     """Plan a device for every unit of a model.
 
     Three plans are tried. The first keeps room for the largest block on the first accelerator, as long as
@@ -51,7 +51,7 @@ def plan_placement(
     trial = search.find_best()
     homes = _unit_homes(search, trial)
     ordered = {unit.name: homes[unit.name] for unit in units}
-    return Placement(
+    return ModelPlacement(
         ordered,
         dict(merge_names(tree, ordered)),
         _unit_sizes(search.groups, ordered),

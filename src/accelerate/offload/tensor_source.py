@@ -60,7 +60,7 @@ class TensorSource:
         )
 
 
-class HostSource(TensorSource):
+class HostMemoryWeightSource(TensorSource):
     """A weight that lies in host memory, as a tensor of its own or as a view of a pinned block."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class HostSource(TensorSource):
                 self.tensor.copy_(value)
 
 
-class TensorViewSource(HostSource):
+class TensorViewSource(HostMemoryWeightSource):
     """A view of another source's values: what is written to it is written there.
 
     Args:

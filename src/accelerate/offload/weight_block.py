@@ -16,7 +16,7 @@ from torch import nn
 from accelerate.offload.module_tensors import as_parameter
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
 from accelerate.offload.pager import Pager
-from accelerate.offload.tensor_source import HostSource, OffloadError
+from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
 from accelerate.offload.weight_pages import WeightPage, is_movable, split_by_source
 
 Table = dict[str, Any]
@@ -151,7 +151,7 @@ class WeightBlock:
                             move_tensor(tensor, device)
                             if table is module._buffers or (tensor.requires_grad and frozen)
                             else make_stand_in(
-                                tensor, HostSource(f"{self.name}.{name}", tensor.detach()), device
+                                tensor, HostMemoryWeightSource(f"{self.name}.{name}", tensor.detach()), device
                             )
                         )
                     table[name] = replacements[id(tensor)]

@@ -14,7 +14,7 @@ import torch
 
 from accelerate.device.base import Device
 from accelerate.offload.offloaded_tensor import OffloadedTensor
-from accelerate.offload.tensor_source import HostSource, TensorSource
+from accelerate.offload.tensor_source import HostMemoryWeightSource, TensorSource
 
 ALIGNMENT = 512  # bytes between the starts of two weights; kernels like it, and every dtype divides it
 SLAB = 2**29  # bytes of host memory that are asked for at once
@@ -42,7 +42,9 @@ class PagedWeight:
 
 def _stride(source: TensorSource) -> tuple[int, ...]:
     """Return the strides on the device: a dense tensor in memory keeps its own, such as channels_last."""
-    if isinstance(source, HostSource) and torch.ops.aten.is_non_overlapping_and_dense(source.tensor):
+    if isinstance(source, HostMemoryWeightSource) and torch.ops.aten.is_non_overlapping_and_dense(
+        source.tensor
+    ):
         return source.tensor.stride()
     return torch.empty(source.shape, device="meta").stride()
 
@@ -88,13 +90,13 @@ class WeightPage:
             flat = torch.from_numpy(raw[entry.offset : entry.offset + entry.nbytes]).view(entry.dtype)
             home = flat.as_strided(entry.size, entry.stride)
             home.copy_(source.host_tensor().detach())
-            assert isinstance(source, HostSource)
+            assert isinstance(source, HostMemoryWeightSource)
             source.tensor = home
 
 
 def is_movable(stand_in: OffloadedTensor) -> bool:
     """Return True when a weight's values may move into the memory of a page."""
-    return isinstance(stand_in.source, HostSource)
+    return isinstance(stand_in.source, HostMemoryWeightSource)
 
 
 class HostPageAllocator:

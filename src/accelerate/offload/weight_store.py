@@ -17,7 +17,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.offload.module_tensors import as_parameter
 from accelerate.offload.offload_folder import INDEX, Folder, OffloadedWeightsLoader, offload_state_dict
 from accelerate.offload.offloaded_tensor import OffloadedTensor
-from accelerate.offload.tensor_source import HostSource, MappingSource, OffloadError, TensorSource
+from accelerate.offload.tensor_source import HostMemoryWeightSource, MappingSource, OffloadError, TensorSource
 
 
 class HostWeights(dict[str, torch.Tensor]):
@@ -99,9 +99,11 @@ class WeightStore:
         if isinstance(tensor, OffloadedTensor):
             return tensor.source
         if not tensor.is_meta:
-            return HostSource(name, tensor.detach().to("cpu"))
+            return HostMemoryWeightSource(name, tensor.detach().to("cpu"))
         if name in self.state_dict:
-            return HostSource(name, torch.as_tensor(self.state_dict[name]).detach().to("cpu", tensor.dtype))
+            return HostMemoryWeightSource(
+                name, torch.as_tensor(self.state_dict[name]).detach().to("cpu", tensor.dtype)
+            )
         return MappingSource(name, self.loader, name, tensor)
 
     def names_to_write(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:

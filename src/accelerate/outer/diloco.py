@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import SettingError
+from accelerate.outer.bucketed_averaging import iterate_means
 from accelerate.outer.local_training import LocalSGDContext
-from accelerate.outer.parameter_averaging import iterate_means
 
 
 class DiLoCo(LocalSGDContext):

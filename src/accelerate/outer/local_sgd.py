@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from accelerate.outer.bucketed_averaging import average_in_place
 from accelerate.outer.local_training import LocalSGDContext
-from accelerate.outer.parameter_averaging import average_in_place
 
 
 class LocalSGD(LocalSGDContext):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
-from accelerate.outer.parameter_averaging import average_in_place, sync_optimizer_state
+from accelerate.outer.bucketed_averaging import average_in_place, sync_optimizer_state
 from accelerate.world import collective
 from accelerate.world import world as worlds
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import StrategyRequest
-from accelerate.strategy.settings.fsdp import UseFSDPSetting
+from accelerate.strategy.launch_settings.fsdp import UseFSDPSetting
 from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
 from accelerate.strategy.sharding.sharded_strategy import find_plugin, fsdp_options
 from accelerate.world.world import World

@@ -18,7 +18,7 @@ from dataclasses import fields
 
 from accelerate.core.errors import WorldError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.world.env_variable_parsers import (
+from accelerate.world.cluster_variables import (
     DEFAULT_PORT,
     Env,
     derive_node,
@@ -261,7 +261,7 @@ class MVAPICHEnvironment(ClusterEnvironment):
     local_size_names = ("MV2_COMM_WORLD_LOCAL_SIZE",)
 
 
-class HydraEnvironment(ClusterEnvironment):
+class MPICHHydraEnvironment(ClusterEnvironment):
     """MPICH's and Intel MPI's ``mpiexec``, and Cray's PALS.
 
     Source: MPICH wiki, "Using the Hydra Process Manager"; Intel MPI Developer Reference; PALS mpiexec(1).
@@ -410,7 +410,7 @@ SCHEDULERS: tuple[type[ClusterEnvironment], ...] = (
     LSFEnvironment,
     OpenMPIEnvironment,
     MVAPICHEnvironment,
-    HydraEnvironment,
+    MPICHHydraEnvironment,
     SLURMEnvironment,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from accelerate.world.env_variable_parsers import DEFAULT_PORT
+from accelerate.world.cluster_variables import DEFAULT_PORT
 
 LOOPBACK = "127.0.0.1"
 

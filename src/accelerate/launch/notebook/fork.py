@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from accelerate.core import environ
-from accelerate.launch.notebook.rank import ExceptionHook, call_function
+from accelerate.launch.notebook.function_runner import ExceptionHook, call_function
 from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
 

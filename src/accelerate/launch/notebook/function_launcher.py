@@ -24,7 +24,7 @@ from accelerate.launch.kinds.local import LOOPBACK, rank_variables
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import device_use, payload
 from accelerate.launch.notebook.fork import ForkedRankSpec, ForkSupervisor
-from accelerate.launch.notebook.rank import exception_file, result_file
+from accelerate.launch.notebook.function_runner import exception_file, result_file
 from accelerate.launch.plan import Variables
 from accelerate.launch.port import PortInUseError, ReservedPort
 from accelerate.launch.supervisor import JobOutcome, ProcessSpec, WorkerSupervisor

@@ -26,7 +26,7 @@ def folder_name(index: int) -> str:
     return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
 
 
-class EngineCheckpointFiles:
+class DeepSpeedEngineCheckpointer:
     """Saves and loads the checkpoint of one engine.
 
     Args:

@@ -18,7 +18,7 @@ from accelerate.core.errors import SettingError
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, DummyOptim, DummyScheduler
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
-from accelerate.strategy.settings.deepspeed import is_same
+from accelerate.strategy.launch_settings.deepspeed import is_same
 
 _CONFIG_NAME = "the DeepSpeed configuration"
 

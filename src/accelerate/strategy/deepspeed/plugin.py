@@ -16,7 +16,7 @@ from accelerate.core.packages import is_installed
 from accelerate.core.setting import LoadedSettings, load_settings
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig
-from accelerate.strategy.settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, is_same
+from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, is_same
 
 _FIELDS = (
     *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),

@@ -30,7 +30,7 @@ from accelerate.strategy.base import (
     StrategyRequest,
     graph_leaves,
 )
-from accelerate.strategy.settings import deepspeed as deepspeed_settings
+from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -104,10 +104,8 @@ class DeepSpeed(Strategy):
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
         """Return whether a plugin or the launcher asks for DeepSpeed, also with one process."""
-        return (
-            bool(_given_plugins(request))
-            or load_settings(deepspeed_settings.UseDeepSpeedSetting).value.use_deepspeed
-        )
+        use_deepspeed = load_settings(deepspeed_settings.UseDeepSpeedSetting).value.use_deepspeed
+        return bool(_given_plugins(request)) or use_deepspeed
 
     @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
@@ -498,11 +496,13 @@ class DeepSpeed(Strategy):
 
     def engine_files(self, models: Sequence[nn.Module], options: Mapping[str, Any]) -> list[Any]:
         """Return the DeepSpeed checkpoint of each model that is trained."""
-        from accelerate.strategy.deepspeed.engine_checkpoint import EngineCheckpointFiles
+        from accelerate.strategy.deepspeed.engine_checkpoint import DeepSpeedEngineCheckpointer
 
         handles = [(index, self.engines.find(model)) for index, model in enumerate(models)]
         trained = [(i, h) for i, h in handles if h is not None and h.optimizer is not None]
-        return [EngineCheckpointFiles(handle, index, self.world, dict(options)) for index, handle in trained]
+        return [
+            DeepSpeedEngineCheckpointer(handle, index, self.world, dict(options)) for index, handle in trained
+        ]
 
     @classmethod
     def read_engine_checkpoints(cls, folder: Path) -> Sequence[EngineCheckpoint]:

@@ -19,7 +19,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import PrepareBundle, StrategyRequest, graph_leaves
-from accelerate.strategy.settings.fsdp import FSDPSettings, UseFSDPSetting
+from accelerate.strategy.launch_settings.fsdp import FSDPSettings, UseFSDPSetting
 from accelerate.strategy.sharding.sharded_strategy import ShardedStrategy, find_plugin, fsdp_options
 from accelerate.world import collective
 from accelerate.world.world import World

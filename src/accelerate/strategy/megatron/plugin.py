@@ -9,8 +9,8 @@ from typing import Any
 
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError
 from accelerate.core.setting import load_settings
+from accelerate.strategy.launch_settings.megatron import MegatronSettings
 from accelerate.strategy.megatron.parsers import add_model_args
-from accelerate.strategy.settings.megatron import MegatronSettings
 
 # The values of fields that neither code nor the launcher sets.
 DEFAULTS: Mapping[str, Any] = {

@@ -19,7 +19,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, Strategy, StrategyRequest
-from accelerate.strategy.settings.megatron import MegatronSettings, UseMegatronSetting
+from accelerate.strategy.launch_settings.megatron import MegatronSettings, UseMegatronSetting
 from accelerate.world.world import World
 
 if TYPE_CHECKING:

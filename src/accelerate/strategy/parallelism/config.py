@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.core.setting import load_settings
+from accelerate.strategy.launch_settings.parallelism import ParallelismSettings
 from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
-from accelerate.strategy.settings.parallelism import ParallelismSettings
 from accelerate.world.mesh_layout import DIMENSIONS, MeshLayout
 
 if TYPE_CHECKING:

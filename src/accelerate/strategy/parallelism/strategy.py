@@ -16,7 +16,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest
-from accelerate.strategy.settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
+from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
 from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
 from accelerate.strategy.sharding.sharded_strategy import fsdp_options
 

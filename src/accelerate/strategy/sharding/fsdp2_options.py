@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import LoadedSettings
-from accelerate.strategy.settings.fsdp import FSDPSettings
+from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.parsing import parse_dtype, parse_policy_fields
 
 STATE_DICT_TYPE = "SHARDED_STATE_DICT"

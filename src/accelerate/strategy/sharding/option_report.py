@@ -13,8 +13,8 @@ from accelerate.core import environ
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.strategy.sharding.activation_offload import offloads_inputs
 from accelerate.strategy.sharding.grads import fsdp_param_groups
+from accelerate.strategy.sharding.observed_dtypes import used_dtypes
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.runtime_dtypes import used_dtypes
 
 _IGNORED = (
     "it is an option of FSDP1; FSDP2 always keeps the user's own parameters, and begins with the weights of "

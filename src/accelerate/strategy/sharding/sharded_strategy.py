@@ -16,7 +16,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import RequestedOption, requested_options
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import NO_CONTEXT, PrepareBundle, PrepareStep, Strategy, StrategyRequest
-from accelerate.strategy.settings.fsdp import UseFSDPSetting
+from accelerate.strategy.launch_settings.fsdp import UseFSDPSetting
 from accelerate.world import watchdog
 
 if TYPE_CHECKING:

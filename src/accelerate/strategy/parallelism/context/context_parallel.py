@@ -19,7 +19,7 @@ from accelerate.strategy.parallelism.context.attention import (
     DistributedAttention,
     all_gather_with_grad,
 )
-from accelerate.strategy.parallelism.context.sequence_parallel_dimension import SequenceParallelMeshDimension
+from accelerate.strategy.parallelism.context.sequence_sharding_base import SequenceParallelMeshDimension
 from accelerate.strategy.parallelism.context.sequence_shards import join_shards
 
 

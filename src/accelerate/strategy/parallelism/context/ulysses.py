@@ -20,7 +20,7 @@ from torch import nn
 from accelerate.core import packages, tree
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.context.attention import AttentionCall, DistributedAttention
-from accelerate.strategy.parallelism.context.sequence_parallel_dimension import SequenceParallelMeshDimension
+from accelerate.strategy.parallelism.context.sequence_sharding_base import SequenceParallelMeshDimension
 from accelerate.strategy.parallelism.context.sequence_shards import TokenRange
 
 

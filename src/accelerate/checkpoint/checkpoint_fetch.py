@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from accelerate.checkpoint import names
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.checkpoint.train_state import CheckpointContents
 from accelerate.core.errors import AccelerateError, CheckpointError
@@ -31,7 +31,7 @@ def local_checkpoint(
     name: str,
     manifest: Manifest | None,
     train_state: CheckpointContents,
-    ranks: RankGroup,
+    ranks: CheckpointRankGroup,
     action: str,
 ) -> Generator[tuple[Path, Manifest | None]]:
     """Yield the checkpoint's files as a local folder, and the manifest of these files; all ranks call.
@@ -126,7 +126,7 @@ def _refuse_too_large(label: str, needed: dict[str, int], target: Path) -> None:
         )
 
 
-def _local_share(needed: dict[str, int], ranks: RankGroup) -> list[str]:
+def _local_share(needed: dict[str, int], ranks: CheckpointRankGroup) -> list[str]:
     """Return the files that this rank fetches for its machine, the largest first."""
     by_size = sorted(needed, key=lambda file: (-needed[file], file))
     return by_size[ranks.local_rank :: ranks.local_size]

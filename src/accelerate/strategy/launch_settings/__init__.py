@@ -21,5 +21,5 @@ from typing import Any
 from accelerate.core.registry import Registry
 
 SETTINGS: Registry[tuple[type[Any], ...]] = Registry(
-    "settings of a strategy", "accelerate.strategy.settings", "accelerate.strategy_settings"
+    "settings of a strategy", "accelerate.strategy.launch_settings", "accelerate.strategy_settings"
 )

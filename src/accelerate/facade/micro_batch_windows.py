@@ -59,7 +59,7 @@ class GradientAccumulationWindows:
 
     def __iter__(self) -> Iterator[GradientAccumulationWindow]:
         self.gradients.refuse_abandoned("windows() began")
-        source = _BatchCursor(self.loader)
+        source = _LastBatchAwareIterator(self.loader)
         # The first batch of a window is read before the window is yielded, or an empty window could
         # follow the last. This prefetches nothing: the window before it has ended.
         try:
@@ -77,7 +77,7 @@ class GradientAccumulationWindows:
             source.iterator = iter(())  # a window that is kept alive does not keep the loader's iterator
 
 
-class _BatchCursor:
+class _LastBatchAwareIterator:
     """The iterator over a loader that knows whether the current batch is the last."""
 
     def __init__(self, loader: Any) -> None:
@@ -106,7 +106,7 @@ class GradientAccumulationWindow:
         done: its last micro-batch was yielded.
     """
 
-    def __init__(self, windows: GradientAccumulationWindows, source: _BatchCursor) -> None:
+    def __init__(self, windows: GradientAccumulationWindows, source: _LastBatchAwareIterator) -> None:
         self.gradients, self.strategy = windows.gradients, windows.strategy
         self.n, self.count, self.done = windows.n, 0, False
         self._windows, self._source = windows, source
