@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -18,7 +20,7 @@ import torch
 from accelerate.checkpoint import commit, discovery, manifest, state
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import RankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError
@@ -427,8 +429,11 @@ def test_a_manifest_of_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a folder per machine
 
 
-def nodes(size: int) -> list[RankGroup]:
-    return [RankGroup(rank=node, size=size, local_rank=0, local_size=1, node=node) for node in range(size)]
+def nodes(size: int) -> list[CheckpointRankGroup]:
+    return [
+        CheckpointRankGroup(rank=node, size=size, local_rank=0, local_size=1, node=node)
+        for node in range(size)
+    ]
 
 
 def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> None:
@@ -507,3 +512,35 @@ def test_a_part_failing_to_give_its_state_leaves_nothing(
     with pytest.raises(CheckpointError, match=r"(?s)could not save the checkpoint .*KeyError: 'moment'"):
         state.save(CheckpointContents(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
+
+
+THREADS_READ_FIRST = """if True:
+    import importlib.util, json, sys, threading
+    from accelerate.checkpoint import manifest
+
+    sys.setswitchinterval(1e-6)
+    entry = manifest.ManifestEntry("model.safetensors", "Linear", {"weight": ("float32", [1, 2])})
+    data = manifest.encode(manifest.Manifest("a", 1, 1, {}, {"models": [entry]}))
+    for number in range(100):
+        spec = importlib.util.spec_from_file_location(f"fresh_{number}", manifest.__file__)
+        fresh = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fresh)
+        barrier, read = threading.Barrier(4), []
+
+        def work():
+            barrier.wait()
+            read.append(fresh.decode(data, "manifest.json"))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(read) == 4 and all(each == read[0] for each in read), read
+"""
+
+
+def test_threads_may_read_the_first_manifests_of_a_process() -> None:
+    """As a resume does, in a folder of several checkpoints. The interpreter crashed, now and then."""
+    done = subprocess.run([sys.executable, "-c", THREADS_READ_FIRST], capture_output=True, text=True)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"

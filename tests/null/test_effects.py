@@ -516,12 +516,16 @@ def test_trackers_that_nobody_started(tmp_path: Any) -> None:
                 step(accelerator, model, optimizer, torch.randn(2, 16))
 
 
-def test_only_the_first_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Accelerator()
+@pytest.mark.parametrize(("options", "times"), [({}, 0), ({"gradient_accumulation_steps": 2}, 1)])
+def test_only_the_first_step_looks(
+    options: dict[str, int], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that only where it shows more than ``prepare`` did."""
+    accelerator = Accelerator(**options)
     model = Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
     looked: list[int] = []
     monkeypatch.setattr(Accelerator, "_report_options", lambda self, depth=0: looked.append(depth))
     for _ in range(3):
         step(accelerator, model, optimizer, torch.randn(2, 16))
-    assert len(looked) == 1
+    assert len(looked) == times

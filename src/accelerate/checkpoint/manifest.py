@@ -80,6 +80,11 @@ class Manifest:
     format: int = FORMAT
 
 
+# At import: threads that read the first manifests of a process at once would build msgspec's description of
+# the class at once, and that crashes the interpreter (msgspec 0.22).
+msgspec.json.Decoder(Manifest)
+
+
 def _manifest_digest(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.new(_GUARD, text.encode()).hexdigest()
