@@ -3,9 +3,9 @@
 Keys and values, of each block: ``2 x batch x length x kv_heads x head_size x bytes``; a decoder that also
 looks at an encoder has them twice.
 
-Activations: what one block makes of its tokens (``activations.py``, scores not kept: fused attention), all of
-it at once, which is more than a forward ever has; and the scores of the vocabulary for the last token of each
-sample, ``batch x vocabulary x (bytes + 4)``, since they are sampled from in float32.
+Activations: what one block makes of its tokens (``activation_trace.py``, scores not kept: fused attention),
+all of it at once, which is more than a forward ever has; and the scores of the vocabulary for the last token
+of each sample, ``batch x vocabulary x (bytes + 4)``, since they are sampled from in float32.
 """
 
 from __future__ import annotations
