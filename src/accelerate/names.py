@@ -7,7 +7,7 @@ and everything is loaded when it is first used. ``core/lazy_names.py`` explains 
 
 from __future__ import annotations
 
-from accelerate.core.lazy_names import DirectObject, LazyCall, NameSource, PublicNames, UnimplementedName
+from accelerate.core.lazy_names import LazyCall, NameSource, ObjectNameSource, PublicNames, UnimplementedName
 
 
 def exports(text: str) -> dict[str, NameSource]:
@@ -30,7 +30,7 @@ def words(text: str) -> list[str]:
 def constants(texts: str = "", **values: object) -> dict[str, NameSource]:
     """Return constants of the API that no code here needs; ``NAME=text`` for one-word texts."""
     pairs = dict(pair.split("=") for pair in texts.split())
-    return {name: DirectObject(value) for name, value in {**pairs, **values}.items()}
+    return {name: ObjectNameSource(value) for name, value in {**pairs, **values}.items()}
 
 
 def package_checks(names: str) -> dict[str, NameSource]:

@@ -466,7 +466,7 @@ def test_a_killed_process_leaves_nothing_that_the_next_export_does_not_clear(tmp
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from accelerate.checkpoint import checkpoint_folder
+from accelerate.checkpoint import checkpoint_maintenance
 from accelerate.checkpoint.checkpoint_export import export_weights
 
 def peak():

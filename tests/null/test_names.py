@@ -16,8 +16,8 @@ import accelerate
 from accelerate.core import pyi_stub_writer
 from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.core.lazy_names import (
-    DirectObject,
     LazyCall,
+    ObjectNameSource,
     PublicNames,
     UnimplementedName,
     get_override,
@@ -265,7 +265,7 @@ def names(monkeypatch, tmp_path):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     homes = {
-        "toy.inner": {"one": DirectObject(1), "same": "home:real"},
+        "toy.inner": {"one": ObjectNameSource(1), "same": "home:real"},
         "toy.inner.same": {
             "made": LazyCall("home:make", "cat"),
             "text": LazyCall("home:make", "cat", then=lambda made: made().upper()),

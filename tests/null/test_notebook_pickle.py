@@ -194,7 +194,7 @@ def test_the_first_use_of_a_device_is_noted_with_its_cell_and_the_line_below_it(
     monkeypatch.setattr(device_use, "cell_of", lambda file: "Cell In[4]" if file == "/tmp/cell.py" else None)
     linecache.cache["/tmp/cell.py"] = (0, None, ["\n", "import fast\n"], "/tmp/cell.py")
     linecache.cache["/lib/fast.py"] = (0, None, ["ready = use()\n"], "/lib/fast.py")
-    module._lazy_init = device_use._DeviceInitRecorder(device, module, module._lazy_init)
+    module._lazy_init = device_use._FirstDeviceUseProbe(device, module, module._lazy_init)
     library = compile("module._lazy_init()", "/lib/fast.py", "exec")
     cell = compile("\nexec(library)", "/tmp/cell.py", "exec")
     try:
@@ -206,4 +206,4 @@ def test_the_first_use_of_a_device_is_noted_with_its_cell_and_the_line_below_it(
         "odd": "Cell In[4], line 2: import fast, through /lib/fast.py, line 1: ready = use()"
     }
     assert started == [1, 1]
-    assert not isinstance(module._lazy_init, device_use._DeviceInitRecorder)
+    assert not isinstance(module._lazy_init, device_use._FirstDeviceUseProbe)

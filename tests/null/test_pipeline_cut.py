@@ -11,7 +11,7 @@ from torch import nn
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.strategy.parallelism.pipeline.fake_tensor_model import FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey, make_fake_mode
-from accelerate.strategy.parallelism.pipeline.model_split import UnsplitStateNames, assign_stages
+from accelerate.strategy.parallelism.pipeline.model_split import FullModelStateNames, assign_stages
 from accelerate.utils import PipelineParallelConfig
 from tests.support import parity
 
@@ -63,7 +63,7 @@ def test_a_model_is_cut_evenly_or_where_it_is_said() -> None:
 
 def test_tied_weights_have_several_holders() -> None:
     model = parity.decoder()
-    names = UnsplitStateNames.from_model(model, assign_stages(model, options(), 2))
+    names = FullModelStateNames.from_model(model, assign_stages(model, options(), 2))
     assert names.holders["embed.weight"] == (0, 1)
     assert (names.first["head.weight"], names.order[-1]) == ("embed.weight", "head.weight")
     assert names.holders["layers.0.up.weight"] == (0,)

@@ -26,7 +26,7 @@ from accelerate.checkpoint.sharded_state import (
     ShardedOptimizerState,
     optimizer_state_by_index,
 )
-from accelerate.checkpoint.train_state import CheckpointLoadContext
+from accelerate.checkpoint.stateful_protocols import CheckpointLoadContext
 from accelerate.cli.main import run
 from accelerate.cli.merge_weights import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError, SettingError

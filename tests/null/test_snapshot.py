@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from accelerate.checkpoint import async_save, snapshot, state
 from accelerate.checkpoint.rank_file_contents import CollectedStates
-from accelerate.checkpoint.train_state import CheckpointContents
+from accelerate.checkpoint.stateful_protocols import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
 

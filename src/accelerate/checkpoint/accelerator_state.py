@@ -15,7 +15,7 @@ from accelerate.checkpoint import names, pickles, rank_file_contents
 from accelerate.checkpoint.load_state import resolve_map_location
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
-from accelerate.checkpoint.train_state import CheckpointContents
+from accelerate.checkpoint.stateful_protocols import CheckpointContents
 from accelerate.checkpoint.weight_file_io import replace_file
 from accelerate.world import rng
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate.checkpoint import checkpoint_folder, names
+from accelerate.checkpoint import checkpoint_maintenance, names
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.lazy_tensor import LazyTensor
 from accelerate.checkpoint.lazy_weights import (
@@ -98,7 +98,7 @@ def export_weights(
 
 def _verify_files(checkpoint: CheckpointCandidate, file_names: set[str]) -> int:
     problems = [
-        checked for checked in checkpoint_folder.check_files(checkpoint, file_names) if checked.problem
+        checked for checked in checkpoint_maintenance.check_files(checkpoint, file_names) if checked.problem
     ]
     if problems:
         first = problems[0]

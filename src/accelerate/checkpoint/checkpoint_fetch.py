@@ -16,8 +16,8 @@ from accelerate.checkpoint import names
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.stateful_protocols import CheckpointContents
 from accelerate.checkpoint.storage import CheckpointStorage
-from accelerate.checkpoint.train_state import CheckpointContents
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.core.units import show_bytes
 

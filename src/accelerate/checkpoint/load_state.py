@@ -16,9 +16,9 @@ from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader, verify_files
+from accelerate.checkpoint.stateful_protocols import CheckpointContents
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.checkpoint.storage_urls import Address
-from accelerate.checkpoint.train_state import CheckpointContents
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from accelerate.checkpoint import names, pickles, state_dict_files
 from accelerate.checkpoint.manifest import ManifestEntry, to_plain
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.train_state import OBJECT_FILES, CheckpointContents, ShardWriter, class_name
+from accelerate.checkpoint.stateful_protocols import OBJECT_FILES, CheckpointContents, ShardWriter, class_name
 
 ModelStates = list[dict[str, Any]]
 

@@ -17,10 +17,10 @@ from accelerate.checkpoint import async_save, checkpoint_location, commit, rank_
 from accelerate.checkpoint.manifest import Manifest, ManifestEntry
 from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.stateful_protocols import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.checkpoint.storage_urls import Address, open_store, split_address
 from accelerate.checkpoint.store_channel import CheckpointStoreChannel, open_channel
-from accelerate.checkpoint.train_state import CheckpointContents, StatefulAdapter
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

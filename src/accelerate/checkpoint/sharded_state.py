@@ -21,8 +21,8 @@ from accelerate.checkpoint import names, state_dict_files
 from accelerate.checkpoint.dcp_shard_reader import ShardFolderReader
 from accelerate.checkpoint.manifest import ManifestEntry
 from accelerate.checkpoint.save_plan import LocalSavePlan, RankShardFile, only_distributed
+from accelerate.checkpoint.stateful_protocols import CheckpointLoadContext
 from accelerate.checkpoint.tensor_read_plan import ReadPlan
-from accelerate.checkpoint.train_state import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing

@@ -10,7 +10,7 @@
     result = state.load(train_state, project=project)  # the newest committed one
     result.step, result.metadata["epoch"], result.missing, result.notes
 
-The objects and the protocols for their states are in ``train_state.py``, the commit protocol in
+The objects and the protocols for their states are in ``stateful_protocols.py``, the commit protocol in
 ``commit.py``, the file names in ``names.py``, the manifest in ``manifest.py``. Device-specific and sharded
 states come in as ``StatefulAdapter`` or ``FolderStateful``. A ``before`` hook gets the folder: that of a save
 may write files into it and take models out of its list, that of a load may take models out of
@@ -22,7 +22,7 @@ from __future__ import annotations
 from accelerate.checkpoint.discovery import latest_checkpoint
 from accelerate.checkpoint.load_state import CheckpointLoadResult, load
 from accelerate.checkpoint.save import save
-from accelerate.checkpoint.train_state import (
+from accelerate.checkpoint.stateful_protocols import (
     CheckpointContents,
     FolderStateful,
     RNGStates,

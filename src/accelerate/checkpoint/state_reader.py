@@ -21,7 +21,7 @@ from accelerate.checkpoint.digest import file_digest, file_digests
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.train_state import (
+from accelerate.checkpoint.stateful_protocols import (
     OBJECT_FILES,
     CheckpointContents,
     CheckpointLoadContext,

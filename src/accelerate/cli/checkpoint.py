@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from accelerate.checkpoint import checkpoint_folder
+from accelerate.checkpoint import checkpoint_maintenance
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.core.units import show_bytes, show_seconds
@@ -55,7 +55,7 @@ def _ls(folder: str, as_json: bool) -> None:
 
     Only manifests are read. `accelerate checkpoint verify` reads everything.
     """
-    place = checkpoint_folder.open_checkpoints(folder)
+    place = checkpoint_maintenance.open_checkpoints(folder)
     rows = [_candidate_row(candidate, newest=candidate is place.newest) for candidate in place.candidates]
     if as_json:
         click.echo(json.dumps(rows, indent=1))
@@ -75,10 +75,10 @@ def _candidate_row(candidate: CheckpointCandidate, *, newest: bool) -> dict[str,
         "position": _loader_position(manifest.loaders if manifest else []),
         "metadata": manifest.metadata if manifest else {},
         "saved": candidate.saved_at.isoformat(),
-        "size": sum(checkpoint_folder.file_sizes(candidate).values()),
+        "size": sum(checkpoint_maintenance.file_sizes(candidate).values()),
         "processes": manifest.world_size if manifest else None,
         "strategy": manifest.strategy if manifest else "",
-        "format": checkpoint_folder.weight_layout(candidate),
+        "format": checkpoint_maintenance.weight_layout(candidate),
         "complete": not candidate.problem,
         "newest": newest,
         "status": candidate.problem or "complete",
@@ -151,8 +151,8 @@ def _verify(ctx: click.Context, folder: str, names: tuple[str, ...], as_json: bo
     The exit code is 1 if anything is missing or damaged. A checkpoint without a manifest, as Accelerate 1.x
     writes it, can only be looked at: its files are opened as far as their formats allow.
     """
-    place = checkpoint_folder.open_checkpoints(folder)
-    chosen = [checkpoint_folder.select_checkpoint(place, name) for name in names] or place.candidates
+    place = checkpoint_maintenance.open_checkpoints(folder)
+    chosen = [checkpoint_maintenance.select_checkpoint(place, name) for name in names] or place.candidates
     lines: list[dict[str, str]] = []
     with _VerifyProgress(chosen) as progress:
         for candidate in chosen:
@@ -174,7 +174,7 @@ def _verify_candidate(candidate: CheckpointCandidate, progress: _VerifyProgress)
         line = {"name": candidate.name, "file": "", "size": "", "result": seen}
         return [line | {"ok": "no" if candidate.problem else "unknown"}]
     lines: list[dict[str, str]] = []
-    for checked in checkpoint_folder.check_files(candidate):
+    for checked in checkpoint_maintenance.check_files(candidate):
         progress.advance(checked.size or 0)
         size = "" if checked.size is None else show_bytes(checked.size)
         line = {
@@ -192,7 +192,7 @@ class _VerifyProgress:
 
     def __init__(self, chosen: Iterable[CheckpointCandidate]) -> None:
         total = sum(
-            sum(checkpoint_folder.file_sizes(candidate).values())
+            sum(checkpoint_maintenance.file_sizes(candidate).values())
             for candidate in chosen
             if candidate.manifest is not None
         )
@@ -231,10 +231,10 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
     The newest complete one always stays, and so does what is damaged. A leftover goes if a checkpoint was
     committed after it, and nothing in it has changed for ten minutes: it could be a save that is going on.
     """
-    place = checkpoint_folder.open_checkpoints(folder)
+    place = checkpoint_maintenance.open_checkpoints(folder)
     if place.single:
         raise SettingError(f"{folder} is one checkpoint", fix="name the folder that holds the checkpoints")
-    going, stays = checkpoint_folder.plan_removal(place, keep)
+    going, stays = checkpoint_maintenance.plan_removal(place, keep)
     for line in stays:
         click.echo(f"stays: {line}")
     if not going:
@@ -250,7 +250,7 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
     from accelerate.checkpoint.commit import new_id
 
     for each in going:
-        checkpoint_folder.remove_candidate(place, each, new_id())
+        checkpoint_maintenance.remove_candidate(place, each, new_id())
     click.echo(f"removed {len(going)} folder(s), {total}")
 
 
@@ -268,7 +268,7 @@ def _export(folder: str, out: Path, max_shard_size: str, model: int, dtype: str 
     OUT gets model.safetensors, or shards and their index: the layout of the model hub. Weights of an earlier
     export are replaced. The files are verified first. One tensor is in memory at a time.
     """
-    candidate = checkpoint_folder.select_checkpoint(checkpoint_folder.open_checkpoints(folder))
+    candidate = checkpoint_maintenance.select_checkpoint(checkpoint_maintenance.open_checkpoints(folder))
     if candidate.problem:
         raise CheckpointError(f"{candidate.path} is not complete", why=candidate.problem)
     from accelerate.checkpoint.checkpoint_export import export_weights

@@ -4,7 +4,7 @@ The table maps a public module to its names, and a name to its *source*:
 
     "package.module:attribute"                 an object of this package, the package's own name left out
     LazyCall(maker, *args, **kw)               the result of calling ``maker`` (a source): similar names
-    DirectObject(constant)               a plain constant that needs no code
+    ObjectNameSource(constant)                 a plain constant that needs no code
     UnimplementedName("what will come")        not built yet: usable in ``import``, ``isinstance`` and as a
                                                base class; using it otherwise raises FeatureNotBuiltError
 """
@@ -37,7 +37,7 @@ class LazyCall:
         self.maker, self.args, self.kwargs, self.then = maker, args, kwargs, then
 
 
-class DirectObject:
+class ObjectNameSource:
     """A source that is the object itself."""
 
     def __init__(self, value: Any) -> None:
@@ -56,7 +56,7 @@ class UnimplementedName:
         self.text, self.instead = text, instead
 
 
-NameSource = str | LazyCall | DirectObject | UnimplementedName
+NameSource = str | LazyCall | ObjectNameSource | UnimplementedName
 NameTable = Mapping[str, Mapping[str, NameSource]]
 
 
@@ -141,7 +141,7 @@ class PublicNames:
     def _load_object(self, source: NameSource, path: str) -> Any:
         if isinstance(source, UnimplementedName):
             return make_placeholder(path, source)
-        if isinstance(source, DirectObject):
+        if isinstance(source, ObjectNameSource):
             return source.value
         if isinstance(source, LazyCall):
             result = self._load_object(source.maker, path)(*source.args, **source.kwargs)

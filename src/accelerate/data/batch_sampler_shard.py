@@ -18,9 +18,9 @@ from accelerate.data.data_order_rng import find_generators
 from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.sample_order import (
-    RankBatchSlicer,
+    RankSampleOrderSlicer,
     SeedableRandomSampler,
-    StepIndices,
+    StepSampleIndices,
     inner_sampler,
     is_known,
     sampler_chain,
@@ -116,7 +116,7 @@ class BatchSamplerShard(BatchSampler):
 
     def steps(
         self, batches: Iterator[list[Any]], skipped: int, first_batches: list[Any]
-    ) -> Iterator[StepIndices]:
+    ) -> Iterator[StepSampleIndices]:
         """Return this process's part of every step, from the unsharded batches.
 
         Args:
@@ -132,7 +132,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _take_whole(
         self, batches: Iterator[list[Any]], skipped: int, first_batches: list[Any]
-    ) -> Iterator[StepIndices]:
+    ) -> Iterator[StepSampleIndices]:
         first = list(first_batches)
         group: list[list[Any]] = []
         for batch in batches:
@@ -152,14 +152,14 @@ class BatchSamplerShard(BatchSampler):
     def _is_full(self, batch: list[Any]) -> bool:
         return self.batch_size is None or len(batch) >= self.batch_size
 
-    def _take_batch(self, group: list[list[Any]], skipped: int, remainder: int = 0) -> StepIndices:
+    def _take_batch(self, group: list[list[Any]], skipped: int, remainder: int = 0) -> StepSampleIndices:
         batch = group[self.process_index]
         before = sum(map(len, group[: self.process_index]))
-        return StepIndices(batch, False, sum(map(len, group)), remainder, len(batch), skipped + before)
+        return StepSampleIndices(batch, False, sum(map(len, group)), remainder, len(batch), skipped + before)
 
     def _fill_last_step(
         self, group: list[list[Any]], first: list[list[Any]], skipped: int
-    ) -> Iterator[StepIndices]:
+    ) -> Iterator[StepSampleIndices]:
         """Yield the incomplete last step."""
         real = sum(map(len, group))
         if not self.even_batches:
@@ -172,16 +172,18 @@ class BatchSamplerShard(BatchSampler):
                 yield self._take_batch(group, skipped, real)
             else:
                 filler = list(islice(chain(group, cycle(first)), self.num_processes))[self.process_index]
-                yield StepIndices(filler, False, real, real, 0, skipped + real)
+                yield StepSampleIndices(filler, False, real, real, 0, skipped + real)
             return
         samples = chain(chain.from_iterable(group), cycle(list(chain.from_iterable(first))))
         start = self.process_index * self.batch_size
         indices = list(islice(samples, start, start + self.batch_size))
-        yield StepIndices(indices, False, real, real, _clamp(real - start, self.batch_size), skipped + start)
+        yield StepSampleIndices(
+            indices, False, real, real, _clamp(real - start, self.batch_size), skipped + start
+        )
 
     def _split_each(
         self, batches: Iterator[list[Any]], skipped: int, first_batches: list[Any]
-    ) -> Iterator[StepIndices]:
+    ) -> Iterator[StepSampleIndices]:
         first: list[Any] = first_batches[0] if first_batches else []
         for batch in batches:
             first = first or batch
@@ -196,7 +198,7 @@ class BatchSamplerShard(BatchSampler):
             start = self.process_index * share
             part = batch[start : start + share]
             if part:
-                yield StepIndices(
+                yield StepSampleIndices(
                     part, False, real, real % size, _clamp(real - start, share), skipped + start
                 )
             skipped += real
@@ -206,24 +208,24 @@ def _clamp(value: int, most: int) -> int:
     return min(max(value, 0), most)
 
 
-def slicer_for(sampler: Any) -> RankBatchSlicer | None:
+def slicer_for(sampler: Any) -> RankSampleOrderSlicer | None:
     """Return the slicer of a sampler, if it is one of torch's in one of torch's batch samplers, else None.
 
     Args:
         sampler: a batch sampler, a ``BatchSamplerShard`` over one, or a sampler of single indices.
     """
     if is_known(sampler):
-        return RankBatchSlicer(1, single=True)
+        return RankSampleOrderSlicer(1, single=True)
     shard = sampler if type(sampler) is BatchSamplerShard else None
     batches = sampler if shard is None else shard.batch_sampler
     if type(batches) is not BatchSampler or not is_known(batches.sampler):
         return None
     if shard is None or shard.num_processes == 1:
-        return RankBatchSlicer(batches.batch_size, drop_last=batches.drop_last)
+        return RankSampleOrderSlicer(batches.batch_size, drop_last=batches.drop_last)
     share = shard.batch_size or 1
     if shard.split_batches:
         share //= shard.num_processes
-    return RankBatchSlicer(
+    return RankSampleOrderSlicer(
         share,
         shard.num_processes,
         shard.process_index,
@@ -249,7 +251,7 @@ class SkipBatchSampler(BatchSampler):
             return islice(iter(self.batch_sampler), self.skip_batches, None)
         return self._iterate_rest(slicer)
 
-    def _iterate_rest(self, slicer: RankBatchSlicer) -> Iterator[list[Any]]:
+    def _iterate_rest(self, slicer: RankSampleOrderSlicer) -> Iterator[list[Any]]:
         """Yield the batches after the skip; the skipped ones are not built."""
         sampler = inner_sampler(self)
         order, _ = open_order(

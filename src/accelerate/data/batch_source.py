@@ -1,7 +1,7 @@
 """The sources of a loader's batches: map-style data fetched by index, and streams.
 
-Map-style data is read by index: torch's loader gets its batches of indices from an ``IndexSampler``, which
-knows the last one, so no batch is fetched before it is requested. A stream, or a loader with its own
+Map-style data is read by index: torch's loader gets its batches of indices from a ``PresetIndexSampler``,
+which knows the last one, so no batch is fetched before it is requested. A stream, or a loader with its own
 iteration, shows its end only when it is reached: one batch is prefetched, under isolated random numbers.
 """
 
@@ -30,8 +30,8 @@ from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.position import Epoch, FetchedBatch
 from accelerate.data.sample_order import (
     END,
-    RankBatchSlicer,
-    StepIndices,
+    RankSampleOrderSlicer,
+    StepSampleIndices,
     draw_seed,
     inner_sampler,
     mark_last,
@@ -44,7 +44,7 @@ from accelerate.data.stream_resume import resume_stream
 from accelerate.world import collective
 from accelerate.world.rng import derive, seed_host
 
-StepsOpener = Callable[[Any, list[Any], Epoch, bool], Iterator[StepIndices]]
+StepsOpener = Callable[[Any, list[Any], Epoch, bool], Iterator[StepSampleIndices]]
 
 
 def fetches_by_index(loader: DataLoader[Any]) -> bool:
@@ -83,14 +83,14 @@ def copy_loader(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     return twin
 
 
-def with_index_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], IndexSampler]:
+def with_index_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], PresetIndexSampler]:
     """Return a copy of the loader with an index sampler in place of its own, and that sampler."""
-    index_sampler = IndexSampler(outer_sampler(loader))
+    index_sampler = PresetIndexSampler(outer_sampler(loader))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return copy_loader(loader, **{name: index_sampler}), index_sampler
 
 
-class IndexSampler(Sampler[Any]):
+class PresetIndexSampler(Sampler[Any]):
     """Replaces a loader's sampler; its indices are set anew for every epoch.
 
     Args:
@@ -133,7 +133,7 @@ def _begin_fetch(indices: Any, seed: int) -> Any:
 def fetch_batches(
     base: DataLoader[Any],
     indexed: DataLoader[Any],
-    index_sampler: IndexSampler,
+    index_sampler: PresetIndexSampler,
     epoch: Epoch,
     opener: StepsOpener | None = None,
 ) -> Iterator[FetchedBatch]:
@@ -145,7 +145,7 @@ def fetch_batches(
         epoch: what to skip, and the order to resume; a new order state is recorded there.
         opener: opens the steps instead of ``open_steps``.
     """
-    pending_steps: deque[StepIndices] = deque()
+    pending_steps: deque[StepSampleIndices] = deque()
     snapshots: list[RNGSnapshot] = []
     generators = loader_generators(base)
     outside = torch.default_generator.get_state()
@@ -183,7 +183,7 @@ def fetch_batches(
 
 
 def _record_steps(
-    epoch: Epoch, steps: Iterator[StepIndices], pending_steps: deque[StepIndices]
+    epoch: Epoch, steps: Iterator[StepSampleIndices], pending_steps: deque[StepSampleIndices]
 ) -> Iterator[Any]:
     """Yield the indices of each step, and record the step in ``pending_steps``."""
     for step in steps:
@@ -193,7 +193,10 @@ def _record_steps(
 
 
 def _seed_indices(
-    base: DataLoader[Any], epoch: Epoch, steps: Iterator[StepIndices], pending_steps: deque[StepIndices]
+    base: DataLoader[Any],
+    epoch: Epoch,
+    steps: Iterator[StepSampleIndices],
+    pending_steps: deque[StepSampleIndices],
 ) -> Iterator[Any]:
     """Yield the indices of each step with the seed of its fetch."""
     data_shard = epoch.data_shard
@@ -246,7 +249,9 @@ def find_shard(base: DataLoader[Any]) -> BatchSamplerShard | None:
     return None
 
 
-def open_steps(sampler: Any, generators: list[Any], epoch: Epoch, workers: bool) -> Iterator[StepIndices]:
+def open_steps(
+    sampler: Any, generators: list[Any], epoch: Epoch, workers: bool
+) -> Iterator[StepSampleIndices]:
     """Open this process's steps of an epoch; its order is drawn, or reproduced, at once.
 
     Args:
@@ -277,14 +282,14 @@ def open_steps(sampler: Any, generators: list[Any], epoch: Epoch, workers: bool)
 
 
 def _slice_steps(
-    slicer: RankBatchSlicer,
+    slicer: RankSampleOrderSlicer,
     holder: Any,
     generators: list[Any],
     epoch: Epoch,
     order_state: OrderState | None,
     broadcast: Broadcast,
     workers: bool,
-) -> Iterator[StepIndices]:
+) -> Iterator[StepSampleIndices]:
     sampler, skip = inner_sampler(holder), epoch.skip
     if epoch.advances_generators:
         draw_seed(sampler)
@@ -315,7 +320,7 @@ def _walk_steps(
     generators: list[Any],
     epoch: Epoch,
     order_state: OrderState | None,
-) -> Iterator[StepIndices]:
+) -> Iterator[StepSampleIndices]:
     items = holder if shard is None else shard.batch_sampler
     batches, epoch.order_state = open_walk(
         items, generators, broadcast=_order_broadcast(epoch, shard is not None), order_state=order_state
@@ -337,7 +342,7 @@ class _EpochSeedingWorkerStream:
     """
 
     def __init__(
-        self, base: DataLoader[Any], indexed: DataLoader[Any], index_sampler: IndexSampler, epoch: Epoch
+        self, base: DataLoader[Any], indexed: DataLoader[Any], index_sampler: PresetIndexSampler, epoch: Epoch
     ) -> None:
         self.base, self.indexed, self.index_sampler, self.epoch = base, indexed, index_sampler, epoch
 
@@ -369,7 +374,7 @@ def stream_batches(
     base: DataLoader[Any],
     epoch: Epoch,
     step: int,
-    index_loader: tuple[DataLoader[Any], IndexSampler] | None = None,
+    index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None = None,
 ) -> Iterator[tuple[Any, bool]]:
     """Yield each batch of a stream, or of a loader with its own iteration, and whether it is the last.
 

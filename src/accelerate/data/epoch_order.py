@@ -143,8 +143,8 @@ def open_walk(
 
 
 def finish_at_end(
-    steps: Iterator[orders.StepIndices], sampler: Any, exhausted: bool
-) -> Iterator[orders.StepIndices]:
+    steps: Iterator[orders.StepSampleIndices], sampler: Any, exhausted: bool
+) -> Iterator[orders.StepSampleIndices]:
     """Yield the same steps, and finish the sampler with the last one.
 
     Args:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
 from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
 from accelerate.data.batch_source import (
-    IndexSampler,
+    PresetIndexSampler,
     copy_loader,
     fetch_batches,
     fetches_by_index,
@@ -158,7 +158,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._skip: EpochSkip = EpochSkip()
         self._unskipped: DataLoader[Any] | None = None
         # A list, so that twins share its one item, and with it persistent workers.
-        self._indexed: list[tuple[Any, DataLoader[Any], IndexSampler]] = []
+        self._indexed: list[tuple[Any, DataLoader[Any], PresetIndexSampler]] = []
         self._drop_last, self._non_blocking = drop_last, non_blocking
         self.rng_types = self.synchronized_generator = None
         self._prefetch_state: dict[str, Any] | None = None
@@ -313,7 +313,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return fetch_batches(base, *self._indexed_loader(base), epoch)
         return self._stream_batches(base, epoch)
 
-    def _indexed_loader(self, base: DataLoader[Any]) -> tuple[DataLoader[Any], IndexSampler]:
+    def _indexed_loader(self, base: DataLoader[Any]) -> tuple[DataLoader[Any], PresetIndexSampler]:
         """Return the loader with an index sampler, the same for all epochs, as workers may persist."""
         sampler = outer_sampler(base)
         if not self._indexed or self._indexed[0][0] is not sampler:

@@ -13,8 +13,8 @@ from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
 from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
 from accelerate.data.position import Epoch
 from accelerate.data.sample_order import (
-    RankBatchSlicer,
-    StepIndices,
+    RankSampleOrderSlicer,
+    StepSampleIndices,
     draw_seed,
     inner_sampler,
     mark_last,
@@ -44,7 +44,7 @@ class AllRankBatchSteps:
 
     def __call__(
         self, sampler: Any, generators: list[Any], epoch: Epoch, workers: bool
-    ) -> Iterator[StepIndices]:
+    ) -> Iterator[StepSampleIndices]:
         """Open the batches of all ranks in turn; the arguments are those of ``batch_source.open_steps``."""
         items: Any = self.shard.batch_sampler
         order_state = epoch.order_state if epoch.is_resumed else None
@@ -65,7 +65,7 @@ class AllRankBatchSteps:
             offset = skip.batches * size if skip.samples is None else skip.samples
             epoch.length, epoch.samples = len(order), min(offset, len(order))
             first = [int(index) for index in order[: self.shard.num_processes]]
-            whole = RankBatchSlicer(size, drop_last=slicer.drop_last).steps(order, offset)
+            whole = RankSampleOrderSlicer(size, drop_last=slicer.drop_last).steps(order, offset)
             steps = self._divide_known(
                 finish_at_end(whole, inner, epoch.is_resumed and epoch.exhausted), first, slicer.rank_samples
             )
@@ -79,7 +79,7 @@ class AllRankBatchSteps:
             steps = divide(rest, head)
         return mark_last(self._flatten_ranks(steps, epoch.samples))
 
-    def _flatten_ranks(self, steps: Iterable[list[RankSamples]], taken: int) -> Iterator[StepIndices]:
+    def _flatten_ranks(self, steps: Iterable[list[RankSamples]], taken: int) -> Iterator[StepSampleIndices]:
         for step in steps:
             real = sum(count for _, count in step)
             filled = real < sum(len(part) for part, _ in step)
@@ -88,12 +88,12 @@ class AllRankBatchSteps:
                 if part:
                     self.ranks.append(rank)
                     indices = part[0] if self.single else part
-                    yield StepIndices(indices, False, real, real if filled else 0, count, offset)
+                    yield StepSampleIndices(indices, False, real, real if filled else 0, count, offset)
                 offset += len(part)
             taken += real
 
     def _divide_known(
-        self, steps: Iterable[StepIndices], first: list[Any], share: int
+        self, steps: Iterable[StepSampleIndices], first: list[Any], share: int
     ) -> Iterator[list[RankSamples]]:
         for step in steps:
             if step.remainder and self.shard.even_batches:

@@ -24,7 +24,7 @@ END: Any = object()
 _CHUNK = 4096
 
 
-class StepIndices(NamedTuple):
+class StepSampleIndices(NamedTuple):
     """The indices of one process in one step.
 
     Attributes:
@@ -138,7 +138,7 @@ def finish(sampler: Any, exhausted: bool = False) -> None:
 
 
 @dataclass(frozen=True)
-class RankBatchSlicer:
+class RankSampleOrderSlicer:
     """Slices a known order into the steps of one process.
 
     Attributes:
@@ -168,7 +168,7 @@ class RankBatchSlicer:
             rest > 0 and not self.drop_last and (self.fill_last or self.rank * self.rank_samples < rest)
         )
 
-    def steps(self, order: torch.Tensor | range, offset: int) -> Iterator[StepIndices]:
+    def steps(self, order: torch.Tensor | range, offset: int) -> Iterator[StepSampleIndices]:
         """Yield the steps of this process from ``offset`` samples into the order."""
         total, step, rank_samples = len(order), self.step_samples, self.rank_samples
         count = self.count_steps(total - offset)
@@ -180,7 +180,9 @@ class RankBatchSlicer:
             until = min(first + chunk, whole)
             rows = _slice_order(order, offset + first * step, offset + until * step).view(-1, step)
             for number, row in enumerate(rows[:, begin : begin + rank_samples].tolist(), first + 1):
-                yield StepIndices(row[0] if self.single else row, number == count, step, 0, rank_samples, at)
+                yield StepSampleIndices(
+                    row[0] if self.single else row, number == count, step, 0, rank_samples, at
+                )
                 at += step
         if count > whole:
             indices = _slice_order(order, offset + whole * step, total).tolist()
@@ -189,7 +191,9 @@ class RankBatchSlicer:
                 indices += [fillers[i % len(fillers)] for i in range(step - rest)]
             rank_indices = indices[begin : begin + rank_samples]
             real = min(max(rest - begin, 0), rank_samples)
-            yield StepIndices(rank_indices[0] if self.single else rank_indices, True, rest, rest, real, at)
+            yield StepSampleIndices(
+                rank_indices[0] if self.single else rank_indices, True, rest, rest, real, at
+            )
 
 
 def _slice_order(order: torch.Tensor | range, start: int, stop: int) -> torch.Tensor:
@@ -257,15 +261,15 @@ def skip_items(
     return items, skipped, first_items
 
 
-def single_steps(items: Iterator[Any], skipped: int, full: int) -> Iterator[StepIndices]:
+def single_steps(items: Iterator[Any], skipped: int, full: int) -> Iterator[StepSampleIndices]:
     """Yield the steps of one process that has the whole order; a complete one has ``full`` samples."""
     for item in items:
         size = count_samples(item)
-        yield StepIndices(item, False, size, size if size < full else 0, size, skipped)
+        yield StepSampleIndices(item, False, size, size if size < full else 0, size, skipped)
         skipped += size
 
 
-def mark_last(steps: Iterator[StepIndices]) -> Iterator[StepIndices]:
+def mark_last(steps: Iterator[StepSampleIndices]) -> Iterator[StepSampleIndices]:
     """Yield the same steps, with ``last`` set on the last one."""
     step = next(steps, None)
     while step is not None:

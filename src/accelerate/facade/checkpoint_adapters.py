@@ -13,7 +13,7 @@ from accelerate.checkpoint.state import StatefulAdapter
 from accelerate.offload.offloaded_tensor import source_of
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.train_state import ShardedState
+    from accelerate.checkpoint.stateful_protocols import ShardedState
     from accelerate.strategy.base import Strategy
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate.checkpoint import names, pickles
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.train_state import CheckpointLoadContext
+from accelerate.checkpoint.stateful_protocols import CheckpointLoadContext
 from accelerate.checkpoint.weight_file_io import replace_file
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.facade.checkpoint_adapters import (
@@ -26,7 +26,7 @@ from accelerate.facade.checkpoint_adapters import (
 from accelerate.facade.module_queries import is_peft_model
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.train_state import ShardedState
+    from accelerate.checkpoint.stateful_protocols import ShardedState
     from accelerate.facade.accelerator import Accelerator
 
 

@@ -52,7 +52,7 @@ _STATE_NAMES = (
 )
 
 
-class _PartialSharedStateDescriptor:
+class _PartialStateDictDescriptor:
     """The descriptor ``PartialState._shared_state``: a dict, empty exactly when no world is open."""
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class PartialState(ProcessMixin):
         WorldError: the environment contradicts itself.
     """
 
-    _shared_state = _PartialSharedStateDescriptor()
+    _shared_state = _PartialStateDictDescriptor()
     _overrides: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:

@@ -19,8 +19,8 @@ from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
 from accelerate.strategy.protocol.data_sharding import NO_CONTEXT, DataSharding, RankDataShard
 from accelerate.strategy.protocol.request import ObjectKind, PrepareBundle, PrepareStep, StrategyRequest
-from accelerate.strategy.protocol.state_methods import EngineCheckpoint, StrategyStateMethods
-from accelerate.strategy.protocol.training_methods import StrategyTrainingMethods, graph_leaves
+from accelerate.strategy.protocol.state_methods import EngineCheckpoint, StrategyStateDictBase
+from accelerate.strategy.protocol.training_methods import StrategyTrainingBase, graph_leaves
 from accelerate.world.world import World
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Strategy(DataSharding, StrategyTrainingMethods, StrategyStateMethods, ABC):
+class Strategy(DataSharding, StrategyTrainingBase, StrategyStateDictBase, ABC):
     """The way in which one training is distributed over processes.
 
     Attributes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.cli.options import launch_settings
-from accelerate.cli.wizard.config_key_changes import ConfigValueChange, file_value, find_refusal
+from accelerate.cli.wizard.config_key_editor import ConfigValueChange, file_value, find_refusal
 from accelerate.cli.wizard.questions import all_classes
 from accelerate.core.errors import UnknownNameError
 from accelerate.core.setting import Setting, convert_value

@@ -72,8 +72,8 @@ def _install_recorders() -> None:
     for each in _known_devices():
         module: Any = getattr(sys.modules["torch"], each.type, None)
         start = getattr(module, "_lazy_init", None)
-        if start is not None and not isinstance(start, _DeviceInitRecorder) and not each.is_initialized():
-            module._lazy_init = _DeviceInitRecorder(each, module, start)
+        if start is not None and not isinstance(start, _FirstDeviceUseProbe) and not each.is_initialized():
+            module._lazy_init = _FirstDeviceUseProbe(each, module, start)
 
 
 def _record_cell(result: Any) -> None:
@@ -83,7 +83,7 @@ def _record_cell(result: Any) -> None:
             _first_uses.setdefault(each.type, f"cell In[{result.execution_count}] did")
 
 
-class _DeviceInitRecorder:
+class _FirstDeviceUseProbe:
     """Stands for the function with which torch starts a device, until that is called.
 
     Args:

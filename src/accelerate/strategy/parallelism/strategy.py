@@ -38,7 +38,7 @@ _DIMENSIONS = {
 }
 
 
-class MeshParallelism(FSDP2StrategyBase):
+class DeviceMeshStrategy(FSDP2StrategyBase):
     """The strategy that composes the dimensions of a device mesh with FSDP2."""
 
     name: ClassVar[str] = "parallelism"
@@ -317,4 +317,4 @@ class MeshParallelism(FSDP2StrategyBase):
         yield from super().prepare_steps(bundle)
 
 
-PLUGIN = MeshParallelism
+PLUGIN = DeviceMeshStrategy

@@ -41,7 +41,7 @@ class EngineCheckpoint(Protocol):
         ...
 
 
-class StrategyStateMethods:
+class StrategyStateDictBase:
     """The state methods of a strategy; by default each process has the full state."""
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def graph_leaves(loss: torch.Tensor) -> set[torch.Tensor]:
     return leaves
 
 
-class StrategyTrainingMethods:
+class StrategyTrainingBase:
     """The loop methods of a strategy; by default they train as one process does.
 
     Attributes:

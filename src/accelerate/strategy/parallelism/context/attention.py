@@ -1,7 +1,7 @@
 """Attention over sharded sequences: calls of torch's attention are intercepted and distributed.
 
-While a prepared model runs on sequence shards, every ``scaled_dot_product_attention`` below it goes through a
-``DistributedAttention``. Models and their code stay as they are: hooks of the model's own modules switch a
+While a prepared model runs on sequence shards, every ``scaled_dot_product_attention`` below it goes through
+a ``SequenceShardedAttention``. Models and their code stay as they are: hooks of the model's own modules switch a
 torch function mode on and off, also when a block is computed again in the backward pass.
 """
 
@@ -60,7 +60,7 @@ class AttentionCall:
         )
 
 
-class DistributedAttention(ABC):
+class SequenceShardedAttention(ABC):
     """Attention in which processes that shard sequences see each other's tokens.
 
     Attributes:
@@ -205,9 +205,9 @@ class _AttentionMode(TorchFunctionMode):
 
 
 class AttentionInterceptor(_AttentionMode):
-    """A torch function mode that sends attention calls to a ``DistributedAttention``."""
+    """A torch function mode that sends attention calls to a ``SequenceShardedAttention``."""
 
-    def __init__(self, attention: DistributedAttention) -> None:
+    def __init__(self, attention: SequenceShardedAttention) -> None:
         super().__init__(attention.attend)
 
     def _returns_weights(self, given: dict[str, Any]) -> bool:
@@ -251,7 +251,7 @@ class AttentionFunctionModeHooks:
     is not one of torch's own has the hooks, and the outermost of them switches.
     """
 
-    def __init__(self, attention: DistributedAttention) -> None:
+    def __init__(self, attention: SequenceShardedAttention) -> None:
         self.attention, self._mode = attention, AttentionInterceptor(attention)
         self._local = threading.local()
 
@@ -286,7 +286,7 @@ class AttentionFunctionModeHooks:
 class _ActiveAttention(threading.local):
     """The distributed attention that is active in this thread."""
 
-    attention: DistributedAttention | None = None
+    attention: SequenceShardedAttention | None = None
 
 
 ACTIVE = _ActiveAttention()

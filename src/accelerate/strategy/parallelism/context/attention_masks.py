@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.strategy.parallelism.context.attention import ACTIVE, DistributedAttention
+from accelerate.strategy.parallelism.context.attention import ACTIVE, SequenceShardedAttention
 
 _registered_ids: set[int] = set()
 
@@ -42,7 +42,7 @@ def register_mask_function() -> None:
 
 
 def _local_mask_rows(
-    attention: DistributedAttention, original: Any, given: dict[str, Any]
+    attention: SequenceShardedAttention, original: Any, given: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return this process's mask rows over all keys; None where ``is_causal`` or no mask is equivalent."""
     local_length = given["q_length"]
@@ -71,7 +71,7 @@ def _same_document(documents: torch.Tensor, inner: Any) -> Any:
 
 
 def add_mask_kwargs(
-    attention: DistributedAttention, own: int, kwargs: dict[str, Any], cached: bool
+    attention: SequenceShardedAttention, own: int, kwargs: dict[str, Any], cached: bool
 ) -> dict[str, Any]:
     """Return the arguments of a forward with the full padding mask, and set ``attention.documents``.
 

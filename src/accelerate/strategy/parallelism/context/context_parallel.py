@@ -16,14 +16,14 @@ from torch.nn.attention.bias import causal_lower_right
 from accelerate.strategy.parallelism.context import ring_attention
 from accelerate.strategy.parallelism.context.attention import (
     AttentionCall,
-    DistributedAttention,
+    SequenceShardedAttention,
     all_gather_with_grad,
 )
 from accelerate.strategy.parallelism.context.sequence_sharding_base import SequenceParallelMeshDimension
 from accelerate.strategy.parallelism.context.sequence_shards import join_shards
 
 
-class AllGatherAttention(DistributedAttention):
+class AllGatherAttention(SequenceShardedAttention):
     """Attention that all-gathers keys and values."""
 
     def compute_attention(self, call: AttentionCall) -> torch.Tensor:
@@ -61,7 +61,7 @@ class AllGatherAttention(DistributedAttention):
 
 
 # The attention classes by ``TorchContextParallelConfig.cp_comm_strategy``.
-ATTENTION_CLASSES: dict[str, type[DistributedAttention]] = {
+ATTENTION_CLASSES: dict[str, type[SequenceShardedAttention]] = {
     "allgather": AllGatherAttention,
     "alltoall": ring_attention.RingAttention,
 }
@@ -75,7 +75,7 @@ class ContextParallel(SequenceParallelMeshDimension):
     balanced: ClassVar[bool] = True
 
     @property
-    def attention_class(self) -> type[DistributedAttention]:
+    def attention_class(self) -> type[SequenceShardedAttention]:
         """The attention class that ``cp_comm_strategy`` selects."""
         return ATTENTION_CLASSES[self.handler.cp_comm_strategy]
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
 from accelerate.core.errors import PrepareError, SettingError
-from accelerate.strategy.parallelism.context.attention import AttentionCall, DistributedAttention
+from accelerate.strategy.parallelism.context.attention import AttentionCall, SequenceShardedAttention
 
 TORCH_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 ALTERNATIVE = 'cp_comm_strategy="allgather", which gathers keys and gives the same numbers'
@@ -124,7 +124,7 @@ def _has_ring_template() -> bool:
     )
 
 
-class RingAttention(DistributedAttention):
+class RingAttention(SequenceShardedAttention):
     """Attention in which keys and values go around a ring."""
 
     def globalize_mask(self, mask: torch.Tensor, own: int, keys: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from accelerate.strategy.parallelism.context import attention_masks
 from accelerate.strategy.parallelism.context.attention import (
     AttentionCallCounter,
     AttentionFunctionModeHooks,
-    DistributedAttention,
+    SequenceShardedAttention,
     check_model,
 )
 from accelerate.strategy.parallelism.context.sequence_shards import MASK, TOKENS, SequenceSharder, join_shards
@@ -80,7 +80,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         return getattr(self.config, f"{self.name}_handler")
 
     @property
-    def attention_class(self) -> type[DistributedAttention]:
+    def attention_class(self) -> type[SequenceShardedAttention]:
         """The attention class of this dimension."""
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from accelerate.core import packages, tree
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.context.attention import AttentionCall, DistributedAttention
+from accelerate.strategy.parallelism.context.attention import AttentionCall, SequenceShardedAttention
 from accelerate.strategy.parallelism.context.sequence_sharding_base import SequenceParallelMeshDimension
 from accelerate.strategy.parallelism.context.sequence_shards import TokenRange
 
@@ -54,7 +54,7 @@ def _all_to_all(parts: torch.Tensor, group: Any) -> torch.Tensor:
     return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group)
 
 
-class UlyssesAttention(DistributedAttention):
+class UlyssesAttention(SequenceShardedAttention):
     """Attention that exchanges tokens for heads."""
 
     def compute_attention(self, call: AttentionCall) -> torch.Tensor:
@@ -103,7 +103,7 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
     balanced: ClassVar[bool] = False
 
     @property
-    def attention_class(self) -> type[DistributedAttention]:
+    def attention_class(self) -> type[SequenceShardedAttention]:
         """The attention class of Ulysses."""
         return UlyssesAttention
 

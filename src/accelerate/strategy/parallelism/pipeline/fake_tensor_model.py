@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
-    PipelineBlockBase,
+    PipelineBlockCallInterceptor,
     PipelineForwardTrace,
     PipelineForwardTracer,
     add_base_class,
@@ -61,7 +61,7 @@ class FakeTensorModel:
             block = self.root.get_submodule(name)
             for label, weight in block.named_parameters():
                 self.weights.setdefault(f"{name}.{label}", weight)
-            add_base_class(block, PipelineBlockBase, _runner=self, _block_name=name)
+            add_base_class(block, PipelineBlockCallInterceptor, _runner=self, _block_name=name)
 
     def _shadow_of(self, module: nn.Module, inner: Collection[int]) -> nn.Module:
         if id(module) in self._shadows:

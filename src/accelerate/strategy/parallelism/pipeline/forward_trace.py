@@ -106,7 +106,7 @@ class PipelineForwardTrace:
         return stages
 
 
-class PipelineBlockBase:
+class PipelineBlockCallInterceptor:
     """The first base class of every block: its calls go through the runner."""
 
     _runner: Any

@@ -20,8 +20,8 @@ from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.pipeline import shared_grads as grads
 from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey
 from accelerate.strategy.parallelism.pipeline.micro_batches import (
-    MicroBatchCallPlan,
     PipelineBatch,
+    PipelineExecutionPlan,
     cast_floats,
 )
 from accelerate.strategy.parallelism.pipeline.stage import (
@@ -47,7 +47,7 @@ class GPipeCall:
             last stage.
     """
 
-    def __init__(self, runner: Any, plan: MicroBatchCallPlan, batch: PipelineBatch) -> None:
+    def __init__(self, runner: Any, plan: PipelineExecutionPlan, batch: PipelineBatch) -> None:
         self.runner, self.plan = runner, plan
         self.batch: PipelineBatch | None = batch
         self.outputs: list[tuple[torch.Tensor, ...]] = []

@@ -61,7 +61,7 @@ def _padded_rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:
 
 
 @dataclass
-class MicroBatchCallPlan:
+class PipelineExecutionPlan:
     """The plan by which calls of one shape run.
 
     Attributes:

@@ -123,7 +123,7 @@ def _block_index(names: Sequence[str], point: str) -> int:
 
 
 @dataclass
-class UnsplitStateNames:
+class FullModelStateNames:
     """The names and holders of the unsplit model's tensors, for states by the user's names.
 
     Attributes:
@@ -139,7 +139,7 @@ class UnsplitStateNames:
     buffers: set[str]
 
     @classmethod
-    def from_model(cls, model: nn.Module, cut: StageAssignment) -> UnsplitStateNames:
+    def from_model(cls, model: nn.Module, cut: StageAssignment) -> FullModelStateNames:
         """Read the names and holders from an unsplit model."""
         places = {id(p): set(range(cut.processes)) for p in (*model.parameters(), *model.buffers())}
         inside: dict[int, set[int]] = {}
@@ -203,7 +203,7 @@ def check_same_model(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def keep_local_stages(
-    model: nn.Module, names: UnsplitStateNames, group: Any, rank: int, device: torch.device
+    model: nn.Module, names: FullModelStateNames, group: Any, rank: int, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
     """Move this process's weights to its device, and drop the others.
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.pipeline import shared_grads as grads
 from accelerate.strategy.parallelism.pipeline.forward_trace import TensorMeta
-from accelerate.strategy.parallelism.pipeline.micro_batches import MicroBatchCallPlan, PipelineBatch
+from accelerate.strategy.parallelism.pipeline.micro_batches import PipelineBatch, PipelineExecutionPlan
 from accelerate.strategy.parallelism.pipeline.stage import PipelineStageModule, make_stage
 
 _IGNORED = -100  # the label that torch's losses ignore
@@ -35,7 +35,7 @@ class OneFOneBCall:
         batch: the batch, equal on all stages.
     """
 
-    def __init__(self, runner: Any, plan: MicroBatchCallPlan, batch: PipelineBatch) -> None:
+    def __init__(self, runner: Any, plan: PipelineExecutionPlan, batch: PipelineBatch) -> None:
         self.runner, self.plan, self.batch = runner, plan, batch
         self.options: Any = runner.options
         self.output: Any = None

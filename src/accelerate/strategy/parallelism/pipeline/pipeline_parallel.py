@@ -20,10 +20,13 @@ from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.dimension import MeshDimension
 from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
-from accelerate.strategy.parallelism.pipeline.forward_trace import PipelineBlockBase, add_base_class
+from accelerate.strategy.parallelism.pipeline.forward_trace import (
+    PipelineBlockCallInterceptor,
+    add_base_class,
+)
 from accelerate.strategy.parallelism.pipeline.model_split import (
+    FullModelStateNames,
     StageAssignment,
-    UnsplitStateNames,
     assign_stages,
     check_same_model,
     keep_local_stages,
@@ -89,7 +92,7 @@ class PipelineParallel(MeshDimension):
         models = [model for model in dict.fromkeys(bundle.objects_of("model")) if runner_of(model) is None]
         for model in models if bundle.training else []:
             cut = assign_stages(model, self.options, self.size)
-            names = UnsplitStateNames.from_model(model, cut)
+            names = FullModelStateNames.from_model(model, cut)
             before, after = _model_bytes(model, names, None), _model_bytes(model, names, self.pp_rank)
             yield PrepareStep(
                 "stages",
@@ -111,7 +114,7 @@ class PipelineParallel(MeshDimension):
 
     def _split_model(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         cut = assign_stages(model, self.options, self.size)
-        names = UnsplitStateNames.from_model(model, cut)
+        names = FullModelStateNames.from_model(model, cut)
         count = len(self._assignments)
         for name, parameter in model.named_parameters():
             self._param_names[parameter] = (f"{count}:{name}", names.holders[name])
@@ -136,7 +139,9 @@ class PipelineParallel(MeshDimension):
         for part in self._remote_modules(model, cut):
             vars(part)["_on_another_stage"] = True
         for name in cut.stage_of:
-            add_base_class(model.get_submodule(name), PipelineBlockBase, _runner=runner, _block_name=name)
+            add_base_class(
+                model.get_submodule(name), PipelineBlockCallInterceptor, _runner=runner, _block_name=name
+            )
         runner.model = model
         runner.shared = _find_shared_params(model, names)
         model.register_forward_hook(runner.expose_stage_outputs)
@@ -224,7 +229,7 @@ class PipelineParallel(MeshDimension):
         runner = runner_of(model)
         if runner is None:
             return frozenset(), frozenset()
-        names: UnsplitStateNames = runner.names
+        names: FullModelStateNames = runner.names
         others = frozenset(names.order) - model.state_dict().keys()
         return others, frozenset(
             name for name in names.buffers if names.holders[name][0] == self.pp_rank != 0
@@ -269,7 +274,7 @@ def runner_of(model: Any) -> PipelineParallelRunner | None:
     return vars(model).get("_runner") if isinstance(model, PipelinedModel) else None
 
 
-def _find_shared_params(model: nn.Module, names: UnsplitStateNames) -> list[StageSharedParam]:
+def _find_shared_params(model: nn.Module, names: FullModelStateNames) -> list[StageSharedParam]:
     """Return the parameters that several stages hold, with their modules here."""
     owners: dict[str, tuple[nn.Module, str]] = {}
     for path, module in model.named_modules():
@@ -285,7 +290,7 @@ def _find_shared_params(model: nn.Module, names: UnsplitStateNames) -> list[Stag
     ]
 
 
-def _model_bytes(model: nn.Module, names: UnsplitStateNames, place: int | None) -> int:
+def _model_bytes(model: nn.Module, names: FullModelStateNames, place: int | None) -> int:
     """Return the bytes of a model, or of what one process keeps of it."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return sum(t.numel() * t.element_size() for n, t in tensors if place is None or place in names.holders[n])

@@ -31,8 +31,8 @@ from accelerate.strategy.parallelism.pipeline.forward_trace import (
 )
 from accelerate.strategy.parallelism.pipeline.gpipe import GPipeCall
 from accelerate.strategy.parallelism.pipeline.micro_batches import (
-    MicroBatchCallPlan,
     PipelineBatch,
+    PipelineExecutionPlan,
     cast_floats,
     check_same_call,
 )
@@ -123,7 +123,7 @@ class PipelineParallelRunner:
         self.model: Any = None
         self.names: Any = None
         self.shared: list[grads.StageSharedParam] = []
-        self.plans: dict[str, MicroBatchCallPlan] = {}
+        self.plans: dict[str, PipelineExecutionPlan] = {}
         self.active_forward: StageForward | None = None
         self.timings: list[MicroBatchTiming] | None = None
         self._model_call: Callable[..., Any] | None = None
@@ -213,7 +213,7 @@ class PipelineParallelRunner:
         kind = self.device.type
         return torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))
 
-    def _plan_for(self, batch: PipelineBatch, *, whole: bool) -> MicroBatchCallPlan:
+    def _plan_for(self, batch: PipelineBatch, *, whole: bool) -> PipelineExecutionPlan:
         metas = [(tuple(t.shape), str(t.dtype)) for t in batch.tensors]
         modes = self.model.training, torch.is_grad_enabled(), self._autocast(), whole, batch.rows
         key = repr((batch.form, metas, modes))
@@ -223,14 +223,14 @@ class PipelineParallelRunner:
             self.plans[key] = self._make_plan(batch, whole)
         return self.plans[key]
 
-    def _make_plan(self, batch: PipelineBatch, whole: bool) -> MicroBatchCallPlan:
+    def _make_plan(self, batch: PipelineBatch, whole: bool) -> PipelineExecutionPlan:
         part = self._trace_forward(batch.chunk(0))
         missing = set(range(self.cut.count)) - {call.stage for call in part.calls}
         if missing:
             raise _idle_stage_error(self.cut, min(missing))
         if not whole:
             check_loss(self.options, part.result, batch)
-            return MicroBatchCallPlan(part)
+            return PipelineExecutionPlan(part)
         full = self._trace_forward(batch.all_samples())
         if [c.block for c in part.calls] != [
             c.block for c in full.calls
@@ -239,7 +239,7 @@ class PipelineParallelRunner:
                 "the forward takes another way for a part of a batch than for all of it",
                 fix="PipelineParallelConfig(num_microbatches=1)",
             )
-        return MicroBatchCallPlan(
+        return PipelineExecutionPlan(
             part, full, [self._rows_per_sample(part, full, value, batch) for value in part.result_inputs]
         )
 

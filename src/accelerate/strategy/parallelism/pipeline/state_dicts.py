@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.pipeline.model_split import UnsplitStateNames
+from accelerate.strategy.parallelism.pipeline.model_split import FullModelStateNames
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _TensorMeta:
 
 
 def gather_model_state(
-    own: Mapping[str, Any], names: UnsplitStateNames, group: Any, device: torch.device
+    own: Mapping[str, Any], names: FullModelStateNames, group: Any, device: torch.device
 ) -> dict[str, Any]:
     """Gather a model's state, by the user's names in their order, on the first pipeline rank."""
     rank = dist.get_rank(group)
@@ -96,14 +96,14 @@ def gather_model_state(
     return {name: gathered[name] for name in (*names.order, *gathered) if name in gathered}
 
 
-def _is_sender(names: UnsplitStateNames, name: str, here: int) -> bool:
+def _is_sender(names: FullModelStateNames, name: str, here: int) -> bool:
     """Return whether this process sends a tensor: the first holder does, under its first name."""
     first = names.first.get(name, name)
     return first == name and names.holders.get(name, (here,))[0] == here
 
 
 def select_model_state(
-    state: Mapping[str, Any], names: UnsplitStateNames, own: Mapping[str, Any], *, strict: bool
+    state: Mapping[str, Any], names: FullModelStateNames, own: Mapping[str, Any], *, strict: bool
 ) -> dict[str, Any]:
     """Select a stage's part of a full model state.
 
