@@ -1,8 +1,8 @@
 """Attention over sharded sequences: calls of torch's attention are intercepted and distributed.
 
 While a prepared model runs on sequence shards, every ``scaled_dot_product_attention`` below it goes through
-a ``SequenceShardedAttention``. Models and their code stay as they are: hooks of the model's own modules switch a
-torch function mode on and off, also when a block is computed again in the backward pass.
+a ``SequenceShardedAttention``. Models and their code stay as they are: hooks of the model's own modules
+switch a torch function mode on and off, also when a block is computed again in the backward pass.
 """
 
 from __future__ import annotations
