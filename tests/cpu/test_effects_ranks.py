@@ -108,20 +108,22 @@ def shards(options: dict[str, Any], impossible: str) -> Said:
     from torch.distributed.fsdp import OffloadPolicy
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.strategy.sharding import shard
+    from accelerate.strategy.sharding import fsdp2_sharder
 
     plugin = FullyShardedDataParallelPlugin(**options)
     accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
     model = tiny()
-    plain = shard.fully_shard
+    plain = fsdp2_sharder.fully_shard
     with pytest.MonkeyPatch.context() as patch:
         if impossible == "offload":
-            patch.setattr(shard.Sharder, "offload", property(lambda self: OffloadPolicy()))
+            patch.setattr(fsdp2_sharder.Sharder, "offload", property(lambda self: OffloadPolicy()))
         elif impossible == "recompute":
-            patch.setattr(shard, "checkpoint_activations", lambda model, blocks, offload: None)
+            patch.setattr(fsdp2_sharder, "checkpoint_activations", lambda model, blocks, offload: None)
         elif impossible == "keep":
             patch.setattr(
-                shard, "fully_shard", lambda m, **kw: plain(m, **{**kw, "reshard_after_forward": True})
+                fsdp2_sharder,
+                "fully_shard",
+                lambda m, **kw: plain(m, **{**kw, "reshard_after_forward": True}),
             )
         prepared(accelerator, model, adamw(model))
     return said(accelerator)

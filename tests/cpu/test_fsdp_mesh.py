@@ -190,6 +190,7 @@ def divided() -> dict[str, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.strategy.sharding.fsdp2_sharder import Sharder, make_layout, remap_optimizer_params
     from accelerate.strategy.sharding.full_state import (
         load_model,
         load_optimizer,
@@ -197,7 +198,6 @@ def divided() -> dict[str, Any]:
         optimizer_state,
     )
     from accelerate.strategy.sharding.grads import clip_norm
-    from accelerate.strategy.sharding.shard import Sharder, make_layout, remap_optimizer_params
 
     state = PartialState()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))

@@ -57,7 +57,7 @@ def load_and_train(how: str, file: str) -> Any:
         init_empty_weights,
         load_checkpoint_in_model,
     )
-    from accelerate.strategy.sharding import shard
+    from accelerate.strategy.sharding import fsdp2_sharder
 
     plugin = FullyShardedDataParallelPlugin(**LAYERS)
     accelerator = Accelerator(fsdp_plugin=plugin)
@@ -76,14 +76,14 @@ def load_and_train(how: str, file: str) -> Any:
         model.head.weight = model.embed.weight
     optimizer: Any = adamw(model)
     sent: list[tuple[int, ...]] = []
-    broadcast = shard.broadcast_over_mesh
+    broadcast = fsdp2_sharder.broadcast_over_mesh
 
     def record_and_broadcast(tensor: torch.Tensor, mesh: Any) -> None:
         sent.append(tuple(tensor.shape))
         broadcast(tensor, mesh)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard, "broadcast_over_mesh", record_and_broadcast)
+        patch.setattr(fsdp2_sharder, "broadcast_over_mesh", record_and_broadcast)
         if how == "optimizer later":
             model = accelerator.prepare(model)
             optimizer = accelerator.prepare(optimizer)

@@ -267,9 +267,9 @@ def test_words_are_free(text: str) -> None:
     ("place", "name", "free"),
     [
         ("strategy/deepspeed/plugin.py", "deepspeed", True),
-        ("strategy/sharding/shard.py", "fsdp", True),
+        ("strategy/sharding/fsdp2_sharder.py", "fsdp", True),
         ("utils/fsdp_utils.py", "fsdp", True),
-        ("strategy/sharding/shard.py", "deepspeed", False),
+        ("strategy/sharding/fsdp2_sharder.py", "deepspeed", False),
         ("facade/accelerator.py", "fsdp", False),
         ("device/xpu.py", "fp8", False),
     ],

@@ -15,7 +15,7 @@ import yaml
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, ModelFacts, measure_model
+from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, ModelSizes, measure_model
 from accelerate.offload.estimate.parallel_layouts import (
     SPARE,
     ClusterDeviceMemory,
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def facts(folder: Path) -> ModelFacts:
+def facts(folder: Path) -> ModelSizes:
     return measure_model(build_skeleton(folder), "llama")
 
 
@@ -74,7 +74,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Run:
 # ---------------------------------------------------------------- facts and sums
 
 
-def test_blocks_and_matrices_are_counted(facts: ModelFacts) -> None:
+def test_blocks_and_matrices_are_counted(facts: ModelSizes) -> None:
     assert facts.largest_block == BLOCK
     assert facts.outside_blocks == 2 * EMBEDDING + 64
     # The embeddings and the head are cut by the model's plan too.
@@ -85,7 +85,7 @@ def named(found: list[ParallelLayoutEstimate]) -> dict[str, ParallelLayoutEstima
     return {way.name: way for way in found}
 
 
-def test_every_part_is_the_sum_that_it_says(facts: ModelFacts) -> None:
+def test_every_part_is_the_sum_that_it_says(facts: ModelSizes) -> None:
     on = ClusterDeviceMemory(2, 4, 10**9)
     found = named(list_layouts(facts, MemoryEstimateConfig(mixed_precision="bf16"), on))
     n = facts.parameters
@@ -105,7 +105,7 @@ def test_every_part_is_the_sum_that_it_says(facts: ModelFacts) -> None:
     assert host.host == sharded.weights - buffers + sharded.gradients + sharded.optimizer
 
 
-def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelFacts) -> None:
+def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelSizes) -> None:
     """Sharding reduces once in a window, an engine in every micro-batch; copies have whole ones anyway."""
     on = ClusterDeviceMemory(2, 4, 10**9)
     how = MemoryEstimateConfig(mixed_precision="bf16")
@@ -129,7 +129,7 @@ def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelFacts) -> Non
         MemoryEstimateConfig(accumulation=0)
 
 
-def test_layers_are_divided_only_where_heads_allow(facts: ModelFacts) -> None:
+def test_layers_are_divided_only_where_heads_allow(facts: ModelSizes) -> None:
     found = named(list_layouts(facts, MemoryEstimateConfig(), ClusterDeviceMemory(1, 8, 10**9)))
     assert [name for name in found if "TP" in name] == ["FSDP x TP=2, activation checkpointing"]
     plain = replace(facts, tensor_parallel_numbers=0)
@@ -140,12 +140,12 @@ def test_layers_are_divided_only_where_heads_allow(facts: ModelFacts) -> None:
     ]
 
 
-def test_one_device_exchanges_nothing(facts: ModelFacts) -> None:
+def test_one_device_exchanges_nothing(facts: ModelSizes) -> None:
     (only,) = list_layouts(facts, MemoryEstimateConfig(), ClusterDeviceMemory(1, 1, 10**9))
     assert only.estimate.weights == 4 * facts.parameters + facts.buffers
 
 
-def test_the_first_that_fits_is_recommended(facts: ModelFacts) -> None:
+def test_the_first_that_fits_is_recommended(facts: ModelSizes) -> None:
     how = MemoryEstimateConfig(length=128)
     found = list_layouts(facts, how, ClusterDeviceMemory(1, 4, 1))
     for way in found:

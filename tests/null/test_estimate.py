@@ -21,7 +21,7 @@ from accelerate.offload.estimate.activation_formula import (
 from accelerate.offload.estimate.memory_estimate import (
     OPTIMIZERS,
     MemoryEstimateConfig,
-    ModelFacts,
+    ModelSizes,
     estimate_training,
     measure_model,
     rule_of_thumb,
@@ -44,7 +44,7 @@ LLAMA = {
 
 
 @pytest.fixture
-def bert(tmp_path: Path) -> ModelFacts:
+def bert(tmp_path: Path) -> ModelSizes:
     """bert-base-cased without its head, as 1.x builds it."""
     return measure_model(build_skeleton(write(tmp_path, BERT), head=False), "bert-base-cased")
 
@@ -56,7 +56,7 @@ def shown(found: dict[str, int]) -> list[str]:
     return [show_bytes(size) for size in (*found.values(), max(found.values()))]
 
 
-def test_the_rows_of_bert_are_those_of_the_talks(bert: ModelFacts) -> None:
+def test_the_rows_of_bert_are_those_of_the_talks(bert: ModelSizes) -> None:
     assert round(bert.parameters / 1e6) == 108
     assert [show_bytes(bert.total(t)) for t in ("float32", "float16", "int8", "int4")] == [
         *("413.18 MB", "206.59 MB", "103.29 MB", "51.65 MB"),
@@ -100,8 +100,8 @@ def test_the_dtype_of_a_configuration_does_not_halve_the_rows(tmp_path: Path) ->
 # ---------------------------------------------------------------- the papers
 
 
-def plain(parameters: int) -> ModelFacts:
-    return ModelFacts("x", "x", (((parameters,), True),))
+def plain(parameters: int) -> ModelSizes:
+    return ModelSizes("x", "x", (((parameters,), True),))
 
 
 @pytest.mark.parametrize(("strategy", "billions"), [("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
@@ -186,7 +186,7 @@ def test_the_state_of_an_optimizer_is_counted_to_the_byte(kind: str, dtype: torc
     real = sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
     shapes = tuple((tuple(p.shape), p.requires_grad) for p in model.parameters())
     how = MemoryEstimateConfig(dtype=str(dtype).removeprefix("torch."), optimizer=kind)
-    bill = estimate_training(ModelFacts("x", "x", shapes), how)
+    bill = estimate_training(ModelSizes("x", "x", shapes), how)
     assert bill.optimizer == real
     assert bill.weights == sum(p.nbytes for p in model.parameters())
     assert bill.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -202,7 +202,7 @@ def test_state_of_8_bits_has_a_scale_for_each_block_and_leaves_small_parameters(
 
 
 def test_every_strategy_divides_what_it_says_and_no_more() -> None:
-    facts = ModelFacts("x", "x", (((1000,), True), ((24,), False)), buffers=16, largest=(400, ("a",)))
+    facts = ModelSizes("x", "x", (((1000,), True), ((24,), False)), buffers=16, largest=(400, ("a",)))
     found = {
         name: estimate_training(
             facts, MemoryEstimateConfig(strategy=name, num_processes=1 if name == "single" else 4)
@@ -221,7 +221,7 @@ def test_every_strategy_divides_what_it_says_and_no_more() -> None:
 
 
 def test_mixed_precision_keeps_weights_and_adds_copies() -> None:
-    facts = ModelFacts("x", "x", (((1000,), True),), largest=(400, ("a",)))
+    facts = ModelSizes("x", "x", (((1000,), True),), largest=(400, ("a",)))
     single = estimate_training(facts, MemoryEstimateConfig(mixed_precision="bf16"))
     assert list(single.parts.values()) == [4000, 4000, 8000, 2000, 0]
     sharded = estimate_training(
@@ -266,7 +266,7 @@ def test_a_training_that_cannot_be_is_refused(options: dict[str, Any], words: st
 def test_what_is_left_out_is_said() -> None:
     (note,) = estimate_training(plain(3), MemoryEstimateConfig(length=5), "Net takes no tokens").notes
     assert note == "activations are left out: Net takes no tokens"
-    layered = ModelFacts("x", "x", (((3,), True),), shape=gpt())
+    layered = ModelSizes("x", "x", (((3,), True),), shape=gpt())
     assert "left out: --length" in estimate_training(layered, MemoryEstimateConfig()).notes[0]
     assert (
         "by the formula of Korthikanti et al. 2022"

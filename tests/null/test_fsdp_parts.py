@@ -16,8 +16,8 @@ from accelerate.core.errors import SettingError
 from accelerate.strategy import choose_strategy
 from accelerate.strategy.base import StrategyRequest
 from accelerate.strategy.sharding.activation_offload import offload_inputs, offloads_inputs
+from accelerate.strategy.sharding.fsdp2_sharder import checkpoint_activations
 from accelerate.strategy.sharding.full_state import shard_mesh_dims
-from accelerate.strategy.sharding.shard import checkpoint_activations
 from accelerate.world.world import World
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate import Accelerator
-from accelerate.checkpoint import merge, save_plan
+from accelerate.checkpoint import merge, sharded_save
 from accelerate.checkpoint.dcp_shard_reader import ShardFolderReader, lazy_tensors
 from accelerate.checkpoint.sharded_state import (
     ShardedModelState,
@@ -461,7 +461,7 @@ def test_parts_that_make_no_whole_are_refused() -> None:
     object.__setattr__(entry.tensor_data, "size", torch.Size([5, 2]))
     with pytest.raises(CheckpointError, match="do not make a whole"):
         spread.shard_writer(
-            [plan, save_plan.LocalSavePlan.create({}, dedup_to_lowest_rank=False).local_plan], 0, 0
+            [plan, sharded_save.LocalSavePlan.create({}, dedup_to_lowest_rank=False).local_plan], 0, 0
         )
 
 

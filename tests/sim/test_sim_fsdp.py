@@ -105,7 +105,7 @@ def where_they_lie(offload: bool) -> Any:
     from torch.distributed.fsdp import OffloadPolicy
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.strategy.sharding import shard
+    from accelerate.strategy.sharding import fsdp2_sharder
 
     plugin = FullyShardedDataParallelPlugin(**LAYERS, cpu_offload=True)
     accelerator = Accelerator(fsdp_plugin=plugin)
@@ -113,7 +113,7 @@ def where_they_lie(offload: bool) -> Any:
         warnings.simplefilter("ignore")
         if not offload:
             nowhere = property(lambda self: OffloadPolicy())
-            patch.setattr(shard.Sharder, "offload", nowhere)
+            patch.setattr(fsdp2_sharder.Sharder, "offload", nowhere)
         accelerator.prepare(tiny())
     return next(e for e in accelerator.effects() if e.option == "fsdp_offload_params").applied
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate.checkpoint import names, state_dict_files
 from accelerate.checkpoint.dcp_shard_reader import ShardFolderReader
 from accelerate.checkpoint.manifest import ManifestEntry
-from accelerate.checkpoint.save_plan import LocalSavePlan, RankShardFile, only_distributed
+from accelerate.checkpoint.sharded_save import LocalSavePlan, RankShardFile, only_distributed
 from accelerate.checkpoint.stateful_protocols import CheckpointLoadContext
 from accelerate.checkpoint.tensor_read_plan import ReadPlan
 from accelerate.core.errors import CheckpointError

@@ -140,7 +140,7 @@ def _training_setups(given: Mapping[str, Any]) -> list[sums.MemoryEstimateConfig
 
 def _model_facts(
     model_name: str, given: Mapping[str, Any], *, head: bool
-) -> tuple[sums.ModelFacts, list[str]]:
+) -> tuple[sums.ModelSizes, list[str]]:
     """The sizes of the model, and what should be known about them."""
     from accelerate.offload.estimate import skeleton
 
@@ -203,7 +203,7 @@ def _weight_files_note(model_name: str) -> list[str]:
 # ---------------------------------------------------------------- what is shown
 
 
-def estimate_rows(facts: sums.ModelFacts, dtypes: Sequence[str]) -> list[dict[str, Any]]:
+def estimate_rows(facts: sums.ModelSizes, dtypes: Sequence[str]) -> list[dict[str, Any]]:
     """For each format: bytes of the largest layer, of the model, and of training with Adam by the rule."""
     largest = facts.largest[0]
     return [
@@ -218,7 +218,7 @@ def estimate_rows(facts: sums.ModelFacts, dtypes: Sequence[str]) -> list[dict[st
 
 
 def _print_tables(
-    facts: sums.ModelFacts,
+    facts: sums.ModelSizes,
     notes: list[str],
     rows: list[dict[str, Any]],
     bills: list[sums.RankMemoryEstimate],
@@ -285,7 +285,7 @@ def _chart_rows(
 
 
 def _as_json(
-    facts: sums.ModelFacts, rows: list[dict[str, Any]], bills: list[sums.RankMemoryEstimate]
+    facts: sums.ModelSizes, rows: list[dict[str, Any]], bills: list[sums.RankMemoryEstimate]
 ) -> dict[str, Any]:
     header = {"model": facts.name, "class": facts.kind, "parameters": facts.parameters}
     summary: dict[str, Any] = {**header, "largest_layer_names": list(facts.largest[1]), "rows": rows}

@@ -27,7 +27,7 @@ accelerate plan-inference ./my-model --device 24GB --device 24GB --batch 8 --len
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-class WeightStorageFormat(NamedTuple):
+class WeightNumberFormat(NamedTuple):
     """A number format that matters only for sizes."""
 
     bits: int
@@ -139,7 +139,7 @@ def plan_placement(
     from accelerate.offload.placement import CPU, DISK
     from accelerate.offload.placement_planner import PlacementRules, plan_placement
 
-    width = None if dtype is None else WeightStorageFormat(dtype_bits(_DTYPE_ALIASES.get(dtype, dtype)))
+    width = None if dtype is None else WeightNumberFormat(dtype_bits(_DTYPE_ALIASES.get(dtype, dtype)))
     rules = PlacementRules(_unsplittable_classes(model) | set(no_split), offload_buffers, fill)
     part = build_module_tree(model, width)
     if length is None:
@@ -160,7 +160,7 @@ def _unsplittable_classes(model: nn.Module) -> frozenset[str]:
     return frozenset(class_names & {type(part).__name__ for part in model.modules()})
 
 
-def _compute_bytes(model: nn.Module, bits: WeightStorageFormat | None) -> int:
+def _compute_bytes(model: nn.Module, bits: WeightNumberFormat | None) -> int:
     """Bytes of a number in the forward: formats below 16 bits are for storage, and computed in 16."""
     if bits is not None:
         return max(2, bits.bits // 8)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import LoadedSettings
+from accelerate.core.setting import SettingsWithOrigins
 
 
 @frozen_dataclass
@@ -125,7 +125,7 @@ class OptionReport(list[OptionStatus]):
         return "; ".join(f"{effect}: {', '.join(options)}" for effect, options in names.items() if options)
 
 
-def requested_options(loaded: LoadedSettings[Any]) -> Iterator[RequestedOption]:
+def requested_options(loaded: SettingsWithOrigins[Any]) -> Iterator[RequestedOption]:
     """Yield the settings to which a source gave another value than the default."""
     for name in loaded.origins:
         origin = loaded.origin(name)
@@ -134,7 +134,7 @@ def requested_options(loaded: LoadedSettings[Any]) -> Iterator[RequestedOption]:
             yield RequestedOption(name, origin.value, origin.where)
 
 
-def report_overridden(loaded: LoadedSettings[Any]) -> Iterator[OptionStatus]:
+def report_overridden(loaded: SettingsWithOrigins[Any]) -> Iterator[OptionStatus]:
     """Report values that lost to a stronger source; defaults and values that mean "no" are not requests."""
     for name, (winner, *others) in loaded.origins.items():
         for origin in others:

@@ -227,7 +227,7 @@ class ClusterSchedulerValue:
 
 
 @frozen_dataclass
-class LoadedSettings(Generic[T]):
+class SettingsWithOrigins(Generic[T]):
     """An instance of a settings class and, per field, every origin of a value, the winner first."""
 
     value: T
@@ -252,7 +252,7 @@ def load_settings(
     file: Mapping[str, Any] | None = None,
     file_name: str = "the configuration file",
     lines: Mapping[str, int] | None = None,
-) -> LoadedSettings[T]:
+) -> SettingsWithOrigins[T]:
     """Load the settings ``cls`` from all sources; None in ``code`` or ``flags`` means "not given".
 
     Args:
@@ -298,7 +298,7 @@ def load_settings(
             raise SettingError(f"{row.name} is needed and not given", fix=_suggest_source(row))
         values[row.name] = candidates[0].value
         origins[row.name] = tuple(candidates)
-    return LoadedSettings(cls(**values), origins)
+    return SettingsWithOrigins(cls(**values), origins)
 
 
 def _describe_source(row: Setting, source: str, scheduler: Mapping[str, ClusterSchedulerValue] | None) -> str:

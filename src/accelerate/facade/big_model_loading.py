@@ -22,7 +22,7 @@ from accelerate.core.errors import (
     PrepareError,
     UnknownNameError,
 )
-from accelerate.facade.load_placement import CurrentDevicePlacement, Device, DeviceMapPlacement
+from accelerate.facade.checkpoint_tensor_placement import CurrentDevicePlacement, Device, DeviceMapPlacement
 from accelerate.offload.device_maps import get_balanced_memory, infer_auto_device_map
 from accelerate.offload.dispatch import dispatch_model
 

@@ -28,7 +28,7 @@ _GradVersion = tuple[torch.Tensor, int]
 
 
 @dataclass
-class LossWeightingGroup:
+class LossWeightedParameterGroup:
     """The parameters weighted together: of a model, of models that share some, or of no prepared model.
 
     Attributes:
@@ -94,7 +94,7 @@ class LossWeighting:
 
     def __init__(self, gradients: GradientState, strategy: Strategy, precision: Precision) -> None:
         self.gradients, self.strategy, self.precision = gradients, strategy, precision
-        self.groups: list[LossWeightingGroup] = []
+        self.groups: list[LossWeightedParameterGroup] = []
         self.reference, self.next_reference = 0.0, 0.0
         self._prepared_counts: tuple[int, int] = (0, 0)
 
@@ -208,11 +208,11 @@ class LossWeighting:
 
     def _run_backward(
         self,
-        trained_groups: list[LossWeightingGroup],
+        trained_groups: list[LossWeightedParameterGroup],
         loss: torch.Tensor,
         items: float,
         kwargs: dict[str, Any],
-    ) -> list[LossWeightingGroup]:
+    ) -> list[LossWeightedParameterGroup]:
         """Run the backward; return the groups whose gradients it changed."""
         if items == 0:
             return self._run_zero_backward(trained_groups, loss)
@@ -231,8 +231,8 @@ class LossWeighting:
         return [group for group, old in zip(trained_groups, before, strict=True) if group.has_changed(old)]
 
     def _run_zero_backward(
-        self, trained_groups: list[LossWeightingGroup], loss: torch.Tensor
-    ) -> list[LossWeightingGroup]:
+        self, trained_groups: list[LossWeightedParameterGroup], loss: torch.Tensor
+    ) -> list[LossWeightedParameterGroup]:
         """Run a backward that adds zero: the loss, a mean over nothing, is not used.
 
         It matters only where gradients are reduced: other ranks wait for this one's.
@@ -258,10 +258,10 @@ class LossWeighting:
             self.strategy.backward_zero(models, trained, params_in_graph, loss)
         return changed
 
-    def _is_synchronizing(self, group: LossWeightingGroup) -> bool:
+    def _is_synchronizing(self, group: LossWeightedParameterGroup) -> bool:
         return self.gradients.sync_gradients and all(map(self.strategy.reduces_gradients, group.models))
 
-    def _divide_by_items(self, groups: list[LossWeightingGroup]) -> None:
+    def _divide_by_items(self, groups: list[LossWeightedParameterGroup]) -> None:
         """Divide complete gradients by the number of items of all ranks."""
         totals = self._sum_over_ranks([group.items for group in groups])
         for group, total in zip(groups, totals, strict=True):
@@ -309,17 +309,17 @@ def _mixed_weighting_error() -> PrepareError:
 
 def _make_groups(
     models: Sequence[nn.Module], optimizers: Sequence[Any], strategy: Strategy
-) -> list[LossWeightingGroup]:
+) -> list[LossWeightedParameterGroup]:
     """Return a group for each model, one for models that share parameters, and one for other parameters."""
-    groups: list[LossWeightingGroup] = []
+    groups: list[LossWeightedParameterGroup] = []
     for model in models:
-        new = LossWeightingGroup([model], dict.fromkeys(strategy.parameters(model)), strategy)
+        new = LossWeightedParameterGroup([model], dict.fromkeys(strategy.parameters(model)), strategy)
         for group in [p for p in groups if not p.parameters.keys().isdisjoint(new.parameters)]:
             groups.remove(group)
-            new = LossWeightingGroup(
+            new = LossWeightedParameterGroup(
                 group.models + new.models, {**group.parameters, **new.parameters}, strategy
             )
         groups.append(new)
     params = {p: None for o in optimizers for p in strategy.optimizer_params(getattr(o, "optimizer", o))}
     rest = {p: None for p in params if not any(p in group.parameters for group in groups)}
-    return [*groups, *([LossWeightingGroup([], rest, strategy)] if rest else [])]
+    return [*groups, *([LossWeightedParameterGroup([], rest, strategy)] if rest else [])]

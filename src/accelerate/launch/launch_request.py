@@ -16,9 +16,9 @@ from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import (
     SOURCES,
-    LoadedSettings,
     Setting,
     SettingOrigin,
+    SettingsWithOrigins,
     declared_settings,
     load_settings,
     setting,
@@ -176,7 +176,7 @@ class LaunchRequest:
     """
 
     settings: JobSettings
-    loaded: Mapping[type[Any], LoadedSettings[Any]]
+    loaded: Mapping[type[Any], SettingsWithOrigins[Any]]
     program: tuple[str, ...]
     file: ConfigFile | None = None
     scheduler: JobSchedulerContext | None = None
@@ -408,7 +408,7 @@ def _load_class(
     file: ConfigFile | None,
     env: Mapping[str, str],
     scheduler: JobSchedulerContext | None,
-) -> LoadedSettings[Any]:
+) -> SettingsWithOrigins[Any]:
     scheduler_settings = (
         scheduler.settings_unless_in(file.values if file else {})
         if scheduler and cls is JobSettings

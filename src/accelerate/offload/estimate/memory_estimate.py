@@ -55,7 +55,7 @@ _SMALL = 4096  # parameters with fewer numbers keep 32 bits there
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSizes:
     """The sizes of a model, in float32.
 
     Attributes:
@@ -106,7 +106,7 @@ def dtype_bits(dtype: str) -> int:
     return BITS[dtype]
 
 
-def measure_model(model: nn.Module, name: str) -> ModelFacts:
+def measure_model(model: nn.Module, name: str) -> ModelSizes:
     """Measure a model; floating point weights count as float32, whatever their dtype."""
     from accelerate.offload.estimate.activation_formula import transformer_shape
 
@@ -114,7 +114,7 @@ def measure_model(model: nn.Module, name: str) -> ModelFacts:
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     shapes = tuple((tuple(p.shape), p.requires_grad) for p in model.parameters())
     block, rest = _measure_blocks(model)
-    return ModelFacts(
+    return ModelSizes(
         name,
         type(model).__name__,
         shapes,
@@ -333,7 +333,7 @@ class RankMemoryEstimate:
 
 
 def estimate_training(
-    facts: ModelFacts, how: MemoryEstimateConfig, kept: SavedActivationBytes | str | None = None
+    facts: ModelSizes, how: MemoryEstimateConfig, kept: SavedActivationBytes | str | None = None
 ) -> RankMemoryEstimate:
     """Estimate the memory of one rank during a training step.
 
@@ -384,13 +384,13 @@ def estimate_training(
 _OF_LAYERS = "of activations, those inside of attention and MLP are divided by tensor parallelism"
 
 
-def _tensor_parallel_fraction(facts: ModelFacts, ranks: int) -> float:
+def _tensor_parallel_fraction(facts: ModelSizes, ranks: int) -> float:
     """Return the fraction of all parameters that one tensor parallel rank has."""
     return 1 - facts.tensor_parallel_numbers * (1 - 1 / ranks) / max(facts.parameters, 1)
 
 
 def _estimate_activations(
-    facts: ModelFacts, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
+    facts: ModelSizes, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
 ) -> tuple[int, str]:
     """Return the bytes of activations of one rank, and how they were counted."""
     whole, note = _estimate_whole_activations(facts, how, size, kept)
@@ -401,7 +401,7 @@ def _estimate_activations(
 
 
 def _estimate_whole_activations(
-    facts: ModelFacts, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
+    facts: ModelSizes, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
 ) -> tuple[int, str]:
     """Return the same without tensor parallelism."""
     layers = facts.shape
@@ -424,7 +424,7 @@ def _estimate_whole_activations(
     return formula, f"activations by the formula of {PAPER}: {reason}"
 
 
-def _estimate_copies(facts: ModelFacts, how: MemoryEstimateConfig, gradients: int, casts: int | None) -> int:
+def _estimate_copies(facts: ModelSizes, how: MemoryEstimateConfig, gradients: int, casts: int | None) -> int:
     """Return the bytes of copies during a step.
 
     Args:
@@ -443,7 +443,7 @@ def _estimate_copies(facts: ModelFacts, how: MemoryEstimateConfig, gradients: in
     )
 
 
-def _estimate_all_gathered(facts: ModelFacts, how: MemoryEstimateConfig) -> int:
+def _estimate_all_gathered(facts: ModelSizes, how: MemoryEstimateConfig) -> int:
     """Return the bytes of unsharded weights, and of their gradients until the reduce-scatter.
 
     Parameters outside of the blocks stay unsharded for the whole step. Of blocks there are two, the one that

@@ -22,7 +22,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes, show_bytes
 from accelerate.offload.estimate.memory_estimate import (
     MemoryEstimateConfig,
-    ModelFacts,
+    ModelSizes,
     RankMemoryEstimate,
     estimate_training,
 )
@@ -114,7 +114,7 @@ Estimator = Callable[..., RankMemoryEstimate]
 
 
 def list_layouts(
-    facts: ModelFacts,
+    facts: ModelSizes,
     how: MemoryEstimateConfig,
     on: ClusterDeviceMemory,
     kept: Callable[[MemoryEstimateConfig], Any] = lambda how: None,
@@ -202,7 +202,7 @@ def _sharded_layouts(estimate: Estimator, on: ClusterDeviceMemory) -> Iterator[P
 
 
 def _tensor_parallel_layouts(
-    facts: ModelFacts, estimate: Estimator, on: ClusterDeviceMemory
+    facts: ModelSizes, estimate: Estimator, on: ClusterDeviceMemory
 ) -> Iterator[ParallelLayoutEstimate]:
     """List FSDP with tensor parallelism within a machine."""
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}

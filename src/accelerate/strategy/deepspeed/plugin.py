@@ -13,7 +13,7 @@ from accelerate.core import environ
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.packages import is_installed
-from accelerate.core.setting import LoadedSettings, load_settings
+from accelerate.core.setting import SettingsWithOrigins, load_settings
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig
 from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, is_same
@@ -431,7 +431,7 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
 
-def _explicit_value(loaded: LoadedSettings[DeepSpeedSettings], name: str) -> bool | None:
+def _explicit_value(loaded: SettingsWithOrigins[DeepSpeedSettings], name: str) -> bool | None:
     return None if loaded.origin(name).source == "default" else getattr(loaded.value, name)
 
 

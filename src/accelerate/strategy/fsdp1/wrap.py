@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
+from accelerate.strategy.sharding.fsdp2_sharder import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
     model_digest,
@@ -27,7 +28,6 @@ from accelerate.strategy.sharding.fsdp_unit_plan import (
     unequal_models_error,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.shard import checkpoint_activations
 from accelerate.world import collective
 
 # The attribute of torch's root wrapper that holds the ``FSDP1WrappedModel``.

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate.core.errors import SettingError
-from accelerate.core.setting import LoadedSettings
+from accelerate.core.setting import SettingsWithOrigins
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.parsing import parse_dtype, parse_enum_name, parse_policy_fields
 
@@ -40,7 +40,7 @@ _FIELDS = (
 _STRATEGIES = {member.name.lstrip("_"): member for member in ShardingStrategy}
 
 
-def apply_settings(plugin: Any, loaded: LoadedSettings[FSDPSettings]) -> None:
+def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> None:
     """Set the fields of ``plugin`` from the loaded settings.
 
     Raises:
@@ -75,13 +75,13 @@ def apply_settings(plugin: Any, loaded: LoadedSettings[FSDPSettings]) -> None:
         )
 
 
-def fsdp2_option_error(loaded: LoadedSettings[FSDPSettings], option: str, fix: str) -> SettingError:
+def fsdp2_option_error(loaded: SettingsWithOrigins[FSDPSettings], option: str, fix: str) -> SettingError:
     """Return the error for an option of FSDP2."""
     origin = loaded.origin(f"fsdp_{option}").where
     return SettingError(f"{option} ({origin}) is an option of FSDP2, and fsdp_version is 1", fix=fix)
 
 
-def _parse_strategy(loaded: LoadedSettings[FSDPSettings]) -> ShardingStrategy:
+def _parse_strategy(loaded: SettingsWithOrigins[FSDPSettings]) -> ShardingStrategy:
     """Return the strategy of that name, which may stand at ``reshard_after_forward`` too, as in old files."""
     value, other = loaded.value.fsdp_sharding_strategy, loaded.value.fsdp_reshard_after_forward
     if isinstance(other, bool) and not _came_from_launcher(loaded, value):
@@ -95,7 +95,7 @@ def _parse_strategy(loaded: LoadedSettings[FSDPSettings]) -> ShardingStrategy:
     return _STRATEGIES[parse_enum_name(value, ShardingStrategy, "sharding_strategy")]
 
 
-def _came_from_launcher(loaded: LoadedSettings[FSDPSettings], value: Any) -> bool:
+def _came_from_launcher(loaded: SettingsWithOrigins[FSDPSettings], value: Any) -> bool:
     # Launchers write the default of an option that nobody gave, beside the strategy.
     return value is not None and loaded.origin("fsdp_reshard_after_forward").source == "environment"
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accelerate.strategy.sharding.fsdp2_sharder import Sharder
     from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
-    from accelerate.strategy.sharding.shard import Sharder
 
 
 class FSDP2StrategyBase(ShardedStrategy):
@@ -62,7 +62,7 @@ class FSDP2StrategyBase(ShardedStrategy):
 
     @cached_property
     def _sharder(self) -> Sharder:
-        from accelerate.strategy.sharding.shard import Sharder
+        from accelerate.strategy.sharding.fsdp2_sharder import Sharder
 
         if not self._pipeline_groups:
             self._watch_groups()
@@ -71,8 +71,8 @@ class FSDP2StrategyBase(ShardedStrategy):
     # --- prepare
 
     def _plan_layout(self, model: nn.Module) -> FSDPShardingPlan:
+        from accelerate.strategy.sharding.fsdp2_sharder import make_layout
         from accelerate.strategy.sharding.plugin import precision_policy
-        from accelerate.strategy.sharding.shard import make_layout
 
         return make_layout(model, self.plugin, precision_policy(self.request.precision))
 
@@ -87,12 +87,12 @@ class FSDP2StrategyBase(ShardedStrategy):
         self._register(model)
 
     def _is_sharded(self, model: nn.Module) -> bool:
-        from accelerate.strategy.sharding.shard import is_sharded
+        from accelerate.strategy.sharding.fsdp2_sharder import is_sharded
 
         return is_sharded(model)
 
     def _remap_optimizers(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
-        from accelerate.strategy.sharding.shard import remap_optimizer_params
+        from accelerate.strategy.sharding.fsdp2_sharder import remap_optimizer_params
 
         remap_optimizer_params(renewed, optimizers)
         for old, new in renewed.values():
@@ -100,7 +100,7 @@ class FSDP2StrategyBase(ShardedStrategy):
 
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""
-        from accelerate.strategy.sharding.shard import remap_optimizer_params
+        from accelerate.strategy.sharding.fsdp2_sharder import remap_optimizer_params
 
         for optimizer in bundle.objects_of("optimizer"):
             params = [p for group in optimizer.param_groups for p in group["params"]]

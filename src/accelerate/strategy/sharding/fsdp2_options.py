@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate.core.errors import SettingError
-from accelerate.core.setting import LoadedSettings
+from accelerate.core.setting import SettingsWithOrigins
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.parsing import parse_dtype, parse_policy_fields
 
@@ -27,7 +27,7 @@ STATE_DICT_TYPE = "SHARDED_STATE_DICT"
 _FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
-def apply_settings(plugin: Any, loaded: LoadedSettings[FSDPSettings]) -> None:
+def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> None:
     """Set the fields of ``plugin`` from the loaded settings.
 
     Raises:
@@ -41,7 +41,7 @@ def apply_settings(plugin: Any, loaded: LoadedSettings[FSDPSettings]) -> None:
     _apply_activations(plugin, loaded.value)
 
 
-def _apply_fsdp1_options(plugin: Any, loaded: LoadedSettings[FSDPSettings]) -> None:
+def _apply_fsdp1_options(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> None:
     """Map the options of FSDP1, or remember them as ignored for the option report."""
     settings = loaded.value
     prefetch = settings.fsdp_backward_prefetch or "BACKWARD_PRE"
@@ -67,7 +67,7 @@ def _apply_activations(plugin: Any, settings: FSDPSettings) -> None:
         )
 
 
-def _reshard_after_forward(loaded: LoadedSettings[FSDPSettings]) -> bool:
+def _reshard_after_forward(loaded: SettingsWithOrigins[FSDPSettings]) -> bool:
     """Return whether unsharded parameters are freed after the forward."""
     value = loaded.value.fsdp_reshard_after_forward
     if isinstance(value, str):

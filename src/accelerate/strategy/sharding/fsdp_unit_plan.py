@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.sharding.fsdp_units import (
+from accelerate.strategy.sharding.fsdp_unit_selection import (
     check_unit_params,
     direct_parameters,
     find_ignored,

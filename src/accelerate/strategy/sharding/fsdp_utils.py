@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from accelerate.core import environ
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.sharding.fsdp_units import find_units
+from accelerate.strategy.sharding.fsdp2_sharder import checkpoint_activations, remap_optimizer_params
+from accelerate.strategy.sharding.fsdp_unit_selection import find_units
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.shard import checkpoint_activations, remap_optimizer_params
 
 # The parts that torch's wrappers add to names.
 _WRAPPER_NAMES = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")

@@ -178,7 +178,7 @@ def all_gather_with_grad(tensor: torch.Tensor, size: int, group: Any) -> Sequenc
     return getattr(collectives, name)(flat, 0, group).unbind(0)
 
 
-class _AttentionMode(TorchFunctionMode):
+class _AttentionTorchFunctionMode(TorchFunctionMode):
     """A torch function mode that sends attention calls to ``attend``."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
@@ -204,7 +204,7 @@ class _AttentionMode(TorchFunctionMode):
         return bool(given.get("need_weights", True))
 
 
-class AttentionInterceptor(_AttentionMode):
+class AttentionInterceptor(_AttentionTorchFunctionMode):
     """A torch function mode that sends attention calls to a ``SequenceShardedAttention``."""
 
     def __init__(self, attention: SequenceShardedAttention) -> None:
@@ -221,7 +221,7 @@ class AttentionInterceptor(_AttentionMode):
         return False
 
 
-class AttentionCallCounter(_AttentionMode):
+class AttentionCallCounter(_AttentionTorchFunctionMode):
     """Counts attention calls on fake tensors, inside of stage modules and outside.
 
     Masks are left out: they may be over keys of all processes, and give no shape.

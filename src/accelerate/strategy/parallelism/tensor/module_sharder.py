@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.tensor.tp_plan import TPPlanEntry
+from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, local_tensor
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.initial_weights import InitialWeights
-from accelerate.strategy.sharding.shard import broadcast_over_mesh, local_tensor
 
 
 class ModuleSharder:

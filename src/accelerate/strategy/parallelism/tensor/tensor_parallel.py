@@ -97,7 +97,7 @@ class TensorParallel(MeshDimension):
 
     def _shard_model(self, model: nn.Module, plan: ResolvedTPPlan, bundle: PrepareBundle) -> None:
         from accelerate.strategy.parallelism.tensor.module_sharder import ModuleSharder
-        from accelerate.strategy.sharding.shard import exchange_model_info
+        from accelerate.strategy.sharding.fsdp2_sharder import exchange_model_info
 
         sharing, plane = self.strategy._shard_mesh, self.strategy._plane
         together = plane[tuple(name for name in plane.mesh_dim_names or () if name != "pp")]
