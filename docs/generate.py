@@ -204,7 +204,7 @@ def _data() -> Iterator[Claim]:
 
 def _gradients() -> Iterator[Claim]:
     yield tested("accumulation (`accumulate`, `no_sync`)", "cpu/test_data_parallel.py::windows_close")
-    yield tested("`windows`, divided by what they hold", "null/test_windows.py::mean_of_its_own")
+    yield tested("`windows`, divided by what they hold", "null/test_accumulation_windows.py::mean_of_its_own")
     yield tested("weights by tokens (`num_items`)", "cpu/test_gradients.py::any_split")
     yield tested("the true norm when clipping", "cpu/test_data_parallel.py::true_norm")
     yield tested("gradients sent in half precision", "cpu/test_data_parallel.py::half_precision")
@@ -214,8 +214,8 @@ def _processes() -> Iterator[Claim]:
     yield tested("collectives over trees and objects", "cpu/test_collectives.py::every_leaf")
     yield tested(
         "one process fails, all end, and it is said who",
-        "cpu/test_together.py::last_words_are_the_failing_ranks",
-        "cpu/test_together.py::disagree_about",
+        "cpu/test_collective_errors.py::last_words_are_the_failing_ranks",
+        "cpu/test_collective_errors.py::disagree_about",
     )
 
 

@@ -22,7 +22,7 @@ from accelerate.cli.main import run
 from accelerate.commands import estimate
 from tests.laws.test_8_no_torch import command as without_torch
 from tests.null.test_estimate import LLAMA
-from tests.null.test_skeleton import BERT, FACTORY, write
+from tests.null.test_meta_models import BERT, FACTORY, write
 from tests.support.environment import ROOT
 
 pytest.importorskip("transformers")

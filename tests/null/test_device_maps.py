@@ -31,7 +31,7 @@ from accelerate.utils.modeling import (
     get_max_memory,
     infer_auto_device_map,
 )
-from tests.null.test_measure import Small, Tied
+from tests.null.test_model_sizes import Small, Tied
 from tests.support.long_run import hypothesis_settings
 
 

@@ -27,7 +27,7 @@ from accelerate.offload.estimate.memory_estimate import (
     rule_of_thumb,
 )
 from accelerate.offload.estimate.skeleton import build_skeleton
-from tests.null.test_skeleton import BERT, write
+from tests.null.test_meta_models import BERT, write
 
 LLAMA = {
     "model_type": "llama",

@@ -14,7 +14,7 @@ from accelerate.offload.estimate.activation_formula import activation_bytes, tra
 from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
 from accelerate.offload.estimate.skeleton import build_skeleton
 from tests.null.test_estimate import LLAMA
-from tests.null.test_skeleton import BERT, write
+from tests.null.test_meta_models import BERT, write
 
 transformers = pytest.importorskip("transformers")
 SMALL = {**LLAMA, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}

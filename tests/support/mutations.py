@@ -108,7 +108,9 @@ MUTATIONS = (
         file="world/control_channel.py",
         old="if set(codes) != {code} or set(kinds) != {kind}:",
         new="if set(kinds) != {kind}:",
-        tests=("tests/cpu/test_together.py::test_collectives_in_another_order_are_detected_at_once",),
+        tests=(
+            "tests/cpu/test_collective_errors.py::test_collectives_in_another_order_are_detected_at_once",
+        ),
     ),
     Mutation(
         name="ragged",
@@ -126,7 +128,7 @@ MUTATIONS = (
         file="world/preemption.py",
         old="max(int(tokens[0]) for tokens in counts) + 1}",
         new="max(int(tokens[0]) for tokens in counts)}",
-        tests=("tests/null/test_stop.py::test_all_stop_at_the_same_boundary",),
+        tests=("tests/null/test_preemption_consensus.py::test_all_stop_at_the_same_boundary",),
     ),
     Mutation(
         name="fillers",
@@ -153,7 +155,9 @@ MUTATIONS = (
         file="data/dispatch.py",
         old="yield fetched._replace(last=not rank0_batches)",
         new="yield fetched",
-        tests=("tests/cpu/test_windows_ranks.py::test_gradients_travel_once_per_window_and_are_its_mean",),
+        tests=(
+            "tests/cpu/test_accumulation_windows_ranks.py::test_gradients_travel_once_per_window_and_are_its_mean",
+        ),
     ),
     Mutation(
         name="scaler",
@@ -195,7 +199,7 @@ MUTATIONS = (
         file="offload/placement_search.py",
         old="max(largest_offloaded, self.largest_from[number + 1])",
         new="self.largest_from[number + 1]",
-        tests=("tests/null/test_place.py",),
+        tests=("tests/null/test_placement_plans.py",),
     ),
     Mutation(
         name="fsdp",
@@ -231,7 +235,9 @@ MUTATIONS = (
         file="strategy/ddp.py",
         old="return NO_CONTEXT if sync else _no_sync(models)",
         new="return NO_CONTEXT",
-        tests=("tests/cpu/test_windows_ranks.py::test_gradients_travel_once_per_window_and_are_its_mean",),
+        tests=(
+            "tests/cpu/test_accumulation_windows_ranks.py::test_gradients_travel_once_per_window_and_are_its_mean",
+        ),
     ),
     Mutation(
         name="localsgd",
@@ -249,7 +255,7 @@ MUTATIONS = (
         file="facade/gradient_state.py",
         old="loader.micro_steps >= loader.micro_steps_before",
         new="loader.micro_steps > loader.micro_steps_before",
-        tests=("tests/null/test_loop.py",),
+        tests=("tests/null/test_training_loop.py",),
     ),
     Mutation(
         name="items",

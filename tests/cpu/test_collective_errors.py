@@ -105,9 +105,9 @@ def test_collectives_in_another_order_are_detected_at_once(ranks: RankServer) ->
     """C5."""
     one, two = same_on_all(ranks(2, other_order))
     assert one.startswith("the ranks called different collectives\n")
-    assert "rank 0: gather at test_together.py:" in one
-    assert "rank 1: reduce at test_together.py:" in one
-    assert "rank 0: reduce at test_together.py:" in two
+    assert "rank 0: gather at test_collective_errors.py:" in one
+    assert "rank 1: reduce at test_collective_errors.py:" in one
+    assert "rank 0: reduce at test_collective_errors.py:" in two
 
 
 def caught() -> str:
@@ -128,8 +128,8 @@ def caught() -> str:
 def test_a_rank_that_caught_an_error_and_goes_on_is_detected(ranks: RankServer) -> None:
     """C4."""
     text = same_on_all(ranks(2, caught))
-    assert "rank 0: gather at test_together.py:" in text
-    assert "rank 1: wait_for_everyone at test_together.py:" in text
+    assert "rank 0: gather at test_collective_errors.py:" in text
+    assert "rank 1: wait_for_everyone at test_collective_errors.py:" in text
 
 
 def left_out() -> list[str]:
@@ -172,7 +172,7 @@ def meant() -> list[float]:
 def test_equal_calls_from_different_places_are_told_apart(ranks: RankServer) -> None:
     text = same_on_all(ranks(2, left_out))[0]
     assert text.startswith("the ranks called gather in different places")
-    assert "rank 1: gather at test_together.py:" in text
+    assert "rank 1: gather at test_collective_errors.py:" in text
     assert same_on_all(ranks(2, meant)) == [0.0, 1.0]
 
 
@@ -320,7 +320,7 @@ def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_gathers(
     """D3."""
     text = same_on_all(ranks(2, only_main, str(tmp_path / "c")))
     assert "rank 0: save the checkpoint" in text
-    assert "rank 1: gather at test_together.py:" in text
+    assert "rank 1: gather at test_collective_errors.py:" in text
 
 
 def hinted() -> list[str]:
@@ -349,8 +349,8 @@ def test_a_rank_that_waits_long_says_for_whom_once(ranks: RankServer) -> None:
     assert late == []
     [text] = waiting
     assert text.startswith("rank 0 has waited ")
-    assert "in wait_for_everyone at test_together.py:" in text
-    assert "rank 1 is at test_together.py:" in text
+    assert "in wait_for_everyone at test_collective_errors.py:" in text
+    assert "rank 1 is at test_collective_errors.py:" in text
 
 
 # ---------------------------------------------------------------- processes, threads, worlds
