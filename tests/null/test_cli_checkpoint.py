@@ -466,13 +466,13 @@ def test_a_killed_process_leaves_nothing_that_the_next_export_does_not_clear(tmp
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from accelerate.checkpoint import checkpoint_maintenance
 from accelerate.checkpoint.checkpoint_export import export_weights
+from accelerate.checkpoint.checkpoint_maintenance import open_checkpoints, select_checkpoint
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-open_one = lambda text: checkpoint_folder.select_checkpoint(checkpoint_folder.open_checkpoints(text))
+open_one = lambda text: select_checkpoint(open_checkpoints(text))
 big = open_one(sys.argv[1])
 export_weights(open_one(sys.argv[2]), Path(sys.argv[3], "small"), dtype="bf16")
 before = peak()
