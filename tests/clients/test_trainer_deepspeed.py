@@ -47,7 +47,7 @@ def test_the_trainer_divides_windows_by_itself(zero: dict[str, Any]) -> None:
     assert differences(ours, theirs, WITHIN) == []
 
 
-def test_the_engine_makes_optimizer_and_schedule(zero: dict[str, Any]) -> None:
+def test_deepspeed_makes_optimizer_and_schedule(zero: dict[str, Any]) -> None:
     job = zero["engines"]
     assert job["loss"][0] == pytest.approx(RECORDED["train"]["loss"][0], abs=WITHIN)
     assert max(job["loss"][1:]) < job["loss"][0] + 0.01

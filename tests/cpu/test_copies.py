@@ -51,14 +51,14 @@ def test_a_lone_process_keeps_it() -> None:
         copy_tensor_to_devices()
 
 
-def test_parameters_that_no_engine_partitioned_are_whole() -> None:
+def test_parameters_that_deepspeed_did_not_partition_are_whole() -> None:
     parameter = nn.Parameter(torch.ones(2))
     for given in (parameter, [parameter], iter([parameter])):
         with GatheredParameters(given, modifier_rank=0):
             assert parameter.shape == (2,)
 
 
-def test_partitioned_parameters_go_to_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitioned_parameters_go_to_their_deepspeed_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
     from types import ModuleType, SimpleNamespace
 

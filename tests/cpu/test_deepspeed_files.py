@@ -147,7 +147,7 @@ def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_pa
     assert all(torch.equal(value, theirs[name]) for name, value in joined.items())
 
 
-def test_what_only_the_engine_reads_is_said(tmp_path: Path) -> None:
+def test_what_only_deepspeed_reads_is_said(tmp_path: Path) -> None:
     """Experts, cut layers and missing files, in one process that does not import DeepSpeed."""
     from accelerate.core.errors import CheckpointError
     from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint, find_unsupported_file

@@ -16,7 +16,7 @@ PIPELINE, BIG = (ROOT / "examples" / name for name in ("pipeline.py", "big_model
 SMALL = ["--cpu", "--width", "32", "--layers", "4", "--sequences", "6", "--chunks", "4"]
 
 
-def test_a_model_spread_over_processes_scores_as_one_process_does(ranks: RankServer, tmp_path: Path) -> None:
+def test_a_model_split_over_processes_scores_as_one_process_does(ranks: RankServer, tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
     alone = script_output(ranks, 1, PIPELINE, *SMALL)
     pair = script_output(ranks, 2, PIPELINE, *SMALL, "--picture", str(picture))

@@ -88,7 +88,7 @@ def test_it_trains_to_the_numbers_of_one_process(
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
-def test_copies_of_shards_stay_equal(ranks: RankServer, strategy: str) -> None:
+def test_hsdp_replicas_stay_equal(ranks: RankServer, strategy: str) -> None:
     """On 2 x 2: the numbers of one process; what ranks 0 and 1 have, ranks 2 and 3 have."""
     found = ranks(4, trained, {**TWO_COPIES, "sharding_strategy": strategy}, 4, "no", True)
     close(same_on_all([numbers for numbers, _ in found]), plain(4), 1e-5)

@@ -59,7 +59,9 @@ def test_a_call_of_one_rank_alone_is_an_error_on_all(
     assert any(word in outcome.message for outcome in outcomes), list(map(str, outcomes))
 
 
-def test_a_call_of_one_rank_alone_among_copies_is_an_error_on_all(ranks: RankServer, tmp_path: Path) -> None:
+def test_a_call_of_one_rank_alone_among_replicas_is_an_error_on_all(
+    ranks: RankServer, tmp_path: Path
+) -> None:
     """C5: the others wait in groups of their own."""
     copies = {"sharding_strategy": "HYBRID_SHARD", "replicate_size": 2}
     outcomes = ranks.outcomes(4, alone, "state", "train", str(tmp_path), copies, grace=30, timeout=60)

@@ -24,7 +24,7 @@ HYBRID: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_copies_of_shards_train_to_the_numbers_of_one_process(ranks: RankServer, window: int) -> None:
+def test_hsdp_replicas_train_to_the_numbers_of_one_process(ranks: RankServer, window: int) -> None:
     """B7: two copies of two shards; the norm counts every element once."""
     close(same_on_all(ranks(4, prepared, HYBRID, window)), plain(window), 1e-5)
 
@@ -74,7 +74,7 @@ def resumed(folder: str) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
-def test_what_four_processes_in_copies_save_two_shards_load(ranks: RankServer, tmp_path: Path) -> None:
+def test_what_four_processes_of_hsdp_save_two_of_fsdp_load(ranks: RankServer, tmp_path: Path) -> None:
     """A4, D6: save on 4, load on 2."""
     found = ranks(4, saved, str(tmp_path / "state"))
     names, shape, placed, _, weights = found[0]
@@ -91,7 +91,7 @@ def uneven() -> None:
     Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**{**HYBRID, "replicate_size": 3}))
 
 
-def test_copies_that_do_not_divide_the_processes_are_refused(ranks: RankServer) -> None:
+def test_replicas_that_do_not_divide_the_processes_are_refused(ranks: RankServer) -> None:
     with pytest.raises(RanksError, match="3 replicas, and 2 processes") as caught:
         ranks(2, uneven)
     assert caught.value.causing_kinds() == {"SettingError"}

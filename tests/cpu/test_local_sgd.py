@@ -396,7 +396,7 @@ def load_and_end(folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return model.first.weight.detach(), [copy["model"]["first.weight"] for copy in copies]
 
 
-def test_on_another_number_of_processes_the_copies_are_averaged(ranks: RankServer, tmp_path: Path) -> None:
+def test_on_another_number_of_processes_the_replicas_are_averaged(ranks: RankServer, tmp_path: Path) -> None:
     ranks(2, resume, "diloco", str(tmp_path / "saved"), 4, 5)
     weights, copies = load_and_end(str(tmp_path / "saved"))
     assert len(copies) == 2

@@ -88,7 +88,7 @@ COMBINED = [
 @pytest.mark.parametrize(
     ("sizes", "options", "window"), COMBINED, ids=["shards", "copies", "shards-1f1b", "tensors"]
 )
-def test_stages_of_copies_train_like_one_process(
+def test_pipeline_stages_of_replicas_train_like_one_process(
     ranks: RankServer, sizes: dict[str, int], options: dict[str, Any], window: int
 ) -> None:
     """Two stages, each on two processes that see different data, or share layers."""

@@ -343,7 +343,7 @@ def test_a_loader_that_comes_with_a_model_gives_parts(ranks: RankServer) -> None
         assert found == {**asked, "True": mine, "False": whole, "{'input_ids': 1}": mine}
 
 
-def test_ulysses_reads_other_data_where_nothing_is_cut(ranks: RankServer) -> None:
+def test_ulysses_reads_other_data_where_nothing_is_sharded(ranks: RankServer) -> None:
     """C7: the adapter gives the batches of all processes, one after another, each cut for all."""
     whole = [[10 * row + token for token in range(8)] for row in range(4)]
     for place, found in enumerate(ranks(2, read, "sp_size")):

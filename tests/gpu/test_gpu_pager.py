@@ -205,7 +205,7 @@ def test_adapters_train_on_an_offloaded_base(kind: str, device: Device, tmp_path
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_what_does_not_fit_beside_the_rest_is_brought_late(device: Device) -> None:
+def test_what_does_not_fit_beside_the_rest_is_loaded_late(device: Device) -> None:
     """A large activation takes the place of what was asked for ahead; the model runs."""
     if not hasattr(device.module, "set_per_process_memory_fraction"):
         pytest.skip("the device's memory cannot be limited")

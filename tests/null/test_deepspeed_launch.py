@@ -92,7 +92,7 @@ def command(request: LaunchRequest) -> list[str]:
         ({"use_deepspeed": None, "deepspeed_hostfile": None, "use_fsdp": True}, False),
     ],
 )
-def test_it_takes_jobs_of_the_engine_on_several_machines(asks: Any, flags: Any, takes: bool) -> None:
+def test_it_takes_jobs_of_deepspeed_on_several_machines(asks: Any, flags: Any, takes: bool) -> None:
     """The default launcher is that of 1.15; ``standard`` starts this launcher on each machine."""
     assert PLUGIN.accepts(asks(**flags)) is takes
 
@@ -189,7 +189,7 @@ def test_what_does_not_fit_names_both_places(asks: Any, flags: Any, words: list[
     assert error.value.why or error.value.fix
 
 
-def test_without_the_engine_its_package_is_named(asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deepspeed_its_package_is_named(asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     request = asks()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MissingExtraError, match="'deepspeed'") as error:

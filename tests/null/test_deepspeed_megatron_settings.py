@@ -338,7 +338,7 @@ def test_an_old_key_beside_todays_is_said_with_both_places(asks: Any) -> None:
     assert "line 3" in error.value.why
 
 
-def test_steps_of_accumulation_stand_in_the_section_of_the_engine(asks: Any) -> None:
+def test_steps_of_accumulation_stand_in_the_section_of_deepspeed(asks: Any) -> None:
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_accumulation_steps: 4\n"
     request = asks(text)
     assert request.get("gradient_accumulation_steps") == 4
@@ -347,7 +347,7 @@ def test_steps_of_accumulation_stand_in_the_section_of_the_engine(asks: Any) -> 
         asks(f"{text}gradient_accumulation_steps: 2\n")
 
 
-def test_steps_of_accumulation_may_be_left_to_the_engine(asks: Any) -> None:
+def test_steps_of_accumulation_may_be_left_to_deepspeed(asks: Any) -> None:
     """Files that libraries ship: a script finds nothing, which its reader takes for "auto"."""
     text = (
         "distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_accumulation_steps: auto, zero_stage: 1}\n"
@@ -357,7 +357,7 @@ def test_steps_of_accumulation_may_be_left_to_the_engine(asks: Any) -> None:
     assert told["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "1"
 
 
-def test_a_misspelt_key_of_an_engine_is_found(asks: Any) -> None:
+def test_a_misspelt_key_of_deepspeed_is_found(asks: Any) -> None:
     """F5."""
     with pytest.raises(UnknownNameError, match=r"'zero_stge'.*line 2") as error:
         asks("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stge: 2}\n")
@@ -433,7 +433,7 @@ def own_file(asks: Any, tmp_path: Path) -> Any:
         ({"mixed_precision": "no"}, "bf16.enabled: true"),
     ],
 )
-def test_a_flag_that_contradicts_the_engines_file_names_both_places(
+def test_a_flag_that_contradicts_the_deepspeed_config_file_names_both_places(
     own_file: Any, flags: dict[str, str], there: str
 ) -> None:
     """One number has one owner: the two would train differently, and nobody would know which won."""
@@ -445,7 +445,7 @@ def test_a_flag_that_contradicts_the_engines_file_names_both_places(
     assert error.value.fix
 
 
-def test_a_flag_that_agrees_with_the_engines_file_is_fine(own_file: Any) -> None:
+def test_a_flag_that_agrees_with_the_deepspeed_config_file_is_fine(own_file: Any) -> None:
     """A number that is text there is the same number, and "auto" leaves it to us."""
     request = own_file(
         zero_stage="2",
@@ -468,7 +468,7 @@ def test_a_flag_that_agrees_with_the_engines_file_is_fine(own_file: Any) -> None
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
-def test_the_engines_file_is_read_before_anything_starts(
+def test_the_deepspeed_config_file_is_read_before_anything_starts(
     asks: Any, tmp_path: Path, content: Any, words: str
 ) -> None:
     if content is not None:
@@ -477,7 +477,7 @@ def test_the_engines_file_is_read_before_anything_starts(
         asks(use_deepspeed=True, deepspeed_config_file="ds.json")
 
 
-def test_the_engines_file_may_be_the_text_itself(asks: Any) -> None:
+def test_the_deepspeed_config_file_may_be_the_text_itself(asks: Any) -> None:
     """In base 64, as transformers takes it."""
     text = base64.urlsafe_b64encode(json.dumps(OWN_FILE).encode()).decode()
     asks(use_deepspeed=True, deepspeed_config_file=text)

@@ -195,7 +195,7 @@ def test_contradictions_name_both_places() -> None:
     build_config(DeepSpeedPlugin(hf_ds_config=same), wanted(steps=4, batches=[8]))
 
 
-def test_optimizer_and_schedule_of_the_engine() -> None:
+def test_optimizer_and_schedule_of_deepspeed() -> None:
     params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": 0.5}
     schedule = {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
     config = {**CONFIG, "optimizer": {"type": "AdamW", "params": params}, "scheduler": {"params": schedule}}
@@ -225,7 +225,7 @@ def test_optimizer_and_schedule_of_the_engine() -> None:
         build_config(DeepSpeedPlugin(), wanted(scheduler=DummyScheduler(dummy)))
 
 
-def test_what_is_said_of_a_drive_goes_to_the_engine() -> None:
+def test_what_is_said_of_a_drive_goes_to_deepspeed() -> None:
     """Also what only DeepSpeed's own file says: sizes of its buffers and of its reader."""
     plugin = DeepSpeedPlugin(
         zero_stage=3,
@@ -301,7 +301,7 @@ def test_without_the_package_nothing_trains(monkeypatch: pytest.MonkeyPatch, var
     assert error.value.fix == "pip install deepspeed"
 
 
-def test_stand_ins_mean_nothing_without_the_engine() -> None:
+def test_stand_ins_mean_nothing_without_deepspeed() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(PrepareError, match="DummyOptim stands for one of DeepSpeed"):
         Accelerator(cpu=True).prepare(model, DummyOptim(model.parameters()))

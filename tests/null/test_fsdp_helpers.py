@@ -37,14 +37,14 @@ def grid(size: int, nodes: int, **options: Any) -> tuple[int, int]:
         ({"sharding_strategy": "HYBRID_SHARD", "replicate_size": 8}, (8, 1)),
     ],
 )
-def test_copies_are_one_on_each_machine_or_as_many_as_asked(
+def test_replicas_are_one_on_each_machine_or_as_many_as_asked(
     options: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     """Eight processes on two machines; one process for each copy is right in version 2."""
     assert grid(8, 2, **options) == expected
 
 
-def test_copies_that_do_not_divide_the_processes_are_refused_before_any_mesh() -> None:
+def test_replicas_that_do_not_divide_the_processes_are_refused_before_any_mesh() -> None:
     with pytest.raises(SettingError, match="3 replicas, and 8 processes"):
         grid(8, 2, sharding_strategy="HYBRID_SHARD", replicate_size=3)
 

@@ -117,7 +117,7 @@ def test_what_it_refuses(options: dict[str, Any], error: type[Exception], words:
 # --- version 1
 
 
-def test_the_defaults_of_version_1() -> None:
+def test_the_defaults_of_fsdp1() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     assert (plugin.sharding_strategy, plugin.reshard_after_forward) == (ShardingStrategy.FULL_SHARD, None)
     assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
@@ -157,7 +157,7 @@ def test_the_defaults_of_version_1() -> None:
         ),
     ],
 )
-def test_what_fields_mean_in_version_1(options: dict[str, Any], name: str, value: Any) -> None:
+def test_what_fields_mean_in_fsdp1(options: dict[str, Any], name: str, value: Any) -> None:
     assert getattr(FullyShardedDataParallelPlugin(fsdp_version=1, **options), name) == value
 
 
@@ -176,7 +176,7 @@ def test_what_fields_mean_in_version_1(options: dict[str, Any], name: str, value
         ({"replicate_size": 2}, "replicate_size"),
     ],
 )
-def test_what_version_1_refuses(options: dict[str, Any], words: str) -> None:
+def test_what_fsdp1_refuses(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError) as caught:
         FullyShardedDataParallelPlugin(fsdp_version=1, **options)
     assert words in str(caught.value)
@@ -194,7 +194,7 @@ def test_what_launchers_always_write_is_no_contradiction(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_copies_of_the_shards(version: int) -> None:
+def test_hsdp_replicas(version: int) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, sharding_strategy="HYBRID_SHARD")
     assert [plugin.replicate_count(8, nodes) for nodes in (1, 2, 4)] == [1, 2, 4]
     with pytest.raises(SettingError, match="as many processes as any other"):
@@ -217,14 +217,14 @@ def test_replicas_in_disguise_are_refused() -> None:
     assert (chosen.name, chosen.distributed_type(world)) == ("fsdp1", "FSDP")
 
 
-def test_a_mesh_needs_version_2() -> None:
+def test_a_mesh_needs_fsdp2() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     layout = ParallelismConfig(dp_shard_size=4)
     with pytest.raises(SettingError, match="parallelism_config needs FSDP2"):
         choose_strategy(StrategyRequest(World.fake(4), plugins=(plugin,), parallelism=layout))
 
 
-def test_the_methods_in_version_1() -> None:
+def test_the_methods_in_fsdp1() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision("bf16", buffer_autocast=True)
     assert plugin.mixed_precision_policy == MixedPrecision(
@@ -241,7 +241,7 @@ def test_the_methods_in_version_1() -> None:
     assert type(plugin.state_dict_config).__name__ == "LocalStateDictConfig"
 
 
-def test_options_of_version_1_that_mean_nothing_are_said() -> None:
+def test_options_of_fsdp1_that_mean_nothing_are_said() -> None:
     plugin = FullyShardedDataParallelPlugin(use_orig_params=False, limit_all_gathers=False)
     said = [effect for effect in option_statuses((), plugin, []) if effect.is_failure]
     assert sorted(effect.option for effect in said) == ["fsdp_use_orig_params", "limit_all_gathers"]

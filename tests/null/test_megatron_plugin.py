@@ -87,7 +87,7 @@ def test_a_default_is_not_what_somebody_asked_for() -> None:
     check_options(plugin, "no")
 
 
-def test_the_engines_arguments_have_the_training_scripts_names() -> None:
+def test_the_arguments_of_megatron_have_the_training_scripts_names() -> None:
     """As the public package 1.15 gives them."""
     found = arguments(MegatronLMPlugin(tp_degree=2, sequence_parallelism=True, gradient_clipping=0.5))
     assert found["tensor_model_parallel_size"] == 2
@@ -233,7 +233,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSALS)
-def test_what_the_engine_cannot_do_is_refused_with_its_reason(options: dict[str, Any], words: str) -> None:
+def test_what_megatron_cannot_do_is_refused_with_its_reason(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError) as caught:
         check_options(MegatronLMPlugin(**options), "no")
     assert words in str(caught.value)
@@ -262,7 +262,7 @@ def test_scripts_functions_refuse_and_say_what_to_do() -> None:
 # --- places of processes
 
 
-def test_places_follow_the_engines_order() -> None:
+def test_places_follow_the_order_of_deepspeed() -> None:
     """Tensor parallel first, then copies, then stages."""
     places = [MegatronLayout(8, rank, 2, 2) for rank in range(8)]
     assert [place.tp_rank for place in places] == [0, 1] * 4
@@ -298,7 +298,7 @@ RULES: dict[str, tuple[weight_rules.WeightRule, list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", RULES)
-def test_parts_join_to_what_was_cut(name: str, size: int) -> None:
+def test_parts_join_to_what_was_sharded(name: str, size: int) -> None:
     rule, shapes = RULES[name]
     wholes = [torch.randn(shape) for shape in shapes]
     parts = rule.shard(wholes, size)
@@ -360,7 +360,7 @@ def _mapped(family: Any, config: Any) -> Any:
     return family.transformer(config), family.model(config)
 
 
-def test_a_model_with_more_than_the_engine_has_is_refused() -> None:
+def test_a_model_with_more_than_megatron_has_is_refused() -> None:
     model = on_meta("llama")
     model.adapter = nn.Linear(2, 2)
     with pytest.raises(PrepareError, match="no plain llama language model: adapter"):

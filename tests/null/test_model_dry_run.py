@@ -92,7 +92,7 @@ def test_512_processes_on_a_mesh() -> None:
     assert math.prod(found.mesh.values()) == on.count
 
 
-def test_a_plan_says_what_a_rehearsal_counts() -> None:
+def test_a_plan_says_what_a_dry_run_counts() -> None:
     bill = {
         way.name: way.estimate
         for way in list_layouts(

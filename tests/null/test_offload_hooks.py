@@ -333,7 +333,7 @@ def test_a_parameter_that_somebody_puts_in_stays() -> None:
     assert layer.weight is mine
 
 
-def test_what_is_here_already_is_not_brought_nor_dropped() -> None:
+def test_what_is_here_already_is_not_loaded_nor_dropped() -> None:
     layer = linear()
     here = nn.Parameter(torch.ones(2, 2))
     layer._parameters["weight"] = here

@@ -83,7 +83,7 @@ class Skip(nn.Module):
         return x + first.sin()
 
 
-def test_a_rehearsal_finds_what_travels() -> None:
+def test_a_dry_run_finds_what_travels() -> None:
     """Through a stage that does not need it, too; the model itself is not touched, and nothing is drawn."""
     model = Skip()
     cut = assign_stages(model, options(3, split_points=["layers.1", "layers.2"]), 3)

@@ -60,7 +60,7 @@ def parts_of(whole: dict[str, Any], size: int, balanced: bool = False) -> list[d
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_labels_are_shifted_before_they_are_cut(balanced: bool) -> None:
+def test_labels_are_shifted_before_they_are_sharded(balanced: bool) -> None:
     """The last token of a part learns the first of the next."""
     whole = batch(8)
     parts = parts_of(whole, 2, balanced)
@@ -86,7 +86,7 @@ def test_positions_are_those_of_the_whole_sequence(balanced: bool) -> None:
     assert torch.equal(join_shards(found, 1, balanced), given)
 
 
-def test_masks_of_keys_stay_whole_and_rows_are_cut() -> None:
+def test_masks_of_keys_stay_whole_and_rows_are_sharded() -> None:
     keys, rows = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 1, 8, 8).tril()
     assert all(
         torch.equal(part["attention_mask"], keys) for part in parts_of(batch(8, attention_mask=keys), 2)
@@ -119,7 +119,7 @@ def test_a_length_that_cannot_be_shared_is_refused() -> None:
         SequenceSharder(2, 0, True)(batch(7))
 
 
-def test_named_keys_alone_are_cut() -> None:
+def test_named_keys_alone_are_sharded() -> None:
     given = {
         "tokens": torch.arange(16).view(2, 8),
         "frames": torch.zeros(8, 3),

@@ -104,7 +104,7 @@ def test_every_strategy_says_whether_parameters_are_freed(key: str, strategy: An
     assert new["fsdp_config"] == {"fsdp_reshard_after_forward": reshard, "fsdp_version": 2}
 
 
-def test_copies_of_the_shards_stay(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hsdp_replicas_stay(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One for each machine; what only version 1 has is replaced, and said."""
     given = config(fsdp_sharding_strategy="HYBRID_SHARD", fsdp_state_dict_type="LOCAL_STATE_DICT")
     new = convert_config_to_fsdp2({**given, "num_machines": 4})["fsdp_config"]
@@ -151,7 +151,7 @@ def test_the_configuration_given_stays_as_it_is() -> None:
         ("- 1\n", "is not a table of keys"),
     ],
 )
-def test_what_is_none_of_version_1_is_refused_and_stays(
+def test_what_is_no_fsdp1_file_is_refused_and_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, what: str
 ) -> None:
     path = tmp_path / "job.yaml"

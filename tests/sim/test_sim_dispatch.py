@@ -88,7 +88,7 @@ def test_what_is_tied_over_two_devices_is_on_both() -> None:
         torch.testing.assert_close(model(x), expected)
 
 
-def test_what_is_tied_to_a_resident_weight_is_not_brought() -> None:
+def test_what_is_tied_to_a_resident_weight_is_not_loaded() -> None:
     model, x = built(), inputs()
     model.out.weight = model.inp.weight
     expected = model(x)

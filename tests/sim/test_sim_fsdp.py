@@ -163,6 +163,6 @@ def copies() -> Any:
     return trained({**LAYERS, "sharding_strategy": "HYBRID_SHARD", "replicate_size": 2})
 
 
-def test_copies_of_shards_train_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:
+def test_hsdp_replicas_train_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:
     """B7: shard groups of one process each."""
     close(same_on_all(ranks(2, copies)), plain(1), 1e-4)

@@ -150,7 +150,7 @@ def test_loading_takes_no_more_than_the_model_and_a_tensor(
     torch.testing.assert_close(model.first.weight.cpu(), net.first.weight.to(dtype))
 
 
-def test_a_dtype_that_the_file_does_not_have_is_made_when_a_weight_is_brought(
+def test_a_dtype_that_the_file_does_not_have_is_made_when_a_weight_is_loaded(
     tmp_path: Path, net: Net
 ) -> None:
     """To an accelerator nothing has to be written for it."""

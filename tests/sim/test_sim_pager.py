@@ -441,7 +441,7 @@ class Tied(nn.Module):
 
 
 @kinds
-def test_tied_weights_are_brought_once_and_stay_tied(kind: str, tmp_path: Path) -> None:
+def test_tied_weights_are_loaded_once_and_stay_tied(kind: str, tmp_path: Path) -> None:
     model, ids = built(Tied), torch.tensor([[1, 2, 3]])
     expected = model(ids)
     total = sum(p.nbytes for p in model.parameters())

@@ -64,7 +64,7 @@ def test_training_steps_are_those_of_the_cpu(kind: Any, how: dict[str, bool]) ->
         torch.testing.assert_close(got.cpu(), expected, **CLOSE)
 
 
-def test_a_model_may_be_spread_over_both_devices() -> None:
+def test_a_model_may_be_dispatched_to_both_devices() -> None:
     torch.manual_seed(0)
     first, second, x = nn.Linear(4, 4), nn.Linear(4, 2), torch.randn(3, 4)
     expected = second(first(x))
