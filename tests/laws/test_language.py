@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 
 import pytest
 
@@ -70,6 +71,7 @@ BOUNDS = {
     "variables named found": 60,
     "'the engine' in sources and docs": 30,
     "docstrings that open with What, Whether, Where, Those, By, As or Of": 150,
+    "docstrings that explain an argument which the function does not have": 0,
 }
 
 
@@ -89,6 +91,11 @@ def is_promised(name: str) -> bool:
 @cache
 def _promised() -> frozenset[str]:
     return frozenset(contract()["identifiers"])
+
+
+def is_promised_module(source: Source) -> bool:
+    """Whether the public interface has the path of the file."""
+    return source.module in contract()["modules"]
 
 
 def class_names(source: Source) -> Iterator[ast.ClassDef]:
@@ -115,11 +122,24 @@ def unclear_functions(source: Source) -> Iterator[str]:
 
 def unclear_files(source: Source) -> Iterator[str]:
     """Files and folders named by a participle or adverb."""
-    if source.module in contract()["modules"]:
+    if is_promised_module(source):
         return
     for part in source.inside:
         if is_participle(part) and part not in ALLOWED:
             yield source.at(1, f"{part}: a file carries the name of the thing")
+
+
+def undefined_arguments(source: Source) -> Iterator[str]:
+    """Arguments that a docstring explains and the function does not have: their name has changed."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, Function):
+            explained = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2]
+            lines = takewhile(lambda line: not line or line.startswith(" "), explained.splitlines())
+            heads = [match for line in lines if (match := re.match(r"    ([*\w]+(?:, [*\w]+)*):", line))]
+            own = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+            for name in (name.lstrip("*") for head in heads for name in head[1].split(", ")):
+                if name not in own:
+                    yield source.at(node, f"{node.name} has no argument {name}")
 
 
 def duplicate_classes() -> Iterator[str]:
@@ -168,6 +188,7 @@ def places() -> dict[str, list[str]]:
         [place for s in every for place in found_variables(s)],
         list(engines()),
         [place for s in every for place in unclear_docstrings(s)],
+        [place for s in every for place in undefined_arguments(s)],
     )
     return dict(zip(BOUNDS, measures, strict=True))
 
@@ -208,24 +229,26 @@ def test_the_exceptions_are_few_and_needed() -> None:
         ("matches = found", 0),
         ("def f():\n    'Whether x.'", 1),
         ("def f():\n    'Return x.'", 0),
+        ('def f(a, *b):\n    """Do x.\n\n    Args:\n        a, *b: both.\n        c: gone.\n    """', 1),
+        (
+            'def f(a, *b):\n    """Do x.\n\n    Args:\n        a, *b: of\n            c: no.\n    """',
+            0,
+        ),
     ],
 )
 def test_the_law_sees_unclear_names(text: str, count: int) -> None:
     source = read(text)
-    checks = (unclear_classes, unclear_functions, found_variables, unclear_docstrings)
+    checks = (unclear_classes, unclear_functions, found_variables, unclear_docstrings, undefined_arguments)
     assert sum(len(list(check(source))) for check in checks) == count
     assert len(list(unclear_files(read("", "world/told.py")))) == 1
-
-
-def is_public(source: Source) -> bool:
-    """Whether the path is promised: such a file has two lines over ``names.py``."""
-    return "module_hooks(__name__)" in source.text
 
 
 def draw(seed: int) -> None:
     """Print 40 class names and 40 file names, drawn by ``seed``."""
     classes = sorted({node.name for s in sources() for node in class_names(s) if not is_promised(node.name)})
-    own = (s for s in sources() if len(s.inside) > 1 and s.inside[-1] != "__init__" and not is_public(s))
+    own = (
+        s for s in sources() if len(s.inside) > 1 and s.inside[-1] != "__init__" and not is_promised_module(s)
+    )
     files = sorted("/".join(s.inside) for s in own)
     chosen = random.Random(seed)
     for title, names in (("classes", classes), ("files", files)):

@@ -96,7 +96,7 @@ def resolve_accumulation(
     Args:
         plugin: the plugin given to the ``Accelerator``.
         steps: ``gradient_accumulation_steps`` of the ``Accelerator``; 1 means not given.
-        engine: micro-batches of a step in the DeepSpeed or Megatron-LM config, if given there.
+        engine_steps: micro-batches of a step in the DeepSpeed or Megatron-LM config, if given there.
     """
     if plugin is not None:
         if steps != 1:

@@ -30,8 +30,8 @@ def gather_for_metrics(
             tensor among them.
         loader: the one whose batch it is, or None.
         as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
-        speaks: whether the rows of this process count: others may have computed the same.
-        alone: whether every process speaks.
+        counts_samples: whether the rows of this process count: others may have computed the same.
+        all_ranks_count: whether the rows of every process count.
 
     Returns:
         The same structure. Objects come as a flat list, also on one process.

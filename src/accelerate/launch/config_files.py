@@ -76,7 +76,7 @@ def find_config(path: str | None, *, use_default: bool = True) -> ConfigFile | N
     """The configuration file to use: the one named, else ``accelerate.yaml`` here, else the default one.
 
     Args:
-        is_explicit: what the user named.
+        path: what the user named.
         use_default: whether the file in the cache folder may be used.
 
     Raises:

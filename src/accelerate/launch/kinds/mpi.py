@@ -306,17 +306,17 @@ def mpirun_command(
     family: MpiFamily,
     hosts: Sequence[HostSlots],
     size: int,
-    told: Variables,
+    variables: Variables,
 ) -> tuple[str, ...]:
-    """The command line of mpirun.
+    """Return the command line of mpirun.
 
     Args:
         request: what was asked.
         path: the program.
-        family: how it is told.
+        family: the implementation of MPI, with its flags.
         hosts: the machines.
         size: the number of processes.
-        version_pattern: the variables of the job.
+        variables: the variables of the job.
     """
     command = [path, *(family.root_flags if os.geteuid() == 0 else ()), *family.fixed_flags]
     command += [
@@ -330,7 +330,7 @@ def mpirun_command(
     forwarded = {
         name: value for name, value in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(name)
     }
-    for name, value in sorted({**forwarded, **told}.items()):
+    for name, value in sorted({**forwarded, **variables}.items()):
         if value is not None:
             command += [flag.format(name=name, value=value) for flag in family.variable_flags]
     return (*command, *script_command(request))

@@ -125,7 +125,7 @@ def list_layouts(
         facts: the model.
         how: its training; strategy and number of processes are filled in.
         on: the devices.
-        kept: tells of a training what its forward keeps; see ``bill.training``.
+        kept: returns the saved activations of a training; see ``estimate_training``.
     """
     if on.count == 1:
         single = replace(how, strategy="single", num_processes=1)

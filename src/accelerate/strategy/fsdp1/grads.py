@@ -76,7 +76,7 @@ def clip_norm(
     those that have no element of a parameter; the norm is equal on all ranks.
 
     Args:
-        records: the wrapped models.
+        wrapped_models: the wrapped models.
         wanted: the parameters.
         limit: the greatest norm.
         p: of the p-norm; ``inf`` takes the greatest value.

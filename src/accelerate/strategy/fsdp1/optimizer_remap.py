@@ -48,7 +48,7 @@ def remap_optimizer(
     Args:
         optimizer: the user's own.
         renewed: (new parameter, stand-in or None) by the old ones.
-        records: the wrapped models.
+        wrapped_models: the wrapped models.
         orders: keeps the user's order, where flat parameters replace several.
         sync: whether its state becomes that of rank 0.
     """

@@ -142,7 +142,7 @@ def parse_precision(value: Any, buffer_autocast: bool = False) -> MixedPrecision
     A dtype alone computes in it, and reduces gradients and keeps buffers in float32.
 
     Args:
-        given: one of these.
+        value: one of these.
         buffer_autocast: of a dtype: cast buffers too.
 
     Raises:

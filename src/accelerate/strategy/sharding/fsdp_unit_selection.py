@@ -109,7 +109,7 @@ def find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str | 
 
     Args:
         model: the model.
-        given: the modules, or a regular expression that matches their full names.
+        ignored_modules: the modules, or a regular expression that matches their full names.
 
     Raises:
         SettingError: the expression is invalid, or matches no module.
