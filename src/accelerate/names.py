@@ -117,7 +117,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("track.tensorboard: TensorBoardTracker")
     | exports("track.trackio: TrackioTracker")
     | exports("track.wandb: WandBTracker")
-    | exports("facade.tracking: filter_trackers get_available_trackers")
+    | exports("facade.tracker_set: filter_trackers get_available_trackers")
     | {"LOGGER_TYPE_TO_CLASS": LazyCall("track:tracker_classes")},
     # --- accelerate.commands
     "accelerate.commands": {},

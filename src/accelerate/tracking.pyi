@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.facade.tracking import filter_trackers as filter_trackers
-from accelerate.facade.tracking import get_available_trackers as get_available_trackers
+from accelerate.facade.tracker_set import filter_trackers as filter_trackers
+from accelerate.facade.tracker_set import get_available_trackers as get_available_trackers
 from accelerate.track import register_tracker_class as register_tracker_class
 from accelerate.track.aim import AimTracker as AimTracker
 from accelerate.track.base import GeneralTracker as GeneralTracker

@@ -14,7 +14,9 @@ LAW = "size, a file is read in a sitting and a function seen on a screen"
 FILE_LINES = 450
 FUNCTION_LINES = 60
 # Exceptions, each with its reason: "path" or "path:function" -> why.
-ALLOWED: dict[str, str] = {}
+ALLOWED: dict[str, str] = {
+    "src/accelerate/facade/accelerator.py": "each promised member of the public class, with its signature",
+}
 
 
 def documentation(node: ast.AST) -> int:

@@ -20,6 +20,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionReport, OptionStatus, RequestedOption
+from accelerate.facade.option_report import OptionReporter
 from accelerate.launch.launch_request import read_request
 from accelerate.launch.origin_variables import origin_variables
 from accelerate.precision import autocast
@@ -524,8 +525,8 @@ def test_only_the_first_step_looks(
     accelerator = Accelerator(**options)
     model = Net()
     model, optimizer = accelerator.prepare(model, sgd(model))
-    looked: list[int] = []
-    monkeypatch.setattr(Accelerator, "_report_options", lambda self, depth=0: looked.append(depth))
+    looked: list[OptionReporter] = []
+    monkeypatch.setattr(OptionReporter, "report", lambda self: looked.append(self))
     for _ in range(3):
         step(accelerator, model, optimizer, torch.randn(2, 16))
     assert len(looked) == times

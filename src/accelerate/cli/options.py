@@ -8,9 +8,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from accelerate.core.setting import Setting, declared_settings
-from accelerate.facade.accumulation_settings import GradientAccumulationSettings
-from accelerate.facade.option_report_settings import OptionReportSettings
-from accelerate.facade.resume_settings import ResumeSettings
+from accelerate.facade.launch_settings import (
+    GradientAccumulationSettings,
+    OptionReportSettings,
+    ResumeSettings,
+)
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import JobSettings, all_settings
 from accelerate.precision.recipes import RECIPES

@@ -1,52 +1,93 @@
-"""``Accelerator``: the object a training script holds. Its methods come from the mixins of this folder."""
+"""``Accelerator``: the object a training script holds. Its components do the work; it delegates."""
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.state import CheckpointLoadResult
+from accelerate.checkpoint.storage_urls import Address
+from accelerate.checkpoint.weight_file_io import save as save_object
+from accelerate.core.errors import WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.data.active_loaders import ActiveLoaders
+from accelerate.core.option_report import OptionReport
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip
-from accelerate.facade import constructor_args
-from accelerate.facade.checkpoint_methods import CheckpointMixin
-from accelerate.facade.collectives import CollectivesMixin
-from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
-from accelerate.facade.handler_properties import HandlerPropertiesMixin
-from accelerate.facade.mesh import DeviceMeshMixin
-from accelerate.facade.oom_rollback import capture_rollback
-from accelerate.facade.option_report import OptionReportMixin
-from accelerate.facade.preemption import PreemptionMixin
-from accelerate.facade.preparation import PreparationMixin
+from accelerate.facade import runtime as runtimes
+from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
+from accelerate.facade.enums import FP8BackendType
+from accelerate.facade.gradient_state import GradientAccumulationPlugin
+from accelerate.facade.join import join_uneven_inputs
+from accelerate.facade.metrics import gather_for_metrics, mean_loss
+from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
+from accelerate.facade.optimizer import AcceleratedOptimizer
+from accelerate.facade.option_report import OptionReporter
+from accelerate.facade.preemption import Preemption
+from accelerate.facade.prepare_plan import PreparePlan
+from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.preparer import PrepareOptions, Preparer, is_dispatched
+from accelerate.facade.processes import ProcessMixin
+from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
-from accelerate.facade.tracking import TrackingMixin
-from accelerate.facade.train_step_methods import TrainLoopMixin
-from accelerate.precision import PRECISIONS
-from accelerate.precision.base import Precision
-from accelerate.strategy import choose_strategy
-from accelerate.strategy.base import Strategy, StrategyRequest
+from accelerate.facade.tracker_set import TrackerSet
+from accelerate.facade.train_loop import AccumulationContext, TrainLoop
+from accelerate.precision.autocast import AutocastKwargs
+from accelerate.precision.fp16 import GradScalerKwargs
+from accelerate.strategy import STRATEGIES
+from accelerate.track.base import GeneralTracker
 from accelerate.watch.batch_size_search import release_memory, restore_after_failure
+from accelerate.watch.profile import ProfileKwargs, record_profile
+from accelerate.world import collective
+from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
 
 _UNSET: Any = object()
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
-class Accelerator(
-    HandlerPropertiesMixin,
-    PreparationMixin,
-    TrainLoopMixin,
-    CheckpointMixin,
-    PreemptionMixin,
-    TrackingMixin,
-    OptionReportMixin,
-    DeviceMeshMixin,
-    CollectivesMixin,
-):
+class ComponentAttribute(Generic[T]):
+    """A public attribute of ``Accelerator`` that a component holds: it is read and set there.
+
+    Args:
+        path: the attributes from the ``Accelerator`` to it, such as ``"_trackers.log_with"``.
+        doc: its docstring.
+    """
+
+    def __init__(self, path: str, doc: str) -> None:
+        holder, _, self._name = path.rpartition(".")
+        self._holder, self._value, self.__doc__ = attrgetter(holder), attrgetter(path), doc
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        return self if instance is None else self._value(instance)  # type: ignore[return-value]
+
+    def __set__(self, instance: Any, value: T) -> None:
+        setattr(self._holder(instance), self._name, value)
+
+
+def _handler_property(kind: type[KwargsHandler], doc: str) -> property:
+    """Return a property with the kwargs handler of a class; None where none was given."""
+    return property(lambda self: self.handlers.get(kind), doc=doc)
+
+
+def _mesh_rank_property(dimension: str, doc: str) -> property:
+    """Return a property with this process's rank along one dimension of the device mesh."""
+    return property(lambda self: _mesh_rank(self.strategy.mesh, dimension), doc=doc)
+
+
+class Accelerator(ProcessMixin):
     """Runs a training loop on whatever it is launched on.
 
     Args:
@@ -66,6 +107,12 @@ class Accelerator(
         kwargs_handlers: options of DDP, autocast, the gradient scaler, the profiler, ...
         dynamo_backend, dynamo_plugin: compile prepared models in place.
         strict: an option that cannot be applied is an error, not a warning; None takes ``--strict``.
+
+    Attributes:
+        state: the ``AcceleratorState`` that shows the choices of this object.
+        handlers: the kwargs handlers that were given, by class.
+        strategy, precision: how the training is distributed, and the number format of the forward pass.
+        gradient_state: the ``GradientState`` of this object.
 
     Raises:
         SettingError: a value is wrong, or two contradict each other.
@@ -98,38 +145,43 @@ class Accelerator(
         parallelism_config: Any = None,
         strict: bool | None = None,
     ) -> None:
-        all_plugins = (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
-        plugins = tuple(plugin for plugin in all_plugins if plugin is not None)
-        parallelism = constructor_args.resolve_parallelism(parallelism_config, torch_tp_plugin)
-        compiler = constructor_args.resolve_compiler(dynamo_plugin, dynamo_backend)
-        self.handlers = constructor_args.handlers_by_class(kwargs_handlers or [])
+        parallelism = runtimes.resolve_parallelism(parallelism_config, torch_tp_plugin)
+        compiler = runtimes.resolve_compiler(dynamo_plugin, dynamo_backend)
+        self.handlers = runtimes.handlers_by_class(kwargs_handlers or [])
         self.state = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
             dynamo_plugin=compiler,
             parallelism_config=parallelism,
             _from_accelerator=True,
-            **self._process_group_options(),
+            **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
-        self._world = self.state.world
-        self.device_placement, self.rng_types = device_placement, rng_types
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dataloader_config = constructor_args.resolve_data_config(
-            dataloader_config, None if split_batches is _UNSET else split_batches
-        )
-        self._open_project(project_config, project_dir)
-        self._choose_strategy(plugins, parallelism)
-        self.gradient_state = GradientState.create(
-            constructor_args.resolve_accumulation(
-                gradient_accumulation_plugin, gradient_accumulation_steps, self.strategy.accumulation_steps
+        options = PrepareOptions(
+            device_placement,
+            step_scheduler_with_optimizer,
+            rng_types,
+            runtimes.resolve_data_config(
+                dataloader_config, None if split_batches is _UNSET else split_batches
             ),
-            ActiveLoaders(),
         )
-        self._init_checkpointing()
-        self._init_tracking(log_with)
-        self._reset()
-        self._init_preemption()
-        self._init_option_report(
+        project = project_config or ProjectConfiguration(project_dir=project_dir)  # type: ignore[arg-type]
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(str(project_dir))
+        plugins = (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
+        runtime = self._runtime = runtimes.build_runtime(
+            self.state, self.handlers, plugins, gradient_accumulation_plugin, gradient_accumulation_steps
+        )
+        self.strategy, self.precision = runtime.strategy, runtime.precision
+        self.gradient_state = runtime.gradients
+        prepared = self._prepared = PreparedObjects()
+        self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.is_main)
+        self._loop = TrainLoop(runtime, prepared)
+        self._checkpoints = CheckpointManager(runtime, prepared, project)
+        self._option_reporter = OptionReporter(
+            runtime,
+            prepared,
+            options,
+            self._trackers,
             strict,
             mixed_precision=mixed_precision,
             cpu=cpu,
@@ -137,46 +189,107 @@ class Accelerator(
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
-        restore_after_failure(self, capture_rollback)
-
-    def _open_project(
-        self, config: ProjectConfiguration | None, folder: str | os.PathLike[str] | None
-    ) -> None:
-        self.project_configuration = config or ProjectConfiguration(project_dir=folder)  # type: ignore[arg-type]
-        if folder is not None and self.project_dir is None:
-            self.project_configuration.set_directories(str(folder))
-
-    def _choose_strategy(self, plugins: tuple[Any, ...], parallelism: Any) -> None:
-        """Choose the precision and the strategy, and show them in the state."""
-        kind = PRECISIONS.get(self.state.mixed_precision)
-        self.precision: Precision = kind(self.world.hardware, self.handlers)
-        self.precision.check()
-        self.strategy: Strategy = choose_strategy(
-            StrategyRequest(
-                self.world, plugins, self.handlers, precision=self.precision.name, parallelism=parallelism
-            )
+        first_step_checks = self._loop.check_first_step, self._option_reporter.report_first_step
+        self._preparer = Preparer(runtime, prepared, options, first_step_checks)
+        reference = weakref.proxy(self)
+        self._preemption = Preemption(
+            runtime, prepared, self._checkpoints, lambda: reference._save_and_exit()
         )
-        self.strategy.accelerator = weakref.proxy(self)
-        self.precision.set_overflow_sync(self.strategy.flag_reduction())
-        state = self.state
-        state.distributed_type = type(state.distributed_type)(self.strategy.distributed_type(self.world))
-        vars(state).update(self.strategy.plugins, device_mesh=self.strategy.mesh)
+        self._trigger = False
+        restore_after_failure(self, Accelerator._snapshot)
 
-    def _reset(self) -> None:
-        self._clear_prepared()
-        self.gradient_state.step = 0
-        self.strategy.forget()
+    def _snapshot(self) -> Callable[[], None]:
+        """Return a function that undoes what an attempt with too large a batch has changed."""
+        restore_prepared, gradients = self._prepared.snapshot(), self.gradient_state
+        counters = gradients.step, gradients.sync_gradients, self._trigger
 
-    def _process_group_options(self) -> dict[str, Any]:
-        handler = self.handlers.get(InitProcessGroupKwargs)
-        return handler.to_kwargs() if handler is not None else {}
+        def restore() -> None:
+            restore_prepared()
+            gradients.step, gradients.sync_gradients, self._trigger = counters
 
-    # --- where this process is
+        return restore
+
+    # --- attributes that components hold
+
+    device_placement = ComponentAttribute[bool](
+        "_preparer.options.device_placement", "Return whether models and batches go to the device."
+    )
+    step_scheduler_with_optimizer = ComponentAttribute[bool](
+        "_preparer.options.step_scheduler_with_optimizer",
+        "Return whether schedulers advance with the optimizer, not at every call.",
+    )
+    rng_types = ComponentAttribute[list[Any] | None](
+        "_preparer.options.rng_types", "The generators that rank 0 broadcasts at the start of an epoch."
+    )
+    dataloader_config = ComponentAttribute[DataLoaderConfiguration](
+        "_preparer.options.dataloader", "How loaders share data; used by the next ``prepare``."
+    )
+    project_configuration = ComponentAttribute[ProjectConfiguration](
+        "_checkpoints.project", "Where checkpoints and logs go."
+    )
+    log_with = ComponentAttribute[list[Any]](
+        "_trackers.log_with", "The requested trackers: names, and objects that the user made."
+    )
+    trackers = ComponentAttribute[list[GeneralTracker]](
+        "_trackers.trackers", "The trackers whose run is open; none on processes other than rank 0."
+    )
+    sync_gradients = ComponentAttribute[bool](
+        "gradient_state.sync_gradients", "Return whether gradients are complete after the current backward."
+    )
+    step = ComponentAttribute[int](
+        "gradient_state.step", "The micro-batches since the last window closed at the end of a loader."
+    )
+    ddp_handler = ComponentAttribute[Any](
+        "strategy.handler", "The options of DDP that the next ``prepare`` uses, given or not."
+    )
+    _models = ComponentAttribute[list[nn.Module]]("_prepared.models", "The prepared models.")
+    _optimizers = ComponentAttribute[list[AcceleratedOptimizer]](
+        "_prepared.optimizers", "The prepared optimizers."
+    )
+    _schedulers = ComponentAttribute[list[AcceleratedScheduler]](
+        "_prepared.schedulers", "The prepared schedulers."
+    )
+    _dataloaders = ComponentAttribute[list[Any]]("_prepared.loaders", "The prepared loaders.")
+    _custom_objects = ComponentAttribute[list[Any]](
+        "_checkpoints.custom_objects", "The objects of ``register_for_checkpointing``."
+    )
+
+    _data_option = "The option of ``DataLoaderConfiguration``; used by the next ``prepare``."
+    split_batches = ComponentAttribute[bool]("dataloader_config.split_batches", _data_option)
+    dispatch_batches = ComponentAttribute[bool | None]("dataloader_config.dispatch_batches", _data_option)
+    even_batches = ComponentAttribute[bool]("dataloader_config.even_batches", _data_option)
+    use_seedable_sampler = ComponentAttribute[bool]("dataloader_config.use_seedable_sampler", _data_option)
+    non_blocking = ComponentAttribute[bool]("dataloader_config.non_blocking", _data_option)
+    use_stateful_dataloader = ComponentAttribute[bool](
+        "dataloader_config.use_stateful_dataloader", _data_option
+    )
+
+    autocast_handler = _handler_property(AutocastKwargs, "The options of autocast.")
+    scaler_handler = _handler_property(GradScalerKwargs, "The options of the gradient scaler.")
+    init_handler = _handler_property(InitProcessGroupKwargs, "The options of ``init_process_group``.")
+    profile_handler = _handler_property(ProfileKwargs, "The options of the profiler.")
+    preemption_handler = _handler_property(PreemptionKwargs, "The options of preemption.")
+
+    tensor_parallel_rank = _mesh_rank_property(
+        "tp", "The tensor parallel rank; 0 without tensor parallelism."
+    )
+    pipeline_parallel_rank = _mesh_rank_property("pp", "The pipeline stage; 0 without pipeline parallelism.")
+    context_parallel_rank = _mesh_rank_property(
+        "cp", "The context parallel rank; 0 without context parallelism."
+    )
+    data_parallel_rank = _mesh_rank_property(
+        "dp_replicate", "The rank among the replicas of the model; 0 without replicas."
+    )
+    data_parallel_shard_rank = _mesh_rank_property(
+        "dp_shard", "The rank among the shards of the parameters; 0 without sharding."
+    )
+
+    # --- where this process is, and what was chosen
 
     @property
     def world(self) -> World:
         """The world (process group and device) that this ``Accelerator`` was made in."""
-        return self._world
+        return self._runtime.world
 
     @property
     def distributed_type(self) -> Any:
@@ -219,9 +332,127 @@ class Accelerator(
         return self.state.device_mesh
 
     @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Return whether there is a mesh of named dimensions."""
+        return self.strategy.mesh is not None
+
+    @property
     def deepspeed_plugin(self) -> Any:
         """The selected DeepSpeed plugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
+
+    # FP8 is not built yet and refused, so these say that it is off.
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Return whether matrix products are computed in 8-bit floats."""
+        return False
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in 8-bit floats."""
+        return FP8BackendType.NO
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Return whether a recipe of 8-bit training was given."""
+        return self.fp8_recipe_handler is not None
+
+    @property
+    def fp8_recipe_handler(self) -> Any:
+        """The recipe of FP8 training, of any library."""
+        return None
+
+    def effects(self) -> OptionReport:
+        """Return the status of every requested option, as far as known now. Print it: a table.
+
+        Requested options are those that differ from their default, in code, flags, variables and files. Of
+        this rank only.
+        """
+        return self._option_reporter.collect()
+
+    # --- prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, schedulers and loaders for the strategy of this run.
+
+        Args:
+            args: the objects, in any order and number; None stands for itself.
+            device_placement: per object, whether it goes to the device.
+
+        Returns:
+            The prepared objects in the same order; one object alone comes back alone.
+
+        Raises:
+            PrepareError: nothing is given, or an object cannot be prepared; nothing is changed then.
+        """
+        bundle = self._preparer.make_bundle(args, device_placement)
+        self._preparer.prepare(bundle)
+        self._option_reporter.report()
+        return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects)
+
+    def plan(self, *args: Any, device_placement: list[bool] | None = None) -> PreparePlan:
+        """Return the plan of ``prepare`` for these objects without changing them. Print it."""
+        return self._preparer.make_plan(self._preparer.make_bundle(args, device_placement))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model; ``evaluation_mode`` places it and sets its precision only."""
+        place = None if device_placement is None else [device_placement]
+        bundle = self._preparer.make_bundle((model,), place, training=not evaluation_mode)
+        self._preparer.prepare(bundle)
+        self._option_reporter.report()
+        return bundle.objects[0]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare one optimizer."""
+        return self.prepare(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one learning rate scheduler."""
+        return self.prepare(scheduler)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        shard: bool | str | None = None,
+    ) -> DataLoader[Any]:
+        """Prepare one loader.
+
+        Args:
+            data_loader: the user's.
+            device_placement: whether its batches go to the device.
+            slice_fn_for_dispatch: cuts a collated batch under dispatch; see ``DataLoaderDispatcher``.
+            shard: see ``DataLoaderConfiguration``; None takes the configuration's.
+        """
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = self._preparer.wrap_loader(
+            data_loader, place, slice_fn_for_dispatch=slice_fn_for_dispatch, shard=shard
+        )
+        self._prepared.add("loader", prepared)
+        self._option_reporter.report()
+        return prepared
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether a submodule of ``model`` is dispatched over several devices."""
+        return is_dispatched(model)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own module.
+
+        Args:
+            model: a model, prepared or wrapped by hand.
+            keep_fp32_wrapper: kept for compatibility; a prepared model can be copied and pickled as it is.
+            keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made.
+        """
+        return self._checkpoints.unwrap(model, keep_torch_compile)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int | None = 0) -> Any:
         """Return a loader without its first ``num_batches`` batches, for the rest of an interrupted epoch."""
@@ -229,8 +460,10 @@ class Accelerator(
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects and free memory; return a None for each of ``objects``."""
-        self.wait_for_checkpoint(release=True)
-        self._reset()
+        self._checkpoints.wait(release=True)
+        self._prepared.clear()
+        self.gradient_state.step = 0
+        self.strategy.forget()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
@@ -240,8 +473,544 @@ class Accelerator(
     def end_training(self) -> None:
         """End the runs of trackers, and close the world. The last call of a script."""
         try:
-            self._warn_of_other_ranks()
-            self._end_tracking()
-            self.wait_for_checkpoint()
+            self._option_reporter.warn_of_other_ranks()
+            self._trackers.finish()
+            self._checkpoints.wait()
         finally:
             self.state.destroy_process_group()
+
+    # --- the loop
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number of micro-batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for one micro-batch: gradients are reduced, and optimizers step, in the last only.
+
+        Args:
+            models: those whose gradients accumulate; all prepared ones when none is given.
+        """
+        return AccumulationContext(self._loop, models)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for forward and backward in which gradients of ``model`` stay local."""
+        return self.strategy.accumulation_context((model,), sync=False)
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Generator[None]:
+        """Reduce gradients in the backward inside, although its forward ran in ``no_sync``."""
+        for strategy in STRATEGIES:
+            strategy.sync_next_backward(model)
+        yield
+
+    def windows(
+        self, loader: Any, n: int | None = None, *, models: nn.Module | Iterable[nn.Module] | None = None
+    ) -> GradientAccumulationWindows:
+        """Iterate ``loader`` once in windows of ``n`` micro-batches, each for one optimizer step.
+
+        Gradients stay local until the last micro-batch of a window. A loss is divided by the number of
+        micro-batches that the window really has: the last one may be shorter. ::
+
+            for window in accelerator.windows(loader, 4):
+                for batch in window:
+                    accelerator.backward(loss_of(batch))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+        Nothing is read ahead. A window that is left early must be dropped by ``optimizer.zero_grad()``: a
+        step or the next window is refused until then. Windows do not nest, and ``accumulate`` has no place in
+        them.
+
+        Args:
+            loader: a prepared loader, or anything with a length.
+            n: micro-batches of a window; None takes ``gradient_accumulation_steps``.
+            models: those whose gradients accumulate; all prepared ones when none is given.
+
+        Raises:
+            PrepareError: the loader's end cannot be known, or the windows are used in another way.
+        """
+        return self._loop.make_windows(loader, n, models)
+
+    def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
+        """Run the backward pass of ``loss``, divided by the micro-batches and scaled by the precision.
+
+        With ``num_items``, losses are weighted instead: the gradient of an optimizer step is that of the mean
+        over all items (tokens, samples) of its micro-batches on all processes, as of one big batch. Give the
+        number in every call of a window. ::
+
+            tokens = (labels != -100).sum()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean, by default
+            accelerator.backward(loss, num_items=tokens)
+
+        A loader that fills its last step with repeated samples says how many of a batch are real:
+        ``num_items=loader.real``, with a loss over those alone, counts every sample once.
+
+        Args:
+            loss: a scalar, the mean over its items.
+            num_items: of how many items of this process it is the mean; 0 adds exactly nothing, even where
+                such a mean is NaN. A tensor on an accelerator costs a synchronisation.
+            kwargs: arguments of ``loss.backward``; ``learning_rate`` runs ``lomo_backward``.
+
+        Raises:
+            PrepareError: the loss has no graph or is no scalar, ``num_items`` is no number above or equal 0,
+                or was given in some calls of a window only, or the strategy weights losses by itself.
+        """
+        self._loop.backward(loss, num_items, kwargs)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Return whether a prepared optimizer updates weights during backward, as LOMO does."""
+        return any(optimizer.fuses_backward for optimizer in self._optimizers)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Run the backward pass of an optimizer that updates each weight as soon as its gradient is known.
+
+        No gradient is kept, so there is nothing to accumulate, clip or step: ``optimizer.step`` and
+        ``zero_grad`` do nothing for such an optimizer.
+
+        Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
+        (arXiv:2306.09782); the method ``fused_backward(loss, lr)`` of lomo-optim.
+
+        Args:
+            loss: a scalar.
+            learning_rate: of this update.
+
+        Raises:
+            PrepareError: no prepared optimizer has ``fused_backward``, several have it, or gradients are
+                accumulated.
+        """
+        self._loop.lomo_backward(loss, learning_rate)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale the gradients of one optimizer, several, or (None) all.
+
+        Does nothing while gradients are being accumulated: later ones would come on top with the scale.
+        """
+        self._loop.unscale_gradients(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``.
+
+        Args:
+            parameters: a tensor or an iterable of them; those without a gradient do not count.
+            max_norm: the limit; ``float("inf")`` only measures.
+            norm_type: the p of the norm.
+
+        Returns:
+            The norm before, a scalar on the device. While gradients are being accumulated nothing is
+            clipped, and it is the norm of this process's gradients so far.
+        """
+        return self._loop.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp each gradient element to ``[-clip_value, clip_value]``; do nothing while accumulating."""
+        self._loop.clip_grad_value(parameters, clip_value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Return whether the last step of any optimizer was skipped because a gradient was not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Generator[None]:
+        """Run the block in the forward's number format."""
+        with self.precision.forward_context(autocast_handler):
+            yield
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Generator[Any]:
+        """Profile the block with ``torch.profiler``, and yield the profiler.
+
+        With ``output_trace_dir``, each process leaves a Chrome trace ``profile_<rank>.json`` there, and with
+        ``memory_timeline`` a picture ``memory_<rank>.png``.
+
+        Args:
+            profile_handler: what to record; None takes the one given to the ``Accelerator``, or the defaults.
+        """
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with record_profile(handler, self.process_index) as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            self.wait_for_everyone()
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Return a context for forward and backward: ``buffers`` hold this rank's shard of each sequence.
+
+        Without context parallelism the block just runs.
+
+        Args:
+            buffers: tensors with full sequences; they are sharded in place.
+            buffer_seq_dims: the dimension of each that counts tokens.
+            no_restore_buffers: those that need not be restored afterwards.
+        """
+        return self.strategy.shard_sequences(
+            buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
+        )
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Return a loader that yields this rank's shard of each sequence; the same without Ulysses."""
+        return self.strategy.adapt_loader(dl, model)
+
+    # --- collectives: all ranks must call each of them
+
+    def gather(self, tensor: Any) -> Any:
+        """All-gather tensors: concatenated along dimension 0 in rank order; see ``collective.gather``."""
+        return collective.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather and leaves out the samples that only filled the last step: each counts once, in order.
+
+        Args:
+            input_data: a tree of tensors with one row per sample, or a list of any objects, one per sample,
+                or a dict of such; see ``facade.metrics``.
+            use_gather_object: treat it as objects.
+        """
+        loader = self.gradient_state.active_dataloader
+        return gather_for_metrics(input_data, loader, self.strategy, as_objects=use_gather_object)
+
+    def mean_loss(self, loss: Any, num_items: Any = None) -> torch.Tensor:
+        """Return the mean over all items (tokens, samples) of all ranks, to log or to evaluate.
+
+        Processes may have different numbers of items, or none: a mean of nothing, NaN, does not count. The
+        same holds for processes with parts of the same sequences. All processes must call it; it costs one
+        all-reduce, so evaluate with one call for all batches. ::
+
+            losses.append(model(**batch).loss), counts.append((batch["shift_labels"] != -100).sum())
+            accelerator.mean_loss(losses, counts)
+
+        Args:
+            loss: of this process: a mean, or a list or tensor of means.
+            num_items: of how many items each is the mean; None counts all alike.
+
+        Returns:
+            A scalar in float32 on the device, the same on all processes; NaN where nobody has any item.
+
+        Raises:
+            PrepareError: there are more or fewer numbers than losses.
+        """
+        return mean_loss(loss, num_items, self.device)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context for a loop whose ranks may have different numbers of batches.
+
+        Args:
+            joinables: prepared models.
+            even_batches: replaces the option of the prepared loaders inside the block.
+
+        Raises:
+            PrepareError: a model is not replicated.
+        """
+        if not self.use_distributed:
+            return nullcontext()
+        return join_uneven_inputs(joinables, self._dataloaders, even_batches)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """All-reduce tensors: the element-wise sum or mean over ranks, times ``scale``."""
+        return collective.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad tensors along ``dim`` to the greatest length on any rank."""
+        return collective.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Set this rank's flag, for ``check_trigger`` on all ranks."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has set its flag, and clear it."""
+        raised = any(collective.all_gather_object(self._trigger))
+        if raised:
+            self._trigger = False
+        return raised
+
+    # --- checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the model's full state dict, keyed by the names of the user's module.
+
+        Where the strategy shards, all processes must call it, and it is complete on process 0 only.
+        Offloaded weights are those in memory, or views of the files that they are in.
+        """
+        return self._checkpoints.get_state_dict(model, unwrap)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and loads more objects with the state.
+
+        Raises:
+            PrepareError: one lacks ``state_dict`` or ``load_state_dict``.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` before ``save_state`` writes."""
+        return register_hook(self._checkpoints.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` before ``load_state`` reads."""
+        return register_hook(self._checkpoints.load_hooks, hook)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        sharded: bool | None = None,
+        async_save: bool | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path | str:
+        """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects.
+
+        The checkpoint is complete or absent: it becomes visible in one step. All processes must call it.
+        A save before it that is still written in the background is waited for.
+
+        Args:
+            output_dir: the checkpoint's folder, or a URL; not used under automatic naming.
+            safe_serialization: models as safetensors, otherwise as torch files.
+            sharded: models and optimizers as shards, each process writes its own; False writes full files, on
+                one process. None takes what the strategy does. ``load_state`` reads both, everywhere.
+            async_save: copy everything and return, while a thread writes and commits the copies; None takes
+                what ``ProjectConfiguration`` says. ``wait_for_checkpoint`` tells when it is committed.
+            metadata: plain values to read again in ``load_state(...).metadata`` and in the table of
+                ``accelerate checkpoint ls``: ``{"epoch": 3}``. Process 0's are kept.
+            save_model_func_kwargs: options of the checkpoint that DeepSpeed or Megatron-LM writes.
+
+        Returns:
+            The folder, or the URL as text; the same on every process.
+
+        Raises:
+            CheckpointError: on every process; what was there before is untouched. Also when the save before
+                failed in the background: this one has not begun then.
+        """
+        return self._checkpoints.save(
+            output_dir,
+            safe_serialization=safe_serialization,
+            sharded=sharded,
+            async_save=async_save,
+            metadata=metadata,
+            engine_options=save_model_func_kwargs,
+        )
+
+    def wait_for_checkpoint(self, release: bool = False) -> Path | str | None:
+        """Wait until the checkpoint that is written in the background is committed; each process for itself.
+
+        Args:
+            release: also gives back the memory that is kept for the next copy.
+
+        Returns:
+            Its folder, None if none was written since the last call that waited.
+
+        Raises:
+            CheckpointError: it failed, on every process; what was there before is untouched.
+        """
+        return self._checkpoints.wait(release)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> CheckpointLoadResult:
+        """Load what ``save_state`` saved, after verifying it. All processes must call it.
+
+        Args:
+            input_dir: the checkpoint's folder or URL; None is the newest complete one (automatic naming).
+            load_kwargs: more arguments of ``torch.load``.
+            load_model_func_kwargs: ``map_location``, ``strict``, and arguments of ``load_state_dict``.
+
+        Returns:
+            Path, step and metadata of the checkpoint, and what was ignored or missing.
+
+        Raises:
+            CheckpointError: on every process, naming the file and what was expected.
+        """
+        return self._checkpoints.load(input_dir, load_kwargs, load_model_func_kwargs)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Export the weights of ``model`` for other tools: one file, or shards with an index.
+
+        Args:
+            model: the model.
+            save_directory: the folder; made if needed, stale shards in it are removed.
+            max_shard_size: limit of one file, ``"10GB"`` or bytes.
+            safe_serialization: safetensors, otherwise torch files.
+        """
+        self._checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write one object on the main process, or on each machine's with ``save_on_each_node``."""
+        save_object(
+            obj,
+            f,
+            save_on_each_node=self.project_configuration.save_on_each_node,
+            safe_serialization=safe_serialization,
+        )
+
+    @property
+    def should_save_model(self) -> bool:
+        """Return whether this process writes exported weights."""
+        return self._checkpoints.writes_exports
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of the project."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of the logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    # --- preemption and resume
+
+    @property
+    def should_stop(self) -> bool:
+        """Return whether the end of the job was announced, so that it is time to save and monitor.
+
+        Reading it is a step boundary: every rank must read it, equally often, at the same places. A signal
+        to any rank makes it True on all ranks at the same boundary, within a second or so, and it stays True.
+        Until then no rank communicates. It is False inside of an accumulation window, whose gradients would
+        be lost. The first read makes this process catch the signals of ``PreemptionKwargs``. ::
+
+            for batch in loader:
+                train_step(batch)
+                if accelerator.should_stop:
+                    accelerator.save_state()
+                    accelerator.exit_to_resume()
+
+        Raises:
+            CollectiveError: a rank failed while they agreed, or did not read it.
+        """
+        return self._preemption.should_stop()
+
+    def exit_to_resume(self) -> NoReturn:
+        """End trackers and the world, and exit with the code that asks for the job to be started again.
+
+        All ranks call it. The code is ``PreemptionKwargs.exit_code``: 75, "try again later" in sysexits.h.
+
+        Raises:
+            SystemExit: always.
+        """
+        self.end_training()
+        raise SystemExit(self._preemption.options.exit_code)
+
+    def _save_and_exit(self) -> NoReturn:
+        path = self.save_state()
+        if self.is_main_process:
+            code = self._preemption.options.exit_code
+            logger.warning("saved %s; exit code %d: start the job again to go on", path, code)
+        self.exit_to_resume()
+
+    @property
+    def resume_from(self) -> Address | None:
+        """The checkpoint that ``accelerate launch --resume`` asks to go on from, None for a fresh start.
+
+        Rank 0 chooses for all, at the first read, so every rank must read it. With ``auto`` it is the newest
+        complete checkpoint under automatic naming; with a folder (or URL) of checkpoints the newest complete
+        one in it; else the checkpoint that was named. ::
+
+            if accelerator.resume_from:
+                accelerator.load_state(accelerator.resume_from)
+
+        Raises:
+            CheckpointNotFoundError: what was named is not there, or is no checkpoint.
+            CheckpointError: it is damaged, or with ``auto`` all that were complete once are.
+            SettingError: ``auto`` without automatic naming.
+        """
+        return self._preemption.choose_resume_checkpoint()
+
+    # --- trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin a run with every tracker of ``log_with``, on the main process.
+
+        Called again, it ends these runs and begins new ones; a tracker that the user made goes on.
+
+        Args:
+            project_name: name of the project or the run, as each tracker takes it.
+            config: hyperparameters to store with the run.
+            init_kwargs: options of single trackers, by name. Those of trackers that are not in use are left.
+
+        Raises:
+            UnknownNameError: ``init_kwargs`` names no tracker.
+            SettingError: it holds options for a tracker that the user has already made.
+        """
+        self._trackers.start(project_name, config, init_kwargs or {})
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Log to every tracker; do nothing on processes other than the main one.
+
+        Args:
+            values: name -> number, or what the trackers in use take. A tensor of one element is its number.
+            step: of all of them.
+            log_kwargs: options of single trackers, by name.
+
+        Raises:
+            UnknownNameError: ``log_kwargs`` names no tracker.
+        """
+        self._trackers.log(values, step, log_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The running tracker of that name, for what ``log`` does not cover.
+
+        On the other processes, and where no trackers were asked for, it is one that does nothing whatever is
+        called on it.
+
+        Args:
+            name: what ``log_with=`` called it.
+            unwrap: give the library's own object of the run.
+
+        Raises:
+            UnknownNameError: it was not asked for.
+            SettingError: it was, and ``init_trackers`` has not been called.
+        """
+        return self._trackers.get(name, unwrap)
+
+
+def _mesh_rank(mesh: Any, dimension: str) -> int:
+    if mesh is None:
+        raise (_MissingDimensionError if dimension in ("pp", "cp") else WorldError)(
+            f"there is no mesh dimension {dimension}: there is no device mesh",
+            fix="Accelerator(parallelism_config=ParallelismConfig(...)) makes one",
+        )
+    return mesh.get_local_rank(dimension) if dimension in (mesh.mesh_dim_names or ()) else 0
+
+
+class _MissingDimensionError(WorldError, NotImplementedError):
+    """The error of a mesh dimension that 1.x does not have: programs catch NotImplementedError."""

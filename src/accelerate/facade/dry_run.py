@@ -23,7 +23,7 @@ from torch import nn
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.core.setting import load_settings
 from accelerate.core.units import show_bytes, show_count
-from accelerate.facade import constructor_args
+from accelerate.facade import runtime
 from accelerate.offload.estimate.memory_estimate import OPTIMIZERS
 from accelerate.offload.estimate.skeleton import build_skeleton
 from accelerate.precision.settings import PrecisionSettings
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             size,
             nodes=nodes,
             ranks=(0, last) if last else (0,),
-            parallelism=constructor_args.resolve_parallelism(None, None),
+            parallelism=runtime.resolve_parallelism(None, None),
             precision=precision,
         )
     except AccelerateError as error:

@@ -21,7 +21,7 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import Strategy
+from accelerate.strategy.base import Strategy, ZeroBackward
 from accelerate.world import collective
 
 _GradVersion = tuple[torch.Tensor, int]
@@ -217,15 +217,16 @@ class LossWeighting:
         if items == 0:
             return self._run_zero_backward(trained_groups, loss)
         is_single, weighted_loss = len(trained_groups) == 1, loss * (items / self.reference)
+        sync = self.gradients.sync_gradients
         if self.strategy.owns_step:
             # DeepSpeed's gradients are not visible here; the graph, which a backward frees, tells.
             params_in_graph = set() if is_single else self.strategy.reached_params(loss)
-            self.strategy.backward(weighted_loss, **kwargs)
+            self.strategy.backward(weighted_loss, sync_gradients=sync, **kwargs)
             if is_single:
                 return trained_groups
             return [group for group in trained_groups if not params_in_graph.isdisjoint(group.parameters)]
         before = [] if is_single else [group.grad_versions() for group in trained_groups]
-        self.strategy.backward(self.precision.scale(weighted_loss), **kwargs)
+        self.strategy.backward(self.precision.scale(weighted_loss), sync_gradients=sync, **kwargs)
         if is_single:
             return trained_groups
         return [group for group, old in zip(trained_groups, before, strict=True) if group.has_changed(old)]
@@ -255,7 +256,8 @@ class LossWeighting:
         if awaited_groups:
             models = [model for group in awaited_groups for model in group.models]
             trained = [p for group in awaited_groups for p in group.parameters if p.requires_grad]
-            self.strategy.backward_zero(models, trained, params_in_graph, loss)
+            sync = self.gradients.sync_gradients
+            self.strategy.backward_zero(ZeroBackward(loss, models, trained, params_in_graph, sync))
         return changed
 
     def _is_synchronizing(self, group: LossWeightedParameterGroup) -> bool:

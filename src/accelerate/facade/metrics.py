@@ -1,4 +1,4 @@
-"""Gather outputs per sample over all ranks, each sample once.
+"""Metrics over all ranks: outputs per sample, each sample once, and the mean loss.
 
 Each rank drops the rows that only filled its own batch before the all-gather. So it does not
 matter where in the step they are, nor how many rows the others have.
@@ -11,17 +11,12 @@ from typing import Any
 import torch
 
 from accelerate.core import tree
+from accelerate.core.errors import PrepareError
+from accelerate.strategy.base import Strategy
 from accelerate.world import collective
 
 
-def gather_for_metrics(
-    data: Any,
-    loader: Any,
-    *,
-    as_objects: bool = False,
-    counts_samples: bool = True,
-    all_ranks_count: bool = True,
-) -> Any:
+def gather_for_metrics(data: Any, loader: Any, strategy: Strategy, *, as_objects: bool = False) -> Any:
     """Gather the outputs of all ranks for the samples of a step, in dataset order, without fillers.
 
     Args:
@@ -29,13 +24,15 @@ def gather_for_metrics(
             batch), a list with any object per sample, or a dict of these, or a sequence of these that has a
             tensor among them.
         loader: the one whose batch it is, or None.
+        strategy: says which ranks have computed the same samples: they count once.
         as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
-        counts_samples: whether the rows of this process count: others may have computed the same.
-        all_ranks_count: whether the rows of every process count.
 
     Returns:
         The same structure. Objects come as a flat list, also on one process.
     """
+    share, world_size = getattr(loader, "data_shard", None) or strategy.data_shard, strategy.world.size
+    if share.count == strategy.data_shard.count < world_size and not as_objects:
+        data = strategy.merge_model_parallel(data)
     real = last = None
     filled = False
     if loader is not None and loader.has_fillers:
@@ -43,8 +40,8 @@ def gather_for_metrics(
         real = loader.real
         if real is None and loader.end_of_dataloader and loader.remainder > 0:
             last = loader.remainder  # where only the whole step is known
-    if not all_ranks_count:
-        filled, real = True, real if counts_samples else 0
+    if share.count != world_size:
+        filled, real = True, real if share.counts_samples else 0
     return _SampleGatherer(filled, real, last).gather(data, as_objects)
 
 
@@ -80,6 +77,32 @@ class _SampleGatherer:
         single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
         listed = [rows] if single else list(rows)
         return list(collective.gather_object(listed[: self.real]))[: self.last]
+
+
+def mean_loss(loss: Any, num_items: Any, device: torch.device) -> torch.Tensor:
+    """Return the mean over all items of all ranks; see ``Accelerator.mean_loss``.
+
+    Raises:
+        PrepareError: there are more or fewer numbers than losses.
+    """
+    losses = _flatten_numbers(loss)
+    items = torch.ones_like(losses) if num_items is None else _flatten_numbers(num_items)
+    if items.shape != losses.shape:
+        raise PrepareError(
+            f"mean_loss of {len(losses)} losses with {len(items)} numbers of items",
+            fix="give as many: of how many items each loss is the mean",
+        )
+    # Model-parallel ranks have the same loss: they count alike in both sums.
+    total = torch.stack((torch.where(items > 0, losses * items, 0.0).sum(), items.sum()))
+    value, count = collective.reduce(total, "sum").tolist()
+    return torch.tensor(value / count if count else float("nan"), device=device)
+
+
+def _flatten_numbers(values: Any) -> torch.Tensor:
+    """Return a number, a tensor, or a list of them as one flat float64 tensor on the host."""
+    listed = values if isinstance(values, list | tuple) else [values]
+    flat = [torch.as_tensor(value).detach().reshape(-1).cpu().double() for value in listed]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
 
 def _has_rows(item: Any) -> bool:

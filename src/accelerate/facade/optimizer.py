@@ -46,7 +46,7 @@ class AcceleratedOptimizer(Optimizer):
         # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
         self.skipped_steps = 0
-        self._first_step_hook: Callable[[AcceleratedOptimizer], None] | None = None
+        self._first_step_checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = ()
         self._is_accelerate_prepared = True
 
     def bind(
@@ -54,10 +54,10 @@ class AcceleratedOptimizer(Optimizer):
         gradients: GradientState,
         precision: Precision,
         strategy: Strategy,
-        first_step_hook: Callable[[AcceleratedOptimizer], None] | None = None,
+        first_step_checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = (),
     ) -> AcceleratedOptimizer:
         """Bind it to one ``Accelerator``, which may check it before its first step; return itself."""
-        self._first_step_hook = first_step_hook
+        self._first_step_checks = first_step_checks
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
         self.scaler = precision.scaler
         return self
@@ -170,10 +170,11 @@ class AcceleratedOptimizer(Optimizer):
             return None
         if gradients.abandoned_window:
             gradients.refuse_abandoned("optimizer.step()")
-        if self._first_step_hook is not None:
-            check, self._first_step_hook = self._first_step_hook, None
+        if self._first_step_checks:
+            checks, self._first_step_checks = self._first_step_checks, ()
             if closure is None:
-                check(self)
+                for check in checks:
+                    check(self)
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.check_complete(self.optimizer)
         if self._strategy is not None and self._strategy.owns_step:

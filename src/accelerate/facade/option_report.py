@@ -11,12 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
-
-from torch import nn
 
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import (
@@ -29,18 +26,23 @@ from accelerate.core.option_report import (
 )
 from accelerate.core.setting import load_settings
 from accelerate.core.units import show_bytes
-from accelerate.data.configuration import DataLoaderConfiguration
+from accelerate.core.user_warning import warn_user
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.option_report import loader_option_statuses
-from accelerate.facade import compilation, option_report_settings
-from accelerate.facade.accumulation_settings import GradientAccumulationSettings
-from accelerate.facade.gradient_state import GradientState
-from accelerate.facade.processes import ProcessMixin
+from accelerate.facade import compilation
+from accelerate.facade.launch_settings import (
+    GradientAccumulationSettings,
+    OptionReportSettings,
+    launcher_options,
+)
+from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.preparer import PrepareOptions
+from accelerate.facade.runtime import Runtime
+from accelerate.facade.tracker_set import TrackerSet
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy import unused_options
-from accelerate.strategy.base import Strategy
 from accelerate.track.base import GeneralTracker
 from accelerate.world import collective, watchdog
 from accelerate.world.option_report import world_option_statuses
@@ -53,33 +55,31 @@ _report_ids = count()
 _PRINTED: set[str] = set()
 
 
-class OptionReportMixin(ProcessMixin):
-    """Collects and reports the statuses of options."""
+class OptionReporter:
+    """Collects and reports the statuses of options.
 
-    handlers: dict[type, Any]
-    precision: Precision
-    strategy: Strategy
-    gradient_state: GradientState
-    dataloader_config: DataLoaderConfiguration
-    rng_types: list[Any] | None
-    log_with: list[Any]
-    trackers: list[GeneralTracker]
-    state: Any
-    _models: list[nn.Module]
-    _dataloaders: list[Any]
+    Args:
+        runtime: the world, precision and strategy of the run.
+        prepared: the objects on which statuses are read.
+        options: those of ``prepare``.
+        tracker_set: the trackers of the run.
+        strict: the argument of the ``Accelerator``.
+        constructor_options: arguments of its constructor, by name; None or False stand for not given.
+    """
 
-    def _init_option_report(self, strict: bool | None, **constructor_options: Any) -> None:
-        """Store the options that were requested, with their origins.
-
-        Args:
-            strict: the argument of the ``Accelerator``.
-            constructor_options: arguments of the constructor, by name; None or False stand for not given.
-        """
-        self._report_settings = load_settings(
-            option_report_settings.OptionReportSettings, code={"strict": strict}
-        ).value
-        self._launcher_options = option_report_settings.launcher_options()
-        self._constructor_options = constructor_options
+    def __init__(
+        self,
+        runtime: Runtime,
+        prepared: PreparedObjects,
+        options: PrepareOptions,
+        tracker_set: TrackerSet,
+        strict: bool | None = None,
+        **constructor_options: Any,
+    ) -> None:
+        self.runtime, self.prepared, self.options = runtime, prepared, options
+        self.tracker_set, self._constructor_options = tracker_set, constructor_options
+        self._settings = load_settings(OptionReportSettings, code={"strict": strict}).value
+        self._launcher_options = launcher_options()
         self._has_stepped = self._first_step_early = False
         # Whether the first step can show more of a requested option than ``prepare`` did.
         self._first_step_shows_more = False
@@ -90,12 +90,8 @@ class OptionReportMixin(ProcessMixin):
         self._failed_statuses: list[OptionStatus] = []
         self._store_key = f"effects/{next(_report_ids)}"
 
-    def effects(self) -> OptionReport:
-        """Return the status of every requested option, as far as known now. Print it: a table.
-
-        Requested options are those that differ from their default, in code, flags, variables and files. Of
-        this rank only.
-        """
+    def collect(self) -> OptionReport:
+        """Return the status of every requested option on this rank, as far as known now."""
         return OptionReport(self._with_origin(status) for status in self._collect_statuses())
 
     def _with_origin(self, status: OptionStatus) -> OptionStatus:
@@ -108,18 +104,17 @@ class OptionReportMixin(ProcessMixin):
     # --- statuses of options, by package
 
     def _collect_statuses(self) -> Iterator[OptionStatus]:
-        group = self.handlers.get(InitProcessGroupKwargs)
+        runtime, strategy, prepared = self.runtime, self.runtime.strategy, self.prepared
+        group = runtime.handlers.get(InitProcessGroupKwargs)
         yield from world_option_statuses(
-            self.world, group, self._launcher_options, cpu=bool(self._constructor_options.get("cpu"))
+            runtime.world, group, self._launcher_options, cpu=bool(self._constructor_options.get("cpu"))
         )
         yield from self._precision_statuses()
-        models = [self.strategy.unwrap(model) for model in self._models]
-        yield from compilation.option_statuses(self.state.dynamo_plugin, models, stepped=self._has_stepped)
-        yield from self.strategy.option_statuses(self._models)
-        yield from unused_options(self.strategy.request, self.strategy)
-        yield from loader_option_statuses(
-            self._data_options(), self._dataloaders, self.strategy.data_shard.count
-        )
+        models = [strategy.unwrap(model) for model in prepared.models]
+        yield from compilation.option_statuses(runtime.compiler, models, stepped=self._has_stepped)
+        yield from strategy.option_statuses(prepared.models)
+        yield from unused_options(strategy.request, strategy)
+        yield from loader_option_statuses(self._data_options(), prepared.loaders, strategy.data_shard.count)
         yield from self._accumulation_statuses()
         yield from self._tracker_statuses()
 
@@ -130,35 +125,35 @@ class OptionReportMixin(ProcessMixin):
         for option in requested_options(loaded):
             if option.value == "no":
                 continue
-            if self.strategy.owns_precision:
-                yield option.report_applied(f"by the strategy {self.strategy.name}")
+            if self.runtime.strategy.owns_precision:
+                yield option.report_applied(f"by the strategy {self.runtime.strategy.name}")
             else:
-                yield self._model_precision_status(self.precision, option)
+                yield self._model_precision_status(self.runtime.precision, option)
         for kind in {kind: None for each in PRECISIONS for kind in each.handler_classes}:
-            for option in non_default_options(self.handlers.get(kind)):
-                if kind in self.precision.handler_classes:
+            for option in non_default_options(self.runtime.handlers.get(kind)):
+                if kind in self.runtime.precision.handler_classes:
                     yield option.report_applied()
                 else:
                     yield option.report_not_applied(
-                        f"mixed_precision is {self.precision.name!r}", matters=False
+                        f"mixed_precision is {self.runtime.precision.name!r}", matters=False
                     )
 
     def _model_precision_status(self, precision: Precision, option: RequestedOption) -> OptionStatus:
         """Check the precision on the prepared models, or on the user's models inside of wrappers."""
-        if not self._models:
+        if not self.prepared.models:
             return option.report_pending("no model is prepared")
         inside = [
-            self.strategy.unwrap(model) if precision.explain_missing(model) else model
-            for model in self._models
+            self.runtime.strategy.unwrap(model) if precision.explain_missing(model) else model
+            for model in self.prepared.models
         ]
         return precision.report_option(option, inside)
 
     def _data_options(self) -> Iterator[RequestedOption]:
-        for option in non_default_options(self.dataloader_config):
+        for option in non_default_options(self.options.dataloader):
             argument = option.name == "split_batches" and self._constructor_options.get("split_batches")
             yield dataclasses.replace(option, where=f"the argument {option.name}") if argument else option
-        if self.rng_types is not None:
-            yield RequestedOption("rng_types", self.rng_types, "the argument rng_types")
+        if self.options.rng_types is not None:
+            yield RequestedOption("rng_types", self.options.rng_types, "the argument rng_types")
 
     def _accumulation_statuses(self) -> Iterator[OptionStatus]:
         steps = self._constructor_options.get("gradient_accumulation_steps")
@@ -171,8 +166,8 @@ class OptionReportMixin(ProcessMixin):
         plugin = self._constructor_options.get("gradient_accumulation_plugin")
         for option in (*options, *non_default_options(plugin)):
             if option.name in ("gradient_accumulation_steps", "num_steps"):
-                if self.gradient_state.num_steps != option.value:
-                    yield option.report_not_applied(f"it is {self.gradient_state.num_steps} now")
+                if self.runtime.gradients.num_steps != option.value:
+                    yield option.report_not_applied(f"it is {self.runtime.gradients.num_steps} now")
                 elif self._stepped_without_accumulation():
                     yield option.report_not_applied(
                         "the first optimizer.step() came after the first batch: the loop needs "
@@ -185,15 +180,15 @@ class OptionReportMixin(ProcessMixin):
                     "a schedule advances with the optimizer, whatever it says", matters=False
                 )
             else:
-                value = self.gradient_state.plugin_kwargs.get(option.name)
+                value = self.runtime.gradients.plugin_kwargs.get(option.name)
                 yield option.report_unless("" if value == option.value else f"it is {value} now")
 
     def _describe_accumulation_cost(self) -> str:
         """Describe the memory that accumulation takes where gradients are sharded otherwise."""
-        more = self.strategy.accumulation_bytes(self._models)
-        if not more or self.gradient_state.num_steps == 1:
+        more = self.runtime.strategy.accumulation_bytes(self.prepared.models)
+        if not more or self.runtime.gradients.num_steps == 1:
             return ""
-        if self.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        if self.runtime.gradients.plugin_kwargs.get("sync_each_batch"):
             return "gradients are reduced in every micro-batch, so no unsharded gradients are kept"
         return (
             f"unsharded gradients are kept until the end of a window: {show_bytes(more)} on each process; "
@@ -205,16 +200,16 @@ class OptionReportMixin(ProcessMixin):
 
         One micro-batch per step needs no accumulation.
         """
-        return self._has_stepped and self._first_step_early and self.gradient_state.num_steps != 1
+        return self._has_stepped and self._first_step_early and self.runtime.gradients.num_steps != 1
 
     def _tracker_statuses(self) -> Iterator[OptionStatus]:
-        running = {tracker.name for tracker in self.trackers}
-        for each in self.log_with:
+        running = {tracker.name for tracker in self.tracker_set.trackers}
+        for each in self.tracker_set.log_with:
             name = each.name if isinstance(each, GeneralTracker) else str(each)
             option = RequestedOption("log_with", name, "the argument log_with")
             if name in running:
                 yield option.report_applied()
-            elif self._has_stepped and self.is_main_process:
+            elif self._has_stepped and self.runtime.world.rank == 0:
                 yield option.report_not_applied(
                     "the first step was taken and init_trackers() has not been called"
                 )
@@ -223,8 +218,8 @@ class OptionReportMixin(ProcessMixin):
 
     # --- reports of new statuses
 
-    def _report_options(self, depth: int = 5) -> None:
-        """Report new statuses; ``depth`` is the stack depth of the user's line, for warnings.
+    def report(self) -> None:
+        """Report new statuses.
 
         Raises:
             SettingError: the run is strict, and an option was not applied; in ``prepare`` on all ranks.
@@ -232,21 +227,21 @@ class OptionReportMixin(ProcessMixin):
         statuses = [self._with_origin(status) for status in self._collect_statuses()]
         self._first_step_shows_more = self._can_first_step_change(statuses)
         fresh = [e for e in statuses if e.applied is not None and self._is_new(e)]
-        if self._report_settings.strict:
+        if self._settings.strict:
             self._refuse_not_applied(fresh)
         failed = [status for status in fresh if status.is_failure]
-        if not self.is_main_process:
+        if self.runtime.world.rank != 0:
             self._publish_failures(failed)
             return
         self._print_report(fresh)
         for status in failed:
-            warnings.warn(str(status), stacklevel=depth - 1)
+            warn_user(str(status))
 
     def _can_first_step_change(self, statuses: Iterable[OptionStatus]) -> bool:
         """Return whether the first step shows more: what is compiled has run, windows are counted."""
         return (
-            self.state.dynamo_plugin.is_enabled
-            or self.gradient_state.num_steps != 1
+            self.runtime.compiler.is_enabled
+            or self.runtime.gradients.num_steps != 1
             or any(status.applied is None for status in statuses)
         )
 
@@ -257,7 +252,7 @@ class OptionReportMixin(ProcessMixin):
         if failed and current_watchdog is not None:
             # All of them: rank 0 may not have read earlier ones.
             current_watchdog.store.put(
-                f"{self._store_key}/{self.process_index}", _to_json(self._failed_statuses)
+                f"{self._store_key}/{self.runtime.world.rank}", _to_json(self._failed_statuses)
             )
             current_watchdog.store.put(self._store_key, "")
 
@@ -297,18 +292,18 @@ class OptionReportMixin(ProcessMixin):
 
     def _print_report(self, fresh: list[OptionStatus]) -> None:
         report = OptionReport(fresh)
-        if report and self._report_settings.effects in ("line", "table"):
-            text = report.summary if self._report_settings.effects == "line" else f"\n{report}"
+        if report and self._settings.effects in ("line", "table"):
+            text = report.summary if self._settings.effects == "line" else f"\n{report}"
             if text not in _PRINTED:
                 _PRINTED.add(text)
                 print(f"accelerate: {text}", file=sys.stderr, flush=True)
 
-    def _warn_of_other_ranks(self, depth: int = 3) -> None:
+    def warn_of_other_ranks(self) -> None:
         """Warn on rank 0 of failed options that only other ranks have reported."""
         current_watchdog = watchdog.current()
         if (
             current_watchdog is None
-            or not self.is_main_process
+            or self.runtime.world.rank != 0
             or not current_watchdog.store.has(self._store_key)
         ):
             return
@@ -317,7 +312,7 @@ class OptionReportMixin(ProcessMixin):
         ranks_of: dict[OptionStatus, list[int]] = {}
         local_options = {option for option, applied, _ in self._reported if applied is False}
         for key, text in store.read(
-            [f"{self._store_key}/{rank}" for rank in range(1, self.num_processes)]
+            [f"{self._store_key}/{rank}" for rank in range(1, self.runtime.world.size)]
         ).items():
             rank = int(key.rpartition("/")[2])
             for status in _from_json(text):
@@ -325,18 +320,18 @@ class OptionReportMixin(ProcessMixin):
                     self._reported_of_ranks.add((rank, status))
                     ranks_of.setdefault(status, []).append(rank)
         for status, ranks in ranks_of.items():
-            warnings.warn(f"{_format_ranks(ranks)}: {status}", stacklevel=depth - 1)
+            warn_user(f"{_format_ranks(ranks)}: {status}")
 
-    def _report_first_step(self) -> None:
-        """Report before the first step of each optimizer, after the first backward, what only it can show."""
+    def report_first_step(self, optimizer: Any) -> None:
+        """Report before the first step of an optimizer, after the first backward, what only it can show."""
         is_first, self._has_stepped = not self._has_stepped, True
         if self._first_step_shows_more:
             self._first_step_early = self._is_first_step_early() if is_first else self._first_step_early
-            self._report_options(depth=6)
-        self._warn_of_other_ranks(depth=6)
+            self.report()
+        self.warn_of_other_ranks()
 
     def _is_first_step_early(self) -> bool:
-        gradients = self.gradient_state
+        gradients = self.runtime.gradients
         loader = gradients.active_dataloader
         if not isinstance(loader, DataLoaderShard) or gradients.window is not None or gradients.step:
             return False

@@ -1,24 +1,91 @@
-"""The arguments of ``Accelerator``, checked and merged with environment variables and DeepSpeed's config."""
+"""What is fixed once an ``Accelerator`` is made: its world, precision and strategy, from its arguments.
+
+Arguments are checked, and merged with environment variables and DeepSpeed's configuration.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
+from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
-from accelerate.facade.accumulation_settings import GradientAccumulationSettings
 from accelerate.facade.compilation import TorchDynamoPlugin
-from accelerate.facade.gradient_state import GradientAccumulationPlugin
+from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
+from accelerate.facade.launch_settings import GradientAccumulationSettings
+from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
-from accelerate.strategy import STRATEGIES
+from accelerate.precision.base import Precision
+from accelerate.strategy import STRATEGIES, choose_strategy
+from accelerate.strategy.base import Strategy, StrategyRequest
 from accelerate.watch.profile import ProfileKwargs
 from accelerate.world.preemption import PreemptionKwargs
-from accelerate.world.world import InitProcessGroupKwargs
+from accelerate.world.world import InitProcessGroupKwargs, World
 
 if TYPE_CHECKING:
     from accelerate.strategy.parallelism.config import ParallelismConfig
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What the components of an ``Accelerator`` share, and what does not change after its constructor.
+
+    Attributes:
+        world: the process group and the device of this process.
+        precision: the number format of the forward pass.
+        strategy: how the training is distributed over the processes.
+        handlers: the kwargs handlers that were given, by class.
+        gradients: the state of gradient accumulation.
+        compiler: the options of ``torch.compile``.
+    """
+
+    world: World
+    precision: Precision
+    strategy: Strategy
+    handlers: dict[type, Any]
+    gradients: GradientState
+    compiler: TorchDynamoPlugin
+
+
+def build_runtime(
+    state: AcceleratorState,
+    handlers: dict[type, Any],
+    plugins: Iterable[Any],
+    accumulation_plugin: GradientAccumulationPlugin | None = None,
+    accumulation_steps: int = 1,
+) -> Runtime:
+    """Choose the precision and the strategy, and show them in ``state``.
+
+    Args:
+        state: of this ``Accelerator``, with its world open.
+        handlers: the kwargs handlers, by class.
+        plugins: of strategies; None stands for one that is not given.
+        accumulation_plugin, accumulation_steps: arguments of the ``Accelerator``.
+
+    Raises:
+        SettingError: a value is wrong, or two contradict each other.
+        FeatureNotBuiltError: a requested feature is not built yet.
+    """
+    world = state.world
+    precision = PRECISIONS.get(state.mixed_precision)(world.hardware, handlers)
+    precision.check()
+    request = StrategyRequest(
+        world,
+        tuple(plugin for plugin in plugins if plugin is not None),
+        handlers,
+        precision=precision.name,
+        parallelism=state.parallelism_config,
+    )
+    strategy = choose_strategy(request)
+    precision.set_overflow_sync(strategy.flag_reduction())
+    state.show_strategy(strategy)
+    accumulation = resolve_accumulation(accumulation_plugin, accumulation_steps, strategy.accumulation_steps)
+    gradients = GradientState.create(accumulation, ActiveLoaders())
+    return Runtime(world, precision, strategy, handlers, gradients, state.dynamo_plugin)
 
 
 def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismConfig | None:
@@ -57,7 +124,12 @@ def resolve_compiler(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDyn
     return plugin or TorchDynamoPlugin(backend=backend)
 
 
-def handlers_by_class(handlers: list[KwargsHandler]) -> dict[type, KwargsHandler]:
+def handlers_by_class(handlers: Iterable[KwargsHandler]) -> dict[type, KwargsHandler]:
+    """Return the kwargs handlers by the class that is known here, also those of a subclass.
+
+    Raises:
+        SettingError: one is of no known class, or two are of the same.
+    """
     handler_classes: list[type[KwargsHandler]] = [InitProcessGroupKwargs, PreemptionKwargs, ProfileKwargs]
     handler_classes += [s.handler_class for s in STRATEGIES if s.handler_class is not None]
     handler_classes += [c for p in PRECISIONS for c in p.handler_classes if c not in handler_classes]

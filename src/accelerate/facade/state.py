@@ -15,7 +15,7 @@ from accelerate.facade.gradient_state import _SharedStateDescriptor
 from accelerate.facade.processes import ProcessMixin
 from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import StrategyRequest
+from accelerate.strategy.base import Strategy, StrategyRequest
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -256,6 +256,11 @@ class AcceleratorState(ProcessMixin):
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy one group, or (None) the world's."""
         self._partial.destroy_process_group(group)
+
+    def show_strategy(self, strategy: Strategy) -> None:
+        """Show the chosen strategy: its ``distributed_type``, its mesh, and the plugins that configure it."""
+        self.distributed_type = DistributedType(strategy.distributed_type(self.world))
+        vars(self).update(strategy.plugins, device_mesh=strategy.mesh)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return the DeepSpeed plugin of that name."""

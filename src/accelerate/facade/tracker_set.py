@@ -1,68 +1,47 @@
-"""The methods of ``Accelerator`` that start trackers and log to them."""
+"""The ``TrackerSet`` of an ``Accelerator``: it starts trackers, logs to all of them, and ends them."""
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate import track
 from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.user_warning import warn_user
 from accelerate.facade.enums import LoggerType
-from accelerate.facade.processes import ProcessMixin
 from accelerate.track import open_runs
 from accelerate.track.base import BlankTracker, GeneralTracker
 
 Options = Mapping[str, Mapping[str, Any]]
 
 
-class TrackingMixin(ProcessMixin):
-    """Starts trackers, logs to all of them, ends them. They exist on the main process only.
+class TrackerSet:
+    """The trackers of a run. They exist on the main process only.
+
+    Args:
+        log_with: a name, a ``GeneralTracker``, or several; ``"all"`` is every one that is installed.
+        logging_dir: the folder where they write.
+        is_main_process: whether this is rank 0.
 
     Attributes:
         log_with: the requested trackers: names, and objects that the user made.
         trackers: those whose run is open; empty on the other processes.
     """
 
-    log_with: list[Any]
-    trackers: list[GeneralTracker]
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder where trackers write."""
-        raise NotImplementedError
-
-    def _init_tracking(self, log_with: Any) -> None:
+    def __init__(self, log_with: Any, logging_dir: str | None, is_main_process: bool) -> None:
         """Check the requested trackers on every rank; start none."""
-        self.log_with = filter_trackers(log_with, self.logging_dir)
+        self.log_with = filter_trackers(log_with, logging_dir)
+        self.trackers: list[GeneralTracker] = []
+        self._logging_dir, self._is_main = logging_dir, is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
-        self.trackers = []
         self._has_warned_log = False
 
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Begin a run with every tracker of ``log_with``, on the main process.
-
-        Called again, it ends these runs and begins new ones; a tracker that the user made goes on.
-
-        Args:
-            project_name: name of the project or the run, as each tracker takes it.
-            config: hyperparameters to store with the run.
-            init_kwargs: options of single trackers, by name. Those of trackers that are not in use are left.
-
-        Raises:
-            UnknownNameError: ``init_kwargs`` names no tracker.
-            SettingError: it holds options for a tracker that the user has already made.
-        """
-        options: Options = init_kwargs or {}
+    def start(self, project_name: str, config: dict[str, Any] | None, options: Options) -> None:
+        """Begin a run with every tracker of ``log_with``; see ``Accelerator.init_trackers``."""
         self._check_options(options, "init_kwargs")
-        if not self.is_main_process:
+        if not self._is_main:
             return
         open_runs.finish(tracker for tracker in self.trackers if not self._is_users_tracker(tracker))
         self.trackers = []
@@ -71,7 +50,7 @@ class TrackingMixin(ProcessMixin):
                 f'log_with="{track.ALL}": {", ".join(_tracker_names(self.log_with)) or "none"}',
                 file=sys.stderr,
             )
-        for tracker in track.make_trackers(self.log_with, project_name, self.logging_dir, options):
+        for tracker in track.make_trackers(self.log_with, project_name, self._logging_dir, options):
             open_runs.start(tracker)
             self.trackers.append(tracker)
         if config is not None:
@@ -95,53 +74,29 @@ class TrackingMixin(ProcessMixin):
                     fix="give them to the constructor of the tracker",
                 )
 
-    def log(
-        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Log to every tracker; do nothing on processes other than the main one.
-
-        Args:
-            values: name -> number, or what the trackers in use take. A tensor of one element is its number.
-            step: of all of them.
-            log_kwargs: options of single trackers, by name.
-
-        Raises:
-            UnknownNameError: ``log_kwargs`` names no tracker.
-        """
-        options: Options = log_kwargs or {}
+    def log(self, values: dict[str, Any], step: int | None, options: Options) -> None:
+        """Log to every tracker; see ``Accelerator.log``."""
         if options:
             self._check_options(options, "log_kwargs")
-        if self.log_with and not self.trackers and self.is_main_process and not self._has_warned_log:
+        if self.log_with and not self.trackers and self._is_main and not self._has_warned_log:
             self._has_warned_log = True
-            warnings.warn("log() has no effect: no run is open; call init_trackers() first", stacklevel=2)
+            warn_user("log() has no effect: no run is open; call init_trackers() first")
         for tracker in self.trackers:
             tracker.log(values, step=step, **options.get(tracker.name, {}))
 
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The running tracker of that name, for what ``log`` does not cover.
-
-        On the other processes, and where no trackers were asked for, it is one that does nothing whatever is
-        called on it.
-
-        Args:
-            name: what ``log_with=`` called it.
-            unwrap: give the library's own object of the run.
-
-        Raises:
-            UnknownNameError: it was not asked for.
-            SettingError: it was, and ``init_trackers`` has not been called.
-        """
+    def get(self, name: str, unwrap: bool) -> Any:
+        """Return the running tracker of that name; see ``Accelerator.get_tracker``."""
         names = _tracker_names(self.log_with)
         if names and str(name) not in names:
             raise UnknownNameError("tracker", str(name), names, why=f"log_with asked for: {', '.join(names)}")
-        if not names or not self.is_main_process:
+        if not names or not self._is_main:
             return BlankTracker()
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         raise SettingError(f"the tracker {str(name)!r} has not started", fix="call init_trackers() first")
 
-    def _end_tracking(self) -> None:
+    def finish(self) -> None:
         """End every run, also when one of them raises."""
         ended, self.trackers = self.trackers, []
         open_runs.finish(ended)

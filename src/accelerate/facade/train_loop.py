@@ -1,158 +1,60 @@
-"""The methods of ``Accelerator`` that a training loop calls in every step."""
+"""The ``TrainLoop`` of an ``Accelerator``: what a training loop calls in every step."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.facade.gradient_state import GradientState
+from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
-from accelerate.facade.processes import ProcessMixin
-from accelerate.precision.autocast import AutocastKwargs
-from accelerate.precision.base import Precision
-from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import Strategy
-from accelerate.watch.profile import ProfileKwargs, record_profile
+from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.runtime import Runtime
 
 
-class TrainLoopMixin(ProcessMixin):
-    """Accumulates gradients, runs backward, clips gradients, and applies autocast."""
+class TrainLoop:
+    """Accumulates gradients, runs backward, and unscales and clips gradients.
 
-    strategy: Strategy
-    precision: Precision
-    gradient_state: GradientState
-    handlers: dict[type, Any]
-    _models: list[nn.Module]
-    _optimizers: list[AcceleratedOptimizer]
+    The methods are those of ``Accelerator``, whose docstrings describe them.
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Return whether gradients are complete after the current backward."""
-        return self.gradient_state.sync_gradients
+    Args:
+        runtime: the precision, strategy and gradient accumulation of the run.
+        prepared: the models and optimizers that are trained.
+    """
 
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state.sync_gradients = sync_gradients
+    def __init__(self, runtime: Runtime, prepared: PreparedObjects) -> None:
+        self.prepared = prepared
+        self.world, self.strategy, self.precision = runtime.world, runtime.strategy, runtime.precision
+        self.gradients = runtime.gradients
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """The number of micro-batches per optimizer step."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
-
-    @property
-    def step(self) -> int:
-        """The number of micro-batches since the last window closed at the end of a loader."""
-        return self.gradient_state.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.gradient_state.step = step
-
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a context for one micro-batch: gradients are reduced, and optimizers step, in the last only.
-
-        Args:
-            models: those whose gradients accumulate; all prepared ones when none is given.
-        """
-        return _AccumulationContext(self, models)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for forward and backward in which gradients of ``model`` stay local."""
-        return self.strategy.accumulation_context((model,), sync=False)
-
-    @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Generator[None]:
-        """Reduce gradients in the backward inside, although its forward ran in ``no_sync``."""
-        for strategy in STRATEGIES:
-            strategy.sync_next_backward(model)
-        yield
-
-    def windows(
-        self, loader: Any, n: int | None = None, *, models: nn.Module | Iterable[nn.Module] | None = None
+    def make_windows(
+        self, loader: Any, n: int | None = None, models: nn.Module | Iterable[nn.Module] | None = None
     ) -> GradientAccumulationWindows:
-        """Iterate ``loader`` once in windows of ``n`` micro-batches, each for one optimizer step.
-
-        Gradients stay local until the last micro-batch of a window. A loss is divided by the number of
-        micro-batches that the window really has: the last one may be shorter. ::
-
-            for window in accelerator.windows(loader, 4):
-                for batch in window:
-                    accelerator.backward(loss_of(batch))
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-
-        Nothing is read ahead. A window that is left early must be dropped by ``optimizer.zero_grad()``: a
-        step or the next window is refused until then. Windows do not nest, and ``accumulate`` has no place in
-        them.
-
-        Args:
-            loader: a prepared loader, or anything with a length.
-            n: micro-batches of a window; None takes ``gradient_accumulation_steps``.
-            models: those whose gradients accumulate; all prepared ones when none is given.
-
-        Raises:
-            PrepareError: the loader's end cannot be known, or the windows are used in another way.
-        """
+        """Return the windows of one pass over ``loader``."""
         model_list = None if models is None else [models] if isinstance(models, nn.Module) else list(models)
-        steps = self.gradient_accumulation_steps if n is None else n
+
+        def trained_models() -> list[nn.Module]:
+            return self.prepared.models if model_list is None else model_list
 
         def trained_params() -> Iterable[torch.Tensor]:
-            optimizer_params = (
-                p for o in self._optimizers for group in o.param_groups for p in group["params"]
-            )
-            return dict.fromkeys(
-                [*(p for m in model_list or self._models for p in m.parameters()), *optimizer_params]
-            )
+            groups = (group for optimizer in self.prepared.optimizers for group in optimizer.param_groups)
+            of_models = (p for model in trained_models() for p in model.parameters())
+            return dict.fromkeys([*of_models, *(p for group in groups for p in group["params"])])
 
+        steps = self.gradients.num_steps if n is None else n
         return GradientAccumulationWindows(
-            self.gradient_state,
-            self.strategy,
-            loader,
-            steps,
-            lambda: self._models if model_list is None else model_list,
-            trained_params,
+            self.gradients, self.strategy, loader, steps, trained_models, trained_params
         )
 
-    def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
-        """Run the backward pass of ``loss``, divided by the micro-batches and scaled by the precision.
-
-        With ``num_items``, losses are weighted instead: the gradient of an optimizer step is that of the mean
-        over all items (tokens, samples) of its micro-batches on all processes, as of one big batch. Give the
-        number in every call of a window. ::
-
-            tokens = (labels != -100).sum()
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean, by default
-            accelerator.backward(loss, num_items=tokens)
-
-        A loader that fills its last step with repeated samples says how many of a batch are real:
-        ``num_items=loader.real``, with a loss over those alone, counts every sample once.
-
-        Args:
-            loss: a scalar, the mean over its items.
-            num_items: of how many items of this process it is the mean; 0 adds exactly nothing, even where
-                such a mean is NaN. A tensor on an accelerator costs a synchronisation.
-            kwargs: arguments of ``loss.backward``; ``learning_rate`` runs ``lomo_backward``.
-
-        Raises:
-            PrepareError: the loss has no graph or is no scalar, ``num_items`` is no number above or equal 0,
-                or was given in some calls of a window only, or the strategy weights losses by itself.
-        """
-        gradients, strategy = self.gradient_state, self.strategy
+    def backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
+        """Run the backward pass of ``loss``, divided by the micro-batches and scaled by the precision."""
+        gradients, strategy = self.gradients, self.strategy
         if num_items is not None or gradients.loss_weighting is not None or kwargs:
             if num_items is not None:
                 self._backward_weighted(loss, num_items, kwargs)
@@ -166,18 +68,18 @@ class TrainLoopMixin(ProcessMixin):
         try:
             if strategy.should_divide_loss(kwargs):
                 window = gradients.window
-                steps = gradients.num_steps if window is None else window.divisor
+                steps = (gradients.plugin_kwargs.get("num_steps") or 1) if window is None else window.divisor
                 if steps != 1:
                     loss = loss / steps
             if self.precision.scales_loss and not strategy.owns_precision:
                 loss = self.precision.scale(loss)
-            strategy.backward(loss, **kwargs)
+            strategy.backward(loss, sync_gradients=gradients.sync_gradients, **kwargs)
         except (RuntimeError, AttributeError, TypeError, ValueError):
             _check_loss(loss, kwargs)
             raise
 
     def _backward_weighted(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
-        gradients = self.gradient_state
+        gradients = self.gradients
         if not self.strategy.supports_loss_weighting or "learning_rate" in kwargs:
             raise PrepareError(
                 "backward(num_items=...) does not go with DeepSpeed, Megatron-LM or LOMO",
@@ -186,7 +88,7 @@ class TrainLoopMixin(ProcessMixin):
             )
         if gradients.loss_weighting is None:
             gradients.loss_weighting = LossWeighting(gradients, self.strategy, self.precision)
-        gradients.loss_weighting.update_prepared(self._models, self._optimizers)
+        gradients.loss_weighting.update_prepared(self.prepared.models, self.prepared.optimizers)
         window = gradients.window
         micro_batches = gradients.num_steps if window is None else window.n
         try:
@@ -196,37 +98,18 @@ class TrainLoopMixin(ProcessMixin):
                 _check_loss(loss, kwargs)
             raise
 
-    @property
-    def has_lomo_optimizer(self) -> bool:
-        """Return whether a prepared optimizer updates weights during backward, as LOMO does."""
-        return any(optimizer.fuses_backward for optimizer in self._optimizers)
-
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run the backward pass of an optimizer that updates each weight as soon as its gradient is known.
-
-        No gradient is kept, so there is nothing to accumulate, clip or step: ``optimizer.step`` and
-        ``zero_grad`` do nothing for such an optimizer.
-
-        Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
-        (arXiv:2306.09782); the method ``fused_backward(loss, lr)`` of lomo-optim.
-
-        Args:
-            loss: a scalar.
-            learning_rate: of this update.
-
-        Raises:
-            PrepareError: no prepared optimizer has ``fused_backward``, several have it, or gradients are
-                accumulated.
-        """
-        fused: list[Any] = [optimizer.optimizer for optimizer in self._optimizers if optimizer.fuses_backward]
+        """Run the backward pass of an optimizer that updates each weight as soon as its gradient is known."""
+        optimizers = self.prepared.optimizers
+        fused: list[Any] = [each.optimizer for each in optimizers if each.fuses_backward]
         if len(fused) != 1:
             raise PrepareError(
                 f"lomo_backward needs one optimizer with fused_backward, and {len(fused)} are prepared",
                 why="a fused backward updates the weights of one optimizer during the pass",
                 fix="prepare an optimizer of lomo-optim, or call backward(loss) without learning_rate",
             )
-        window = self.gradient_state.window
-        if (self.gradient_state.num_steps if window is None else window.n) != 1:
+        window = self.gradients.window
+        if (self.gradients.num_steps if window is None else window.n) != 1:
             raise PrepareError(
                 "lomo_backward cannot accumulate gradients",
                 why="each backward has already changed the weights",
@@ -235,119 +118,72 @@ class TrainLoopMixin(ProcessMixin):
         fused[0].fused_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of one optimizer, several, or (None) all.
-
-        Does nothing while gradients are being accumulated: later ones would come on top with the scale.
-        """
-        if not self.sync_gradients:
+        """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""
+        if not self.gradients.sync_gradients or self.strategy.owns_precision:
             return
-        if self.strategy.owns_precision:
-            return
-        optimizers = self._optimizers if optimizer is None else optimizer
+        optimizers = self.prepared.optimizers if optimizer is None else optimizer
         for item in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
             self.precision.unscale(getattr(item, "optimizer", item))
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Scale gradients so that their global norm is at most ``max_norm``.
-
-        Args:
-            parameters: a tensor or an iterable of them; those without a gradient do not count.
-            max_norm: the limit; ``float("inf")`` only measures.
-            norm_type: the p of the norm.
-
-        Returns:
-            The norm before, a scalar on the device. While gradients are being accumulated nothing is
-            clipped, and it is the norm of this process's gradients so far.
-        """
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self.sync_gradients:
-            return self._local_grad_norm(params, norm_type)
-        self._unscale_optimizers_of(params)
-        return self.strategy.clip_norm(params, max_norm, norm_type)
+        if self.gradients.sync_gradients:
+            self._unscale_optimizers_of(params)
+            return self.strategy.clip_norm(params, max_norm, norm_type)
+        grads = self.strategy.gradients(params)
+        if not grads:
+            return torch.zeros((), device=self.world.device)
+        norms = torch.stack([torch.linalg.vector_norm(g.float(), norm_type) for g in grads])
+        return torch.linalg.vector_norm(norms, norm_type) / self.precision.loss_scale()
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient element to ``[-clip_value, clip_value]``; do nothing while accumulating."""
-        if self.sync_gradients:
+        if self.gradients.sync_gradients:
             params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             self._unscale_optimizers_of(params)
             self.strategy.clip_value(params, clip_value)
-
-    def _local_grad_norm(self, params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        grads = self.strategy.gradients(params)
-        if not grads:
-            return torch.zeros((), device=self.device)
-        norms = torch.stack([torch.linalg.vector_norm(g.float(), norm_type) for g in grads])
-        return torch.linalg.vector_norm(norms, norm_type) / self.precision.loss_scale()
 
     def _unscale_optimizers_of(self, params: list[torch.Tensor]) -> None:
         """Unscale only optimizers whose gradients are clipped: others may have had no backward yet."""
         if self.strategy.owns_precision:
             return
         clipped_ids = {id(p) for p in params if p.grad is not None}
-        for optimizer in self._optimizers:
+        for optimizer in self.prepared.optimizers:
             if any(id(p) in clipped_ids for group in optimizer.param_groups for p in group["params"]):
                 self.precision.unscale(optimizer.optimizer)
 
-    def _check_first_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Warn if the first step has no gradients, or gradients that no rank reduces."""
-        if self.strategy.owns_step or not self.is_main_process:
+    def check_first_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Warn on rank 0 if the first step has no gradients, or gradients that no rank reduces."""
+        if self.strategy.owns_step or self.world.rank != 0:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        prepared = {p for model in self._models for p in model.parameters()}
+        prepared = {p for model in self.prepared.models for p in model.parameters()}
         if all(p.grad is None for p in parameters) and not self.precision.scales_loss:
             places = ", ".join(sorted({str(p.device) for p in parameters}))
-            warnings.warn(
+            warn_user(
                 f"the first optimizer.step() has no gradient for any of its {len(parameters)} parameters, on "
                 f"{places}, and changes nothing. Either no backward has run, or the optimizer was made for "
-                "other parameters than those of the prepared model: make it from that model's parameters()",
-                stacklevel=5,
+                "other parameters than those of the prepared model: make it from that model's parameters()"
             )
-        elif self.num_processes > 1 and prepared.isdisjoint(parameters):
-            warnings.warn(
+        elif self.world.size > 1 and prepared.isdisjoint(parameters):
+            warn_user(
                 f"optimizer.step() of {len(parameters)} parameters that belong to no prepared model: unless "
-                f"their gradients are reduced in another way, each of {self.num_processes} processes trains "
-                "them separately. Prepare both: model, optimizer = accelerator.prepare(model, optimizer)",
-                stacklevel=5,
+                f"their gradients are reduced in another way, each of {self.world.size} processes trains "
+                "them separately. Prepare both: model, optimizer = accelerator.prepare(model, optimizer)"
             )
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Return whether the last step of any optimizer was skipped because a gradient was not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    @contextmanager
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Generator[None]:
-        """Run the block in the forward's number format."""
-        with self.precision.forward_context(autocast_handler):
-            yield
-
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Generator[Any]:
-        """Profile the block with ``torch.profiler``, and yield the profiler.
-
-        With ``output_trace_dir``, each process leaves a Chrome trace ``profile_<rank>.json`` there, and with
-        ``memory_timeline`` a picture ``memory_<rank>.png``.
-
-        Args:
-            profile_handler: what to record; None takes the one given to the ``Accelerator``, or the defaults.
-        """
-        handler = profile_handler or self.handlers.get(ProfileKwargs) or ProfileKwargs()
-        with record_profile(handler, self.process_index) as profiler:
-            yield profiler
-        if handler.output_trace_dir is not None:
-            self.wait_for_everyone()
-
-
-class _AccumulationContext(AbstractContextManager[None]):
+class AccumulationContext(AbstractContextManager[None]):
     """The context of ``accumulate``; a class, since a generator costs ten times as much per step."""
 
-    __slots__ = ("accelerator", "inner", "models")
+    __slots__ = ("inner", "loop", "models")
 
-    def __init__(self, accelerator: TrainLoopMixin, models: tuple[nn.Module, ...]) -> None:
-        self.accelerator, self.models = accelerator, models
+    def __init__(self, loop: TrainLoop, models: tuple[nn.Module, ...]) -> None:
+        self.loop, self.models = loop, models
 
     def __enter__(self) -> None:
-        gradients = self.accelerator.gradient_state
+        gradients = self.loop.gradients
         if gradients.window is not None:
             raise PrepareError(
                 "accumulate() inside a window",
@@ -357,8 +193,8 @@ class _AccumulationContext(AbstractContextManager[None]):
         if gradients.abandoned_window:
             gradients.refuse_abandoned("accumulate() began")
         sync = gradients.advance() or gradients.plugin_kwargs.get("sync_each_batch", False)
-        models = self.models or self.accelerator._models
-        self.inner = self.accelerator.strategy.accumulation_context(models, sync=sync)
+        models = self.models or self.loop.prepared.models
+        self.inner = self.loop.strategy.accumulation_context(models, sync=sync)
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -20,7 +20,12 @@ from accelerate.core.option_report import OptionStatus, RequestedOption, non_def
 from accelerate.strategy.protocol.data_sharding import NO_CONTEXT, DataSharding, RankDataShard
 from accelerate.strategy.protocol.request import ObjectKind, PrepareBundle, PrepareStep, StrategyRequest
 from accelerate.strategy.protocol.state_methods import EngineCheckpoint, StrategyStateDictBase
-from accelerate.strategy.protocol.training_methods import StrategyTrainingBase, graph_leaves
+from accelerate.strategy.protocol.training_methods import (
+    StrategyTrainingBase,
+    ZeroBackward,
+    graph_leaves,
+    run_with_zero_gradients,
+)
 from accelerate.world.world import World
 
 __all__ = [
@@ -32,7 +37,9 @@ __all__ = [
     "RankDataShard",
     "Strategy",
     "StrategyRequest",
+    "ZeroBackward",
     "graph_leaves",
+    "run_with_zero_gradients",
 ]
 
 
@@ -56,7 +63,6 @@ class Strategy(DataSharding, StrategyTrainingBase, StrategyStateDictBase, ABC):
             has its own format.
         wrapper_classes: for an engine, the classes around its ``"optimizer"`` and ``"scheduler"``, as
             ``"module:class"``.
-        accelerator: the ``Accelerator`` that trains by it; None before there is one.
     """
 
     name: ClassVar[str]
@@ -71,7 +77,6 @@ class Strategy(DataSharding, StrategyTrainingBase, StrategyStateDictBase, ABC):
     supports_loss_weighting: ClassVar[bool] = True
     supports_sharded_save: ClassVar[bool] = True
     wrapper_classes: ClassVar[Mapping[str, str]] = {}
-    accelerator: Any = None
 
     def __init__(self, request: StrategyRequest) -> None:
         self.request = request

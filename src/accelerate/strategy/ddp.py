@@ -11,6 +11,7 @@ gradients, and the user's own object stays a plain module.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,14 @@ from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
-from accelerate.strategy.base import NO_CONTEXT, PrepareBundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import (
+    NO_CONTEXT,
+    PrepareBundle,
+    PrepareStep,
+    Strategy,
+    StrategyRequest,
+    ZeroBackward,
+)
 
 _PREFIX = "module."
 
@@ -242,15 +250,9 @@ class DDP(Strategy):
         replica = _replica(model)
         return replica is None or replica.require_backward_grad_sync
 
-    def backward_zero(
-        self,
-        models: Iterable[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        reached: set[torch.Tensor],
-        loss: torch.Tensor,
-    ) -> None:
+    def backward_zero(self, zero: ZeroBackward) -> None:
         """Run a zero backward over all parameters that the reducer waits for."""
-        replicas = [replica for replica in map(_replica, models) if replica is not None]
+        replicas = [replica for replica in map(_replica, zero.models) if replica is not None]
         if any(map(_is_learning_static_graph, replicas)):
             raise PrepareError(
                 "the first micro-batch that reduces gradients has num_items=0, and static_graph=True",
@@ -258,8 +260,8 @@ class DDP(Strategy):
                 fix="begin with a batch that has items, or leave static_graph out",
             )
         if not any(replica.find_unused_parameters for replica in replicas):
-            reached = set(parameters)
-        super().backward_zero(models, parameters, reached, loss)
+            zero = dataclasses.replace(zero, graph_params=set(zero.parameters))
+        super().backward_zero(zero)
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:

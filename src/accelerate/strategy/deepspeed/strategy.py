@@ -28,7 +28,9 @@ from accelerate.strategy.base import (
     PrepareStep,
     Strategy,
     StrategyRequest,
+    ZeroBackward,
     graph_leaves,
+    run_with_zero_gradients,
 )
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
 from accelerate.world.world import World
@@ -200,21 +202,25 @@ class DeepSpeed(Strategy):
         """Return a step for each engine: a model with its optimizer and DeepSpeed's own schedule."""
         from accelerate.strategy.deepspeed.engine_specs import engine_specs
 
-        jobs = list(engine_specs(self._prepare_context(), bundle)) if bundle.training else []
+        jobs = list(engine_specs(self._prepare_context(bundle), bundle)) if bundle.training else []
         for job in jobs:
             reason = f"{self.world.size} process(es), {job.engine_config.describe()}"
             yield PrepareStep("engine", reason, lambda b, job=job: self._make_engine(b, job))
         if not bundle.training and any(self.engines.find(m) is None for m in bundle.objects_of("model")):
             yield PrepareStep("place", f"the weights go to {self.world.device}", self._move_to_device)
 
-    def _prepare_context(self) -> DeepSpeedPrepareContext:
+    def _prepare_context(self, bundle: PrepareBundle) -> DeepSpeedPrepareContext:
         from accelerate.strategy.deepspeed.engine_specs import DeepSpeedPrepareContext
 
-        owner, host = self.accelerator, self.world.device.type == "cpu"
-        steps = 1 if owner is None else owner.gradient_accumulation_steps
-        shared = owner is not None and owner.split_batches
-        size, precision = self.world.size, self.request.precision
-        return DeepSpeedPrepareContext(self.engines, self.plugin, steps, precision, size, host, shared)
+        return DeepSpeedPrepareContext(
+            self.engines,
+            self.plugin,
+            steps=bundle.accumulation_steps,
+            precision=self.request.precision,
+            processes=self.world.size,
+            host=self.world.device.type == "cpu",
+            shared=bundle.split_batches,
+        )
 
     def _make_engine(self, bundle: PrepareBundle, job: EngineSpec) -> None:
         from accelerate.strategy.deepspeed import engine_handle
@@ -256,15 +262,15 @@ class DeepSpeed(Strategy):
         """Return False where ``scale_wrt_gas=False`` says that the loss is divided already."""
         return bool(kwargs.pop("scale_wrt_gas", True))
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run the backward through the engine whose model computed the loss.
 
         Raises:
             PrepareError: it comes from no trained engine, or from several.
         """
         handle = self._engine_of_loss(loss)
-        complete = self.accelerator.gradient_state.sync_gradients if self.accelerator is not None else True
-        handle.backward(loss, complete=complete and id(handle.engine) not in self._no_sync_engines, **kwargs)
+        complete = sync_gradients and id(handle.engine) not in self._no_sync_engines
+        handle.backward(loss, complete=complete, **kwargs)
 
     def _engine_of_loss(self, loss: torch.Tensor) -> EngineHandle:
         trained = self.engines.trained_engines()
@@ -332,13 +338,7 @@ class DeepSpeed(Strategy):
         handle = self.engines.find(model)
         return handle is None or id(handle.engine) not in self._no_sync_engines
 
-    def backward_zero(
-        self,
-        models: Iterable[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        reached: set[torch.Tensor],
-        loss: torch.Tensor,
-    ) -> None:
+    def backward_zero(self, zero: ZeroBackward) -> None:
         """Run the whole backward with zero gradients: ranks reduce gradients in the order of the backward.
 
         The loss may be NaN: each gradient is replaced by zeros before it is used.
@@ -346,18 +346,15 @@ class DeepSpeed(Strategy):
         Raises:
             PrepareError: the loss has no graph.
         """
-        if loss.grad_fn is None:
+        if zero.loss.grad_fn is None:
             raise PrepareError(
                 "backward(loss, num_items=0) of a loss that was not computed by the model",
                 why="other processes wait for this one's gradients, in the order of the model's layers",
                 fix="compute the loss from the model's outputs also when there are no items",
             )
-        hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
-        try:
-            self.backward(loss)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        run_with_zero_gradients(
+            zero.parameters, lambda: self.backward(zero.loss, sync_gradients=zero.sync_gradients)
+        )
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

@@ -125,23 +125,3 @@ def reached_parameters(
         if unit.flat in leaves
     )
     return leaves.union(*more)
-
-
-def zero_backward(wrapped_models: Iterable[FSDP1WrappedModel], loss: torch.Tensor) -> None:
-    """Run the backward of ``loss`` with every gradient zero, whatever the loss is.
-
-    Every all-gather and reduce-scatter takes place, in the order of the other ranks. The loss itself may be
-    NaN, a mean of nothing: the gradient of each parameter is replaced by zeros.
-    """
-    flats = [
-        unit.flat
-        for wrapped_model in wrapped_models
-        for unit in wrapped_model.flat_params
-        if unit.flat.requires_grad
-    ]
-    handles = [flat.register_hook(torch.zeros_like) for flat in flats]
-    try:
-        loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -18,7 +18,13 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import PrepareBundle, StrategyRequest, graph_leaves
+from accelerate.strategy.base import (
+    PrepareBundle,
+    StrategyRequest,
+    ZeroBackward,
+    graph_leaves,
+    run_with_zero_gradients,
+)
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings, UseFSDPSetting
 from accelerate.strategy.sharding.sharded_strategy import ShardedStrategy, find_plugin, fsdp_options
 from accelerate.world import collective
@@ -255,17 +261,10 @@ class FSDP1Strategy(ShardedStrategy):
 
         return reached_parameters(self._wrapped_models(), graph_leaves(loss))
 
-    def backward_zero(
-        self,
-        models: Iterable[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        reached: set[torch.Tensor],
-        loss: torch.Tensor,
-    ) -> None:
+    def backward_zero(self, zero: ZeroBackward) -> None:
         """Run the whole backward with zero gradients: other ranks wait for each of its collectives."""
-        from accelerate.strategy.fsdp1.grads import zero_backward
-
-        zero_backward(self._wrapped_models(), loss)
+        units = (unit for wrapped_model in self._wrapped_models() for unit in wrapped_model.flat_params)
+        run_with_zero_gradients([unit.flat for unit in units], zero.loss.backward)
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

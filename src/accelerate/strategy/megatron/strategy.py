@@ -183,7 +183,7 @@ class Megatron(Strategy):
 
     # --- the loop
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Check the loss: Megatron-LM has run its backward already, so another loss is refused."""
         loss.backward(**kwargs)
 

@@ -6,7 +6,7 @@ beside this file; it changes the models first. Then FSDP2 shards parameters over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest, ZeroBackward
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
 from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
 from accelerate.strategy.sharding.sharded_strategy import fsdp_options
@@ -236,16 +236,10 @@ class DeviceMeshStrategy(FSDP2StrategyBase):
         dim_names, names = self._plane.mesh_dim_names or (), ("dp_replicate", "dp_shard_cp", "dp_shard")
         return self._plane[tuple(name for name in names if name in dim_names)]
 
-    def backward_zero(
-        self,
-        models: Iterable[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        reached: set[torch.Tensor],
-        loss: torch.Tensor,
-    ) -> None:
+    def backward_zero(self, zero: ZeroBackward) -> None:
         """Run a backward with zero gradients: collectives of a dimension need all its processes."""
-        if not any(dimension.backward_zero(loss) for dimension in self.dimensions):
-            super().backward_zero(models, parameters, reached, loss)
+        if not any(dimension.backward_zero(zero.loss) for dimension in self.dimensions):
+            super().backward_zero(zero)
 
     # --- states
 

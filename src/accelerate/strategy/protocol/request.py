@@ -21,13 +21,17 @@ class PrepareBundle:
         objects: the objects; steps replace items in place.
         kinds: the kind of each.
         training: False when the models are only evaluated.
-        place: per object, whether it is moved to the device.
+        place_on_device: per object, whether it is moved to the device.
+        accumulation_steps: micro-batches per optimizer step.
+        split_batches: a batch of a loader is that of all ranks together.
     """
 
     objects: list[Any]
     kinds: list[ObjectKind]
     training: bool = True
     place_on_device: list[bool] = field(default_factory=list)
+    accumulation_steps: int = 1
+    split_batches: bool = False
 
     def positions(self, kind: ObjectKind) -> list[int]:
         """Return the indices of the objects of one kind."""

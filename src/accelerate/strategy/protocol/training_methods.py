@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,42 @@ def graph_leaves(loss: torch.Tensor) -> set[torch.Tensor]:
     return leaves
 
 
+@dataclass(frozen=True)
+class ZeroBackward:
+    """A backward that adds zero to every gradient, so that collectives of other ranks find this one.
+
+    Attributes:
+        loss: a mean of nothing, which may be NaN.
+        models: those concerned.
+        parameters: their trained parameters.
+        graph_params: the parameters in the graph of the loss (``reached_params``).
+        sync_gradients: as in ``StrategyTrainingBase.backward``.
+    """
+
+    loss: torch.Tensor
+    models: Sequence[nn.Module]
+    parameters: Sequence[torch.Tensor]
+    graph_params: set[torch.Tensor]
+    sync_gradients: bool = True
+
+
+def run_with_zero_gradients(leaves: Iterable[torch.Tensor], backward: Callable[[], None]) -> None:
+    """Run a whole backward with the gradient of each leaf replaced by zeros before it is used.
+
+    Every all-gather and reduce-scatter takes place, in the order of the other ranks, and the loss may be NaN.
+
+    Args:
+        leaves: the tensors in the graph of the loss in which gradients are accumulated or reduced.
+        backward: runs it.
+    """
+    hooks = [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
+    try:
+        backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class StrategyTrainingBase:
     """The loop methods of a strategy; by default they train as one process does.
 
@@ -38,8 +75,14 @@ class StrategyTrainingBase:
 
     owns_step: ClassVar[bool] = False
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass of a loss that is scaled already."""
+    def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Run the backward pass of a loss that is scaled already.
+
+        Args:
+            loss: a scalar.
+            sync_gradients: gradients are complete after it; False in the first micro-batches of a window.
+            kwargs: arguments of ``loss.backward``.
+        """
         loss.backward(**kwargs)
 
     def should_divide_loss(self, kwargs: dict[str, Any]) -> bool:
@@ -62,22 +105,10 @@ class StrategyTrainingBase:
         """Return whether a backward through ``model`` now reduces gradients over the ranks."""
         return True
 
-    def backward_zero(
-        self,
-        models: Iterable[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        reached: set[torch.Tensor],
-        loss: torch.Tensor,
-    ) -> None:
-        """Run a backward with zero gradients, so that collectives of other ranks find this one.
-
-        Args:
-            models: those concerned.
-            parameters: their trained parameters.
-            reached: the leaves of the graph of the loss; parameters that it does not use are left alone.
-            loss: a mean of nothing, which may be NaN.
-        """
-        used = [parameter for parameter in parameters if parameter in reached] or parameters
+    def backward_zero(self, zero: ZeroBackward) -> None:
+        """Run a backward with zero gradients; parameters that the graph does not use are left alone."""
+        used = [parameter for parameter in zero.parameters if parameter in zero.graph_params]
+        used = used or list(zero.parameters)
         torch.autograd.backward(tuple(used), tuple(torch.zeros_like(parameter) for parameter in used))
 
     def reached_params(self, loss: torch.Tensor) -> set[torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accelerate.core.option_report import OptionStatus
-from accelerate.strategy.base import PrepareBundle, graph_leaves
+from accelerate.strategy.base import PrepareBundle, ZeroBackward, graph_leaves, run_with_zero_gradients
 from accelerate.strategy.sharding.sharded_strategy import ShardedStrategy
 from accelerate.world import collective
 
@@ -173,17 +173,12 @@ class FSDP2StrategyBase(ShardedStrategy):
             p for p, fsdp_param in fsdp_params(self.models).items() if unsharded_param(fsdp_param) in leaves
         }
 
-    def backward_zero(
-        self,
-        models: Iterable[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        reached: set[torch.Tensor],
-        loss: torch.Tensor,
-    ) -> None:
+    def backward_zero(self, zero: ZeroBackward) -> None:
         """Run the whole backward with zero gradients: other ranks wait for each of its collectives."""
-        from accelerate.strategy.sharding.grads import zero_backward
+        from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
 
-        zero_backward(self.models, loss)
+        unsharded = [unsharded_param(each) for each in fsdp_params(self.models).values()]
+        run_with_zero_gradients([each for each in unsharded if each is not None], zero.loss.backward)
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

@@ -110,24 +110,6 @@ def local_grad(gradient: Any) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def zero_backward(models: Iterable[nn.Module], loss: torch.Tensor) -> None:
-    """Run the backward of ``loss`` with every gradient zero, whatever the loss is.
-
-    Every all-gather and reduce-scatter takes place, in the order of the other ranks. The loss itself may be
-    NaN, a mean of nothing: the gradient of each parameter is replaced by zeros.
-    """
-    handles = [
-        whole.register_hook(torch.zeros_like)
-        for fsdp_param in fsdp_params(models).values()
-        if (whole := unsharded_param(fsdp_param)) is not None and whole.requires_grad
-    ]
-    try:
-        loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @torch.no_grad()
 def clip_norm(
     parameters: Iterable[torch.Tensor],

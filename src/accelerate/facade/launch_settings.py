@@ -1,0 +1,61 @@
+"""Settings of the ``Accelerator`` that the launcher reads and hands on. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from accelerate.core import environ
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import setting
+
+if TYPE_CHECKING:
+    from accelerate.core.option_report import RequestedOption
+
+AUTO = "auto"
+
+
+@frozen_dataclass
+class GradientAccumulationSettings:
+    """The settings of gradient accumulation."""
+
+    __topic__ = "Training"
+
+    gradient_accumulation_steps: int = setting(1, help="micro-batches per optimizer step")
+
+
+@frozen_dataclass
+class ResumeSettings:
+    """The checkpoint that a training resumes from."""
+
+    __topic__ = "Training"
+
+    resume: str | None = setting(
+        None,
+        help="what the script finds in accelerator.resume_from: 'auto' is the newest complete checkpoint of "
+        "its project, nothing on a first start; or a checkpoint, or a folder of them",
+    )
+
+
+@frozen_dataclass
+class OptionReportSettings:
+    """The settings of the report on requested options, printed after ``prepare``."""
+
+    __topic__ = "Output"
+
+    strict: bool = setting(
+        False, help="raise an error, instead of a warning, when a requested option cannot be applied"
+    )
+    effects: Literal["line", "table", "none"] | None = setting(
+        None, help="how to report on stderr which requested options were applied; a launch prints a line"
+    )
+
+
+def launcher_options() -> dict[str, RequestedOption]:
+    """Return the options given to ``accelerate launch``, by name; empty without it."""
+    import json
+
+    from accelerate.core.option_report import RequestedOption
+
+    text = environ.get("ACCELERATE_ASKED")
+    rows: dict[str, list[object]] = json.loads(text) if text else {}
+    return {name: RequestedOption(name, value, str(origin)) for name, (origin, value) in rows.items()}

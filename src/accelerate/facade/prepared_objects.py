@@ -1,0 +1,58 @@
+"""The objects that one ``Accelerator`` has prepared: the only owner of these lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accelerate.strategy.base import ObjectKind, PrepareBundle
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accelerate.facade.optimizer import AcceleratedOptimizer
+    from accelerate.facade.scheduler import AcceleratedScheduler
+
+
+class PreparedObjects:
+    """Models, optimizers, schedulers and loaders in the order of their ``prepare``, each once.
+
+    Attributes:
+        models: as ``prepare`` returned them.
+        optimizers, schedulers, loaders: the wrappers.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[Any] = []
+
+    def add(self, kind: ObjectKind, item: Any) -> None:
+        """Add one object, unless it is there."""
+        items = self._list_of(kind)
+        if not any(item is other for other in items):
+            items.append(item)
+
+    def add_bundle(self, bundle: PrepareBundle) -> None:
+        """Add the objects of one ``prepare``, and mark them as prepared."""
+        for kind, item in zip(bundle.kinds, bundle.objects, strict=True):
+            if kind != "other":
+                self.add(kind, item)
+                item._is_accelerate_prepared = True
+
+    def clear(self) -> None:
+        """Forget all objects. Lists that were handed out keep them."""
+        self.models, self.optimizers, self.schedulers, self.loaders = [], [], [], []
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present contents."""
+        lists = {name: list(items) for name, items in vars(self).items()}
+
+        def restore() -> None:
+            vars(self).update({name: list(items) for name, items in lists.items()})
+
+        return restore
+
+    def _list_of(self, kind: ObjectKind) -> list[Any]:
+        return getattr(self, f"{kind}s")
