@@ -102,10 +102,10 @@ def plugins(registry: Registry[Any], column: Callable[[Any], Column], leave_out:
 
 
 def by_plan(plugin: Any) -> Column:
-    """A strategy or precision says itself when it is only planned, or has not run on what it is made for."""
+    """A precision says itself when it is only planned, a strategy when it has not run on its hardware."""
     return (
         "planned"
-        if plugin.planned_feature
+        if getattr(plugin, "planned_feature", "")
         else "built"
         if getattr(plugin, "hardware_tested", True)
         else "unrun"

@@ -1,12 +1,14 @@
-"""The strategy that CONTRIBUTING.md shows, on two processes: it trains to the numbers of one (law 7)."""
+"""The strategies that CONTRIBUTING.md shows, on two processes: they train to the numbers of one (law 7)."""
 
 from __future__ import annotations
 
 import importlib
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -14,13 +16,19 @@ from tests.laws.test_7_same_loss import EPOCHS, GLOBAL_BATCH, Numbers, close, nu
 from tests.null.test_docs_examples import in_place
 from tests.support.ranks import RankServer, same_on_all
 
+EXAMPLES = {
+    "averaging": ("AveragingKwargs", "average: 2 processes average gradients after backward"),
+    "one_unit": ("OneUnitKwargs", "shard: one unit over 2 processes"),
+}
 
-def averaged_loop(folder: str, window: int) -> tuple[Numbers, str, str]:
-    """The loop of law 7 with the strategy of the example; its file lies below ``folder``."""
+
+def example_loop(folder: str, example: str, window: int) -> tuple[Numbers, str, str]:
+    """The loop of law 7 with the strategy of an example; its file lies below ``folder``."""
     from accelerate import Accelerator
 
     with in_place(Path(folder) / "here"):
-        asked = importlib.import_module("accelerate.strategy.averaging").AveragingKwargs()
+        handler = EXAMPLES[example][0]
+        asked = getattr(importlib.import_module(f"accelerate.strategy.{example}"), handler)()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window, kwargs_handlers=[asked])
         model, optimizer, data = parts()
         if not accelerator.is_main_process:
@@ -38,15 +46,33 @@ def averaged_loop(folder: str, window: int) -> tuple[Numbers, str, str]:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(accelerator.gather(loss.detach()).mean().item())
-        return numbers(losses, model.state_dict()), accelerator.strategy.name, plan
+        trained = {name: full(value) for name, value in model.state_dict().items()}
+        for sharded in (False, True):
+            # A checkpoint of a run that goes on is the run again.
+            accelerator.save_state(
+                f"{folder}/{sharded}", sharded=sharded and accelerator.strategy.shards_params
+            )
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            accelerator.load_state(f"{folder}/{sharded}")
+            for name, value in model.state_dict().items():
+                assert torch.equal(full(value), trained[name]), name
+        return numbers(losses, trained), accelerator.strategy.name, plan
+
+
+def full(value: Any) -> torch.Tensor:
+    """A tensor with all its shards."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_the_strategy_of_the_guide_trains_like_one_process(
-    ranks: RankServer, tmp_path: Path, window: int
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_strategy_of_the_guide_trains_like_one_process(
+    ranks: RankServer, tmp_path: Path, example: str, window: int
 ) -> None:
     (plain,) = ranks(1, raw_loop, "no", window)
-    ours, name, plan = same_on_all(ranks(2, averaged_loop, str(tmp_path), window))
-    assert name == "averaging"
-    assert "average: 2 processes average gradients after backward" in plan
+    ours, name, plan = same_on_all(ranks(2, example_loop, str(tmp_path), example, window))
+    assert name == example
+    assert EXAMPLES[example][1] in plan
     close(ours, plain)

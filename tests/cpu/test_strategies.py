@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.core.errors import FeatureNotBuiltError, SettingError
+from accelerate.core.errors import SettingError
 from accelerate.strategy import STRATEGIES, choose_strategy
 from accelerate.strategy.base import StrategyRequest
 from accelerate.world.world import World
-from tests.support.engine import EnginePlugin, EngineStrategy
+from tests.support.engine import EnginePlugin, FakeEngineStrategy
 from tests.support.ranks import RankServer, same_on_all
 
 # An engine that trains one kind of model is held to its laws by that: tests/cpu/test_megatron.py.
 OWN = {"megatron"}
-BUILT = [name for name in STRATEGIES.names() if not STRATEGIES.get(name).planned_feature and name not in OWN]
+BUILT = [name for name in STRATEGIES.names() if name not in OWN]
 SIZES = {"single": 1, "engine": 1}  # every other strategy is for several processes
 
 
@@ -46,7 +46,7 @@ def asked(name: str) -> Iterator[dict[str, Any]]:
     if name != "engine":
         yield ASKED.get(name, dict)()
         return
-    with STRATEGIES.add("engine", EngineStrategy):
+    with STRATEGIES.add("engine", FakeEngineStrategy):
         yield {"fsdp_plugin": EnginePlugin()}
 
 
@@ -140,27 +140,18 @@ def test_a_strategy_keeps_the_laws(ranks: RankServer, tmp_path: Path, name: str,
     assert found["restored"]
 
 
-def test_a_planned_strategy_refuses_with_its_plan() -> None:
-    class PlannedStrategy(EngineStrategy):
-        planned_feature = "it will come"
-
-    with pytest.raises(FeatureNotBuiltError, match="not built yet") as error:
-        PlannedStrategy(StrategyRequest(World.fake(2), plugins=(EnginePlugin(),))).check()
-    assert "it will come" in str(error.value)
-
-
 def test_two_strategies_that_both_claim_are_an_error() -> None:
-    class Other(EngineStrategy):
+    class Other(FakeEngineStrategy):
         name = "other"
 
     request = StrategyRequest(World.fake(2), plugins=(EnginePlugin(),))
     with (
-        STRATEGIES.add("engine", EngineStrategy),
+        STRATEGIES.add("engine", FakeEngineStrategy),
         STRATEGIES.add("other", Other),
         pytest.raises(SettingError, match="two strategies are asked for at once"),
     ):
         choose_strategy(request)
-    with STRATEGIES.add("engine", EngineStrategy):
+    with STRATEGIES.add("engine", FakeEngineStrategy):
         assert choose_strategy(request).name == "engine"
     assert choose_strategy(StrategyRequest(World.fake(2))).name == "ddp"
     assert choose_strategy(StrategyRequest(World.fake(1))).name == "single"

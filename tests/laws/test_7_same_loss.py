@@ -142,21 +142,10 @@ def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: i
     if strategy in ELSEWHERE:
         refuses_the_model(ranks, strategy, variables)
         return
-    planned = STRATEGIES.get(strategy).planned_feature
-    if planned:
-        refuses(ranks, variables)
-        return
     (plain,) = ranks(1, raw_loop, "no", window)
     ours, chosen = same_on_all(ranks(n, prepared_loop, "no", window, env=variables))
     assert chosen == strategy
     close(ours, plain)
-
-
-def refuses(ranks: RankServer, variables: dict[str, str]) -> None:
-    """A strategy that is not built says so instead of training by another one."""
-    with pytest.raises(RanksError) as caught:
-        ranks(2, prepared_loop, "no", 1, env=variables)
-    assert caught.value.causing_kinds() == {"FeatureNotBuiltError"}
 
 
 def refuses_the_model(ranks: RankServer, strategy: str, variables: dict[str, str]) -> None:

@@ -190,7 +190,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_there_is_an_example_of_each_kind() -> None:
-    rooms = sorted(title.removeprefix(PLUGINS).partition("/")[0] for title in plugins())
+    rooms = sorted({title.removeprefix(PLUGINS).partition("/")[0] for title in plugins()})
     assert rooms == ["cli", "device", "precision", "strategy", "track"]
     assert "a setting" in shown()
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, PrepareStep, StrategyRequest
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
 @dataclass
@@ -68,13 +69,11 @@ class EngineSchedule:
         return getattr(self.schedule, name)
 
 
-class EngineStrategy(Strategy):
+class FakeEngineStrategy(EngineStrategy):
     """Trains by an ``Engine``."""
 
     name: ClassVar[str] = "engine"
     priority: ClassVar[int] = 20
-    owns_step: ClassVar[bool] = True
-    owns_precision: ClassVar[bool] = True
 
     def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)

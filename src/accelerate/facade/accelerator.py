@@ -46,6 +46,8 @@ from accelerate.facade.train_loop import AccumulationContext, TrainLoop
 from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
+from accelerate.strategy.base import DataSharding
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.track.base import GeneralTracker
 from accelerate.watch.batch_size_search import release_memory, restore_after_failure
 from accelerate.watch.profile import ProfileKwargs, record_profile
@@ -463,7 +465,8 @@ class Accelerator(ProcessMixin):
         self._checkpoints.wait(release=True)
         self._prepared.clear()
         self.gradient_state.step = 0
-        self.strategy.forget()
+        if isinstance(self.strategy, EngineStrategy):
+            self.strategy.forget()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
@@ -657,13 +660,15 @@ class Accelerator(ProcessMixin):
             buffer_seq_dims: the dimension of each that counts tokens.
             no_restore_buffers: those that need not be restored afterwards.
         """
+        if not isinstance(self.strategy, DataSharding):
+            return nullcontext()
         return self.strategy.shard_sequences(
             buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
         )
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Return a loader that yields this rank's shard of each sequence; the same without Ulysses."""
-        return self.strategy.adapt_loader(dl, model)
+        return self.strategy.adapt_loader(dl, model) if isinstance(self.strategy, DataSharding) else dl
 
     # --- collectives: all ranks must call each of them
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from accelerate.checkpoint.state import StatefulAdapter
 from accelerate.offload.offloaded_tensor import source_of
+from accelerate.strategy.base import DataSharding
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.stateful_protocols import ShardedState
@@ -19,16 +21,24 @@ if TYPE_CHECKING:
 
 def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
     """Return the adapter that saves and loads a prepared model, full or sharded."""
+    if isinstance(strategy, EngineStrategy):
+        full_state, template, sharded_state = strategy.master_state, strategy.state_template, None
+    else:
+        full_state, template = strategy.model_state, partial(_state_template, strategy)
+        sharded_state = cache(partial(sharded_model_state, strategy, model))
     return StatefulAdapter(
         type(model).__name__,
-        lambda: resolve_offloaded(strategy.master_state(model)),
+        lambda: resolve_offloaded(full_state(model)),
         partial(strategy.load_model, model),
-        sharded_state=cache(partial(sharded_model_state, strategy, model))
-        if strategy.supports_sharded_save
-        else None,
-        template=partial(strategy.state_template, model) if strategy.shards_params else None,
+        sharded_state=sharded_state,
+        template=partial(template, model) if strategy.shards_params else None,
         check=partial(strategy.check_materialized, model),
     )
+
+
+def _state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
+    """Return a state dict with the names, shapes and ties of the model; its values do not count."""
+    return strategy.model_checkpoint_view(model).state_dict()
 
 
 def resolve_offloaded(state: Any) -> Any:
@@ -56,7 +66,7 @@ def optimizer_adapter(strategy: Strategy, optimizer: Any, models: Sequence[nn.Mo
         partial(strategy.optimizer_state, inner, models),
         partial(load_optimizer_state, strategy, inner, models),
         sharded_state=cache(partial(sharded_optimizer_state, strategy, inner, models))
-        if strategy.supports_sharded_save
+        if not isinstance(strategy, EngineStrategy)
         else None,
     )
 
@@ -85,7 +95,9 @@ def sharded_model_state(
     """Return the sharded state of a model; ``only`` maps the tensors to save to their names in the file."""
     from accelerate.checkpoint.sharded_state import ShardedModelState
 
-    elsewhere, gives = strategy.partial_state_names(model)
+    elsewhere, gives = frozenset(), frozenset()
+    if isinstance(strategy, DataSharding):
+        elsewhere, gives = strategy.partial_state_names(model)
     module = strategy.model_checkpoint_view(model)
     return ShardedModelState(
         module, only, local_training=strategy.local_training, remote_names=elsewhere, saved_buffers=gives
@@ -99,5 +111,6 @@ def sharded_optimizer_state(
     from accelerate.checkpoint.sharded_state import ShardedOptimizerState
 
     modules = [strategy.model_checkpoint_view(model) for model in models]
-    view, groups = strategy.optimizer_checkpoint_view(optimizer), strategy.original_group_names(optimizer)
+    view = strategy.optimizer_checkpoint_view(optimizer)
+    groups = strategy.original_group_names(optimizer) if isinstance(strategy, DataSharding) else None
     return ShardedOptimizerState(view, modules, local_training=strategy.local_training, group_names=groups)

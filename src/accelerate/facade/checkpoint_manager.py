@@ -27,6 +27,7 @@ from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world import collective, rng
 
 
@@ -105,7 +106,7 @@ class CheckpointManager:
         """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects."""
         prepared, options = self.prepared, dict(engine_options or {})
         train_state = self._train_state()
-        engine_files = self.strategy.engine_files(prepared.models, options) if sharded is not False else []
+        engine_files = self._engine_files(options) if sharded is not False else []
         if engine_files:
             self._exclude_engine_objects(engine_files, train_state)
         else:
@@ -146,7 +147,7 @@ class CheckpointManager:
         strict, location = options.pop("strict", True), options.pop("map_location", None)
         async_save.wait_on_all_ranks("load a checkpoint")
         train_state = self._train_state()
-        engine_files = self.strategy.engine_files(self.prepared.models, options)
+        engine_files = self._engine_files(options)
 
         def run_load_hooks(folder: Path) -> None:
             remaining = list(self.prepared.models)
@@ -173,6 +174,12 @@ class CheckpointManager:
         )
         self.gradients.step = loaded.step
         return loaded
+
+    def _engine_files(self, options: Mapping[str, Any]) -> list[Any]:
+        """Return the writers and readers of an engine's own checkpoint files."""
+        if not isinstance(self.strategy, EngineStrategy):
+            return []
+        return self.strategy.engine_files(self.prepared.models, options)
 
     def _train_state(self) -> CheckpointContents:
         models, strategy = self.prepared.models, self.strategy

@@ -13,10 +13,13 @@ from torch import nn
 from accelerate.core.errors import CheckpointError
 from accelerate.facade.checkpoint_adapters import load_optimizer_state
 from accelerate.strategy import STRATEGIES
+from accelerate.strategy.base import DataSharding
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.lazy_tensor import LazyTensor
-    from accelerate.strategy.base import EngineCheckpoint, Strategy
+    from accelerate.strategy.base import Strategy
+    from accelerate.strategy.protocol.engine_strategy import EngineCheckpoint
 
 
 class EngineStateLoader:
@@ -65,7 +68,9 @@ class EngineStateLoader:
         self, plain: torch.optim.Optimizer, own: torch.optim.Optimizer
     ) -> list[list[list[str]]]:
         """Return the names of each parameter of each optimizer group."""
-        group_names = self.strategy.original_group_names(plain)
+        group_names = None
+        if isinstance(self.strategy, DataSharding):
+            group_names = self.strategy.original_group_names(plain)
         if group_names is not None:
             return [[[name] for name in group] for group in group_names]
         from accelerate.checkpoint.sharded_state import parameter_names
@@ -129,8 +134,7 @@ def engine_weights(folder: Path, model: int = 0) -> tuple[Path, dict[str, LazyTe
 
 
 def _engine_checkpoints(folder: Path) -> list[EngineCheckpoint]:
-    return (
-        [each for strategy in STRATEGIES for each in strategy.read_engine_checkpoints(folder)]
-        if folder.is_dir()
-        else []
-    )
+    if not folder.is_dir():
+        return []
+    engines = [strategy for strategy in STRATEGIES if issubclass(strategy, EngineStrategy)]
+    return [each for engine in engines for each in engine.read_engine_checkpoints(folder)]

@@ -22,6 +22,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import Strategy, ZeroBackward
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world import collective
 
 _GradVersion = tuple[torch.Tensor, int]
@@ -65,12 +66,17 @@ class LossWeightedParameterGroup:
 
     def is_clear(self) -> bool:
         """Return whether there is no gradient, or none but zeros."""
-        return not self.strategy.has_nonzero_grads(self.models, self.parameters)
+        if isinstance(self.strategy, EngineStrategy):
+            return not self.strategy.has_nonzero_grads(self.models, self.parameters)
+        return not any(bool(grad.any()) for grad in self.strategy.gradients(self.parameters))
 
     def scale_grads(self, factor: float) -> None:
         """Multiply the gradients, in place."""
-        if factor != 1.0 and not self.strategy.rescale_gradients(self.models, factor):
-            scale_gradients(self.strategy.gradients(self.parameters), factor)
+        if factor == 1.0:
+            return
+        if isinstance(self.strategy, EngineStrategy) and self.strategy.rescale_gradients(self.models, factor):
+            return
+        scale_gradients(self.strategy.gradients(self.parameters), factor)
 
     def reset(self) -> None:
         """Forget items and factor: the gradients were used or cleared."""
@@ -94,6 +100,8 @@ class LossWeighting:
 
     def __init__(self, gradients: GradientState, strategy: Strategy, precision: Precision) -> None:
         self.gradients, self.strategy, self.precision = gradients, strategy, precision
+        # The number of ranks over which the reduction of a gradient takes the mean.
+        self.average_size = strategy.world.size // strategy.model_parallel_size
         self.groups: list[LossWeightedParameterGroup] = []
         self.reference, self.next_reference = 0.0, 0.0
         self._prepared_counts: tuple[int, int] = (0, 0)
@@ -115,7 +123,7 @@ class LossWeighting:
         Raises:
             PrepareError: items were counted for them, and no backward completed them.
         """
-        optimizer_params = set(self.strategy.optimizer_params(optimizer))
+        optimizer_params = set(_optimizer_params(self.strategy, optimizer))
         for group in self.groups:
             if group.is_weighted and not optimizer_params.isdisjoint(group.parameters):
                 group.reset()
@@ -126,7 +134,7 @@ class LossWeighting:
         Raises:
             PrepareError: they are.
         """
-        optimizer_params = set(self.strategy.optimizer_params(optimizer))
+        optimizer_params = set(_optimizer_params(self.strategy, optimizer))
         for group in self.groups:
             if (
                 group.is_weighted
@@ -160,7 +168,7 @@ class LossWeighting:
             kwargs: arguments of ``loss.backward``.
         """
         items = _check_num_items(num_items)
-        if self.strategy.local_training and self.strategy.gradient_average_size > 1:
+        if self.strategy.local_training and self.average_size > 1:
             raise PrepareError(
                 "backward(num_items=...) during local training",
                 why="gradients are not all-reduced there, so there is no mean over the items of all ranks",
@@ -202,7 +210,7 @@ class LossWeighting:
             return
         if self.next_reference == 0.0:
             self.next_reference = _nearest_power_of_two(
-                self._sum_over_ranks([items])[0] / self.strategy.gradient_average_size * micro_batches
+                self._sum_over_ranks([items])[0] / self.average_size * micro_batches
             )
         self.reference = self.next_reference
 
@@ -247,7 +255,7 @@ class LossWeighting:
                 why="there are several models, and the graph of the loss does not say which it is for",
                 fix="compute the loss from the model's outputs also when there are no items",
             )
-        if not self.strategy.owns_precision:
+        if not self.strategy.owns_step:
             # A scaler that has never seen a loss cannot unscale.
             self.precision.scale(loss.detach().new_zeros(()))
         # Where the backward all-gathers parameters, other ranks wait for it in every micro-batch.
@@ -267,13 +275,13 @@ class LossWeighting:
         """Divide complete gradients by the number of items of all ranks."""
         totals = self._sum_over_ranks([group.items for group in groups])
         for group, total in zip(groups, totals, strict=True):
-            group.factor = self.strategy.gradient_average_size * self.reference / total if total else 1.0
+            group.factor = self.average_size * self.reference / total if total else 1.0
             group.scale_grads(group.factor)
         if any(totals):
-            self.next_reference = _nearest_power_of_two(max(totals) / self.strategy.gradient_average_size)
+            self.next_reference = _nearest_power_of_two(max(totals) / self.average_size)
 
     def _sum_over_ranks(self, counts: list[float]) -> list[float]:
-        if self.strategy.gradient_average_size == 1:
+        if self.average_size == 1:
             return counts
         # Every device adds up float32: whole numbers are exact to 16 million, and good to 7 digits beyond.
         local_counts = torch.tensor(counts, dtype=torch.float32, device=self.strategy.world.device)
@@ -309,6 +317,13 @@ def _mixed_weighting_error() -> PrepareError:
     )
 
 
+def _optimizer_params(strategy: Strategy, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """Return the parameters of prepared models that an optimizer changes."""
+    if isinstance(strategy, EngineStrategy):
+        return strategy.optimizer_params(optimizer)
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
 def _make_groups(
     models: Sequence[nn.Module], optimizers: Sequence[Any], strategy: Strategy
 ) -> list[LossWeightedParameterGroup]:
@@ -322,6 +337,6 @@ def _make_groups(
                 group.models + new.models, {**group.parameters, **new.parameters}, strategy
             )
         groups.append(new)
-    params = {p: None for o in optimizers for p in strategy.optimizer_params(getattr(o, "optimizer", o))}
+    params = {p: None for o in optimizers for p in _optimizer_params(strategy, getattr(o, "optimizer", o))}
     rest = {p: None for p in params if not any(p in group.parameters for group in groups)}
     return [*groups, *([LossWeightedParameterGroup([], rest, strategy)] if rest else [])]

@@ -12,7 +12,7 @@ import torch
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import Strategy
+from accelerate.strategy.base import DataSharding, Strategy
 from accelerate.world import collective
 
 
@@ -31,7 +31,8 @@ def gather_for_metrics(data: Any, loader: Any, strategy: Strategy, *, as_objects
         The same structure. Objects come as a flat list, also on one process.
     """
     share, world_size = getattr(loader, "data_shard", None) or strategy.data_shard, strategy.world.size
-    if share.count == strategy.data_shard.count < world_size and not as_objects:
+    several_read_alike = share.count == strategy.data_shard.count < world_size
+    if several_read_alike and isinstance(strategy, DataSharding) and not as_objects:
         data = strategy.merge_model_parallel(data)
     real = last = None
     filled = False

@@ -14,6 +14,7 @@ from accelerate.data.loader import DataLoaderStateMixin
 from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.loss_weighting import scale_gradients
 from accelerate.strategy.base import Strategy
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 _END = object()
 
@@ -154,11 +155,13 @@ class GradientAccumulationWindow:
         self.count += 1
         self.done = self._source.is_last or self.count == self.n
         models = self._windows.models()
-        if self.done and self.count < self.n and self._is_loss_divided and not self.strategy.owns_step:
-            # Earlier losses were divided by n, before it was known that the window is shorter.
-            scale_gradients(self.strategy.gradients(self._windows.trained_params()), self.n / self.count)
         if self.done and self.count < self.n and self._is_loss_divided:
-            self.strategy.rescale_short_window(self.n / self.count)
+            # Earlier losses were divided by n, before it was known that the window is shorter.
+            factor = self.n / self.count
+            if isinstance(self.strategy, EngineStrategy):
+                self.strategy.rescale_short_window(factor)
+            else:
+                scale_gradients(self.strategy.gradients(self._windows.trained_params()), factor)
         gradients.sync_gradients = self.done
         sync = self.done or gradients.plugin_kwargs.get("sync_each_batch", False)
         self._inner = self.strategy.accumulation_context(models, sync=sync)

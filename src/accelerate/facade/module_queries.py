@@ -14,6 +14,7 @@ from accelerate.core import packages
 from accelerate.core.units import parse_bytes
 from accelerate.offload.module_sizes import named_module_tensors
 from accelerate.strategy import STRATEGIES
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 # torch's own classes that hold a model as ``module``; strategies unwrap those of other libraries.
 WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -150,7 +151,8 @@ def _unwrap_parallel(model: Any) -> Any:
     # Only an object with a submodule of that name may be a DeepSpeed or Megatron-LM engine.
     if isinstance(getattr(model, "_modules", {}).get("module"), nn.Module):
         for strategy in STRATEGIES:
-            model = strategy.inner_module(model)
+            if issubclass(strategy, EngineStrategy):
+                model = strategy.inner_module(model)
     return model
 
 

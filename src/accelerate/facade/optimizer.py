@@ -12,6 +12,7 @@ from accelerate.core import tree
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import Strategy
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -42,6 +43,7 @@ class AcceleratedOptimizer(Optimizer):
         self.gradient_state = GradientState()
         self._precision: Precision | None = None
         self._strategy: Strategy | None = None
+        self._engine: EngineStrategy | None = None
         self._is_overflow = False
         # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
@@ -59,6 +61,7 @@ class AcceleratedOptimizer(Optimizer):
         """Bind it to one ``Accelerator``, which may check it before its first step; return itself."""
         self._first_step_checks = first_step_checks
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
+        self._engine = strategy if isinstance(strategy, EngineStrategy) else None
         self.scaler = precision.scaler
         return self
 
@@ -148,7 +151,7 @@ class AcceleratedOptimizer(Optimizer):
             def zero() -> None:
                 self.optimizer.zero_grad(set_to_none=set_to_none)
 
-        if self._strategy is not None and (self._strategy.owns_step or self._strategy.has_unreduced_grads):
+        if self._strategy is not None:
             self._strategy.zero_grad(self.optimizer, zero)
         else:
             zero()
@@ -177,8 +180,8 @@ class AcceleratedOptimizer(Optimizer):
                     check(self)
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.check_complete(self.optimizer)
-        if self._strategy is not None and self._strategy.owns_step:
-            result = self._strategy.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
+        if self._engine is not None:
+            result = self._engine.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
         elif self.scaler is not None:
             result = self._scaled_step(closure)
         else:

@@ -125,7 +125,7 @@ class OptionReporter:
         for option in requested_options(loaded):
             if option.value == "no":
                 continue
-            if self.runtime.strategy.owns_precision:
+            if self.runtime.strategy.owns_step:
                 yield option.report_applied(f"by the strategy {self.runtime.strategy.name}")
             else:
                 yield self._model_precision_status(self.runtime.precision, option)

@@ -19,7 +19,7 @@ from accelerate.facade.compilation import TorchDynamoPlugin, compile_regions
 from accelerate.facade.optimizer import move_to_device
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import ObjectKind, PrepareBundle, PrepareStep, Strategy
+from accelerate.strategy.base import DataSharding, ObjectKind, PrepareBundle, PrepareStep, Strategy
 from accelerate.world.world import World
 
 
@@ -130,11 +130,12 @@ def make_plan(
     """
     if not strategy.owns_step:
         _refuse_dummies(bundle, strategy)
-    if bundle.training and not strategy.owns_precision:
+    if bundle.training and not strategy.owns_step:
         _check_trainable(bundle, precision)
     steps = [*_model_steps(bundle, world, precision, strategy)]
     if compiler.is_enabled and bundle.objects_of("model"):
-        strategy.check_compiler()
+        if isinstance(strategy, DataSharding):
+            strategy.check_compiler()
         scope = "block by block" if compiler.use_regional_compilation else "as a whole"
         reason = f"torch.compile, {str(compiler.backend).lower()}, {scope}, in place"
         steps.append(
@@ -161,7 +162,7 @@ def _model_steps(
             size,
         )
     replaces_attached = any(precision.replaces_attached(model) for model in models)
-    if models and (precision.describe_conversion() or replaces_attached) and not strategy.owns_precision:
+    if models and (precision.describe_conversion() or replaces_attached) and not strategy.owns_step:
         reason = precision.describe_conversion() or "the model computes in the format of its weights again"
         yield PrepareStep("precision", reason, lambda b: _attach_precision(b, precision))
     yield from strategy.prepare_steps(bundle)

@@ -22,7 +22,8 @@ from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.trainable_check import check_trainable
-from accelerate.strategy.base import PrepareBundle
+from accelerate.strategy.base import DataSharding, PrepareBundle
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
 @dataclass
@@ -111,9 +112,12 @@ class Preparer:
     # --- wrappers
 
     def _wrapper_class(self, kind: str, usual: Any) -> Any:
-        """Return the wrapper class of optimizers or schedulers: the strategy's, or the usual one."""
-        module, _, name = self.runtime.strategy.wrapper_classes.get(kind, "").partition(":")
-        return getattr(import_module(module), name) if name else usual
+        """Return the wrapper class of optimizers or schedulers: the engine's, or the usual one."""
+        strategy = self.runtime.strategy
+        if not isinstance(strategy, EngineStrategy) or kind not in strategy.wrapper_classes:
+            return usual
+        module, _, name = strategy.wrapper_classes[kind].partition(":")
+        return getattr(import_module(module), name)
 
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -140,7 +144,7 @@ class Preparer:
         inner, optimizers = getattr(scheduler, "optimizer", None), self.prepared.optimizers
         followed = [each for each in optimizers if each.optimizer is inner or each is inner] or optimizers
         strategy = self.runtime.strategy
-        if strategy.advances_scheduler(scheduler):
+        if isinstance(strategy, EngineStrategy) and strategy.advances_scheduler(scheduler):
             return self._wrapper_class("scheduler", AcceleratedScheduler)(scheduler, list(followed))
         return AcceleratedScheduler(
             scheduler,
@@ -162,7 +166,9 @@ class Preparer:
         if isinstance(loader, DataLoaderShard) and loader.active is runtime.gradients.loaders:
             return loader
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
-        share = strategy.data_shard_for(loader)
+        share, slicer = strategy.data_shard, None
+        if isinstance(strategy, DataSharding):
+            share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
         more.update((name, value) for name, value in options.items() if value is not None)
         # Some programs patch this public function; call theirs then.
         prepare = lazy_names.get_override(
@@ -187,7 +193,7 @@ class Preparer:
         if share.count < world.size and isinstance(shard, DataLoaderShard):
             shard.set_data_shard(share.count, share.index)
         shard.active, shard.gradient_state = runtime.gradients.loaders, runtime.gradients
-        shard.slice_batch, shard.data_shard = strategy.batch_slicer_for(loader), share
+        shard.slice_batch, shard.data_shard = slicer, share
         return shard
 
 

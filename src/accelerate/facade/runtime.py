@@ -22,6 +22,7 @@ from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES, choose_strategy
 from accelerate.strategy.base import Strategy, StrategyRequest
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.watch.profile import ProfileKwargs
 from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
@@ -83,7 +84,8 @@ def build_runtime(
     strategy = choose_strategy(request)
     precision.set_overflow_sync(strategy.flag_reduction())
     state.show_strategy(strategy)
-    accumulation = resolve_accumulation(accumulation_plugin, accumulation_steps, strategy.accumulation_steps)
+    engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
+    accumulation = resolve_accumulation(accumulation_plugin, accumulation_steps, engine_steps)
     gradients = GradientState.create(accumulation, ActiveLoaders())
     return Runtime(world, precision, strategy, handlers, gradients, state.dynamo_plugin)
 

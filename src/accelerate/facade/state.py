@@ -14,8 +14,7 @@ from accelerate.facade.gradient_state import GradientState as GradientState
 from accelerate.facade.gradient_state import _SharedStateDescriptor
 from accelerate.facade.processes import ProcessMixin
 from accelerate.precision.settings import PrecisionSettings
-from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import Strategy, StrategyRequest
+from accelerate.strategy.base import Strategy
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -218,8 +217,6 @@ class AcceleratorState(ProcessMixin):
             )
         state = super().__new__(cls)
         state._partial = PartialState(cpu=cpu, **kwargs)
-        if not _from_accelerator:  # an Accelerator chooses by itself, with its plugins
-            _refuse_unbuilt(state._partial.world)
         loaded = load_settings(PrecisionSettings, code={"mixed_precision": mixed_precision})
         state._mixed_precision = loaded.value.mixed_precision or "no"
         state.distributed_type = state._partial.distributed_type
@@ -302,14 +299,6 @@ class AcceleratorState(ProcessMixin):
         AcceleratorState._current = None
         if reset_partial_state:
             PartialState._reset_state()
-
-
-def _refuse_unbuilt(world: World) -> None:
-    """Refuse a requested strategy that is not built, instead of training with another one."""
-    request = StrategyRequest(world)
-    for strategy in STRATEGIES:
-        if strategy.planned_feature and strategy.claims(request):
-            strategy(request).check()
 
 
 class _ClosedWorldAttributeError(WorldError, AttributeError):

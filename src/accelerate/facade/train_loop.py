@@ -16,6 +16,7 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
 class TrainLoop:
@@ -32,6 +33,7 @@ class TrainLoop:
         self.prepared = prepared
         self.world, self.strategy, self.precision = runtime.world, runtime.strategy, runtime.precision
         self.gradients = runtime.gradients
+        self.engine = runtime.strategy if isinstance(runtime.strategy, EngineStrategy) else None
 
     def make_windows(
         self, loader: Any, n: int | None = None, models: nn.Module | Iterable[nn.Module] | None = None
@@ -66,12 +68,12 @@ class TrainLoop:
                 return
         gradients.has_unweighted_grads = True
         try:
-            if strategy.should_divide_loss(kwargs):
+            if self.engine is None or self.engine.should_divide_loss(kwargs):
                 window = gradients.window
                 steps = (gradients.plugin_kwargs.get("num_steps") or 1) if window is None else window.divisor
                 if steps != 1:
                     loss = loss / steps
-            if self.precision.scales_loss and not strategy.owns_precision:
+            if self.precision.scales_loss and not strategy.owns_step:
                 loss = self.precision.scale(loss)
             strategy.backward(loss, sync_gradients=gradients.sync_gradients, **kwargs)
         except (RuntimeError, AttributeError, TypeError, ValueError):
@@ -119,7 +121,7 @@ class TrainLoop:
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""
-        if not self.gradients.sync_gradients or self.strategy.owns_precision:
+        if not self.gradients.sync_gradients or self.strategy.owns_step:
             return
         optimizers = self.prepared.optimizers if optimizer is None else optimizer
         for item in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
@@ -146,7 +148,7 @@ class TrainLoop:
 
     def _unscale_optimizers_of(self, params: list[torch.Tensor]) -> None:
         """Unscale only optimizers whose gradients are clipped: others may have had no backward yet."""
-        if self.strategy.owns_precision:
+        if self.strategy.owns_step:
             return
         clipped_ids = {id(p) for p in params if p.grad is not None}
         for optimizer in self.prepared.optimizers:

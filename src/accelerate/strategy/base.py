@@ -1,36 +1,39 @@
-"""The strategy protocol: what ``prepare`` does to a bundle, and who runs backward, step and clipping.
+"""The strategy protocol: what ``prepare`` does to a bundle, and how gradients and states are shared.
 
 A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``, or the ``strategy.py`` of a
-folder. It may leave the optimizer and the step to the user (``single``, ``ddp``), or own them (an engine such
-as DeepSpeed): then it replaces the whole bundle in its steps and sets ``owns_step``. Its methods about data,
-states and the loop stand in the files of ``protocol``.
+folder. Its methods about gradients and states stand in the files of ``protocol``. It may have two more
+capabilities, which callers find by its type: ``EngineStrategy`` owns the optimizer and the step
+(``protocol/engine_strategy.py``), and ``DataSharding`` has ranks that read the same samples.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
-from accelerate.strategy.protocol.data_sharding import NO_CONTEXT, DataSharding, RankDataShard
-from accelerate.strategy.protocol.request import ObjectKind, PrepareBundle, PrepareStep, StrategyRequest
-from accelerate.strategy.protocol.state_methods import EngineCheckpoint, StrategyStateDictBase
-from accelerate.strategy.protocol.training_methods import (
-    StrategyTrainingBase,
+from accelerate.strategy.protocol.data_sharding import DataSharding, RankDataShard
+from accelerate.strategy.protocol.gradient_sync import (
+    NO_CONTEXT,
+    GradientSync,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
 )
+from accelerate.strategy.protocol.request import ObjectKind, PrepareBundle, PrepareStep, StrategyRequest
+from accelerate.strategy.protocol.state_io import StateIO
 from accelerate.world.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "NO_CONTEXT",
-    "EngineCheckpoint",
+    "DataSharding",
     "ObjectKind",
     "PrepareBundle",
     "PrepareStep",
@@ -43,40 +46,27 @@ __all__ = [
 ]
 
 
-class Strategy(DataSharding, StrategyTrainingBase, StrategyStateDictBase, ABC):
+class Strategy(GradientSync, StateIO, ABC):
     """The way in which one training is distributed over processes.
 
     Attributes:
         name: its name, for reports.
         priority: of several that claim a request the highest wins.
-        owns_precision: it casts and scales by itself; the precision then leaves models and loss alone.
         handler_class: the kwargs handler that configures it, if any.
-        planned_feature: what will come, for a strategy that is not built yet; it claims requests to refuse
-            them.
-        alternative: what to use until then.
-        hardware_tested: it has run on the hardware it is made for, not only on a simulation.
         replicates_model: every rank holds a whole copy of each model, and can take local steps.
         local_training: ranks take local steps now; gradients are not reduced.
         shards_params: every rank holds a shard of each parameter and of the optimizer state.
         supports_loss_weighting: gradients may be scaled between backward and step (``num_items``).
-        supports_sharded_save: checkpoints may hold the shard of each rank, by names of parameters; an engine
-            has its own format.
-        wrapper_classes: for an engine, the classes around its ``"optimizer"`` and ``"scheduler"``, as
-            ``"module:class"``.
+        owns_step: an engine runs the step and scales by itself: it is an ``EngineStrategy``.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
-    owns_precision: ClassVar[bool] = False
     handler_class: ClassVar[type[KwargsHandler] | None] = None
-    planned_feature: ClassVar[str] = ""
-    alternative: ClassVar[str] = ""
-    hardware_tested: ClassVar[bool] = True
     replicates_model: ClassVar[bool] = False
     shards_params: ClassVar[bool] = False
     supports_loss_weighting: ClassVar[bool] = True
-    supports_sharded_save: ClassVar[bool] = True
-    wrapper_classes: ClassVar[Mapping[str, str]] = {}
+    owns_step: ClassVar[bool] = False
 
     def __init__(self, request: StrategyRequest) -> None:
         self.request = request
@@ -117,16 +107,6 @@ class Strategy(DataSharding, StrategyTrainingBase, StrategyStateDictBase, ABC):
         Raises:
             SettingError, WorldError, FeatureNotBuiltError: by what is wrong.
         """
-        if self.planned_feature:
-            message = f"the strategy {self.name} is not built yet"
-            raise FeatureNotBuiltError(message, why=self.planned_feature, fix=self.alternative)
-
-    def check_compiler(self) -> None:
-        """Refuse models that are to be compiled, where they cannot be.
-
-        Raises:
-            SettingError: with the reason.
-        """
 
     @abstractmethod
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
@@ -137,5 +117,19 @@ class Strategy(DataSharding, StrategyTrainingBase, StrategyStateDictBase, ABC):
         """The plugins that configure it, by the names that scripts use."""
         return {}
 
-    def forget(self) -> None:
-        """Release everything that was prepared."""
+    # --- ranks and samples
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The device mesh with named dimensions; None where there is only one dimension."""
+        return None
+
+    @property
+    def data_shard(self) -> RankDataShard:
+        """The part of the data that this rank reads; tensor parallel ranks read the same."""
+        return RankDataShard(self.world.size, self.world.rank)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """The number of ranks, with this one, that compute the same loss from the same tokens."""
+        return 1

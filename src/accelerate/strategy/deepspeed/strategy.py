@@ -23,16 +23,15 @@ from accelerate.core.packages import is_installed
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
     NO_CONTEXT,
-    EngineCheckpoint,
     PrepareBundle,
     PrepareStep,
-    Strategy,
     StrategyRequest,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
 )
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
+from accelerate.strategy.protocol.engine_strategy import EngineCheckpoint, EngineStrategy
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -74,15 +73,12 @@ def _plugin_values(plugin: Any) -> Iterable[Any]:
     return plugin.values() if isinstance(plugin, Mapping) else [plugin]
 
 
-class DeepSpeed(Strategy):
+class DeepSpeed(EngineStrategy):
     """Training by DeepSpeed, with one engine for each model."""
 
     name: ClassVar[str] = "deepspeed"
     priority: ClassVar[int] = 10
-    owns_step: ClassVar[bool] = True
-    owns_precision: ClassVar[bool] = True
     shards_params: ClassVar[bool] = True
-    supports_sharded_save: ClassVar[bool] = False
     wrapper_classes: ClassVar[Mapping[str, str]] = {
         "optimizer": "accelerate.facade.deepspeed_wrappers:DeepSpeedOptimizerWrapper",
         "scheduler": "accelerate.facade.deepspeed_wrappers:DeepSpeedSchedulerWrapper",

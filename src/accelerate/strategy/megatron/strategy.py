@@ -18,8 +18,9 @@ from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, Strategy, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest
 from accelerate.strategy.launch_settings.megatron import MegatronSettings, UseMegatronSetting
+from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def _requested_plugin(request: StrategyRequest) -> Any:
     return next((p for p in request.plugins if type(p).__name__ == "MegatronLMPlugin"), None)
 
 
-class Megatron(Strategy):
+class Megatron(EngineStrategy):
     """The strategy that trains by Megatron-LM.
 
     Tests run it on CPUs, with stand-ins for its devices; it has never run on GPUs.
@@ -43,11 +44,8 @@ class Megatron(Strategy):
     name: ClassVar[str] = "megatron"
     hardware_tested: ClassVar[bool] = False
     priority: ClassVar[int] = 10
-    owns_step: ClassVar[bool] = True
-    owns_precision: ClassVar[bool] = True
     shards_params: ClassVar[bool] = True
     supports_loss_weighting: ClassVar[bool] = False
-    supports_sharded_save: ClassVar[bool] = False
     wrapper_classes: ClassVar[Mapping[str, str]] = {
         "optimizer": "accelerate.facade.megatron_lm_wrappers:MegatronLMOptimizerWrapper"
     }

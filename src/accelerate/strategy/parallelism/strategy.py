@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest, ZeroBackward
+from accelerate.strategy.base import (
+    DataSharding,
+    PrepareBundle,
+    PrepareStep,
+    RankDataShard,
+    StrategyRequest,
+    ZeroBackward,
+)
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
 from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
 from accelerate.strategy.sharding.sharded_strategy import fsdp_options
@@ -38,7 +45,7 @@ _DIMENSIONS = {
 }
 
 
-class DeviceMeshStrategy(FSDP2StrategyBase):
+class DeviceMeshStrategy(FSDP2StrategyBase, DataSharding):
     """The strategy that composes the dimensions of a device mesh with FSDP2."""
 
     name: ClassVar[str] = "parallelism"

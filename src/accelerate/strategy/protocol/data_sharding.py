@@ -1,22 +1,14 @@
-"""The part of the strategy protocol about data: which rank reads which samples, and computes which part."""
+"""Which rank reads which samples and computes which part of them; for strategies with model parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-
-from accelerate.world.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-# Entered in every step, so it is made once.
-NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -36,45 +28,23 @@ class RankDataShard:
 
 
 class DataSharding:
-    """The data methods of a strategy; by default each rank reads its own part and computes all of it."""
+    """A capability: ranks hold parts of one model or of one sequence, and read the same samples.
 
-    world: World
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The device mesh with named dimensions; None where there is only one dimension."""
-        return None
-
-    @property
-    def data_shard(self) -> RankDataShard:
-        """The part of the data that this rank reads; tensor parallel ranks read the same."""
-        return RankDataShard(self.world.size, self.world.rank)
-
-    @property
-    def model_parallel_size(self) -> int:
-        """The number of ranks, with this one, that compute the same loss from the same tokens."""
-        return 1
-
-    @property
-    def gradient_average_size(self) -> int:
-        """The number of ranks over which the reduction of a gradient takes the mean."""
-        return self.world.size // self.model_parallel_size
+    ``Strategy.data_shard`` and ``Strategy.model_parallel_size`` say how many read the same; these methods
+    say what is done with the samples.
+    """
 
     def data_shard_for(self, loader: Any) -> RankDataShard:
         """Return the ``data_shard`` of one loader, before it is prepared."""
-        return self.data_shard
+        raise NotImplementedError
 
     def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any] | None:
-        """Return ``slice_batch`` for ``loader``, before it is prepared; None where batches stay whole."""
-        return self.slice_batch
+        """Return what cuts a batch of ``loader`` to what this rank computes; None where it stays whole."""
+        raise NotImplementedError
 
     def merge_model_parallel(self, values: Any) -> Any:
         """Merge the outputs of ranks with the same samples into what one rank would compute; collective."""
-        return values
-
-    def slice_batch(self, batch: Any) -> Any:
-        """Return the slice of a batch that this rank computes, such as its part of each sequence."""
-        return batch
+        raise NotImplementedError
 
     def shard_sequences(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
@@ -86,8 +56,29 @@ class DataSharding:
             dims: the dimension of each that counts tokens.
             kept: those that need not be whole again afterwards.
         """
-        return NO_CONTEXT
+        raise NotImplementedError
 
     def adapt_loader(self, loader: Any, model: nn.Module) -> Any:
         """Wrap a loader of whole sequences into a loader of this rank's slices."""
-        return loader
+        raise NotImplementedError
+
+    def check_compiler(self) -> None:
+        """Refuse models that are to be compiled, where they cannot be.
+
+        Raises:
+            SettingError: with the reason.
+        """
+        raise NotImplementedError
+
+    def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the names that this rank lacks, where ranks hold different layers (pipeline parallel).
+
+        Returns:
+            Names of its state that this process has not; and those of buffers that it saves, for the first
+            process has them not.
+        """
+        raise NotImplementedError
+
+    def original_group_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Return the names in each group as the user made it, where this rank holds only some; else None."""
+        raise NotImplementedError

@@ -221,11 +221,6 @@ class ShardedStrategy(Strategy):
     def _set_gradient_sync(model: nn.Module, sync: bool) -> None:
         """Set whether backwards through ``model`` reduce gradients; does nothing to another model."""
 
-    @property
-    def has_unreduced_grads(self) -> bool:
-        """True once a micro-batch has run without reducing."""
-        return self._has_unreduced
-
     # --- states
 
     @property

@@ -1,16 +1,17 @@
-"""The part of the strategy protocol about the loop: backward, accumulation, clipping and the step."""
+"""The part of the strategy protocol about gradients: backward, accumulation, reduction and clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.strategy.protocol.data_sharding import NO_CONTEXT
+# Entered in every step, so it is made once.
+NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 def graph_leaves(loss: torch.Tensor) -> set[torch.Tensor]:
@@ -38,7 +39,7 @@ class ZeroBackward:
         models: those concerned.
         parameters: their trained parameters.
         graph_params: the parameters in the graph of the loss (``reached_params``).
-        sync_gradients: as in ``StrategyTrainingBase.backward``.
+        sync_gradients: as in ``GradientSync.backward``.
     """
 
     loss: torch.Tensor
@@ -65,15 +66,8 @@ def run_with_zero_gradients(leaves: Iterable[torch.Tensor], backward: Callable[[
             hook.remove()
 
 
-class StrategyTrainingBase:
-    """The loop methods of a strategy; by default they train as one process does.
-
-    Attributes:
-        owns_step: it runs ``optimizer.step``, ``zero_grad``, the schedule and clipping itself; the wrappers
-            around the user's optimizer and scheduler then only pass on to it.
-    """
-
-    owns_step: ClassVar[bool] = False
+class GradientSync:
+    """The gradient methods of a strategy; by default they train as one process does."""
 
     def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run the backward pass of a loss that is scaled already.
@@ -84,22 +78,6 @@ class StrategyTrainingBase:
             kwargs: arguments of ``loss.backward``.
         """
         loss.backward(**kwargs)
-
-    def should_divide_loss(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether the loss is divided by the number of micro-batches before ``backward(**kwargs)``."""
-        return not self.owns_step
-
-    def rescale_short_window(self, factor: float) -> None:
-        """Multiply accumulated gradients by ``factor``: the next micro-batch closes the window early."""
-
-    def advances_scheduler(self, scheduler: Any) -> bool:
-        """Return whether the step of an engine advances this schedule too."""
-        return False
-
-    @property
-    def accumulation_steps(self) -> int | None:
-        """The micro-batches per step in an engine's own configuration; None if it does not say."""
-        return None
 
     def reduces_gradients(self, model: nn.Module) -> bool:
         """Return whether a backward through ``model`` now reduces gradients over the ranks."""
@@ -122,23 +100,6 @@ class StrategyTrainingBase:
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients accumulated for ``parameters`` on this rank; in-place changes take effect."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    def optimizer_params(self, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-        """Return the parameters of prepared models that an optimizer changes."""
-        return (p for group in optimizer.param_groups for p in group["params"])
-
-    def has_nonzero_grads(self, models: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether ``parameters``, all those of ``models``, have gradients that are not zero."""
-        return any(bool(grad.any()) for grad in self.gradients(parameters))
-
-    def rescale_gradients(self, models: Iterable[nn.Module], factor: float) -> bool:
-        """Multiply the gradients of ``models``; return False where the caller multiplies ``gradients``."""
-        return False
-
-    @property
-    def has_unreduced_grads(self) -> bool:
-        """True if there may be unreduced gradients that ``zero_grad`` of an optimizer does not see."""
-        return False
 
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Return a context for one micro-batch; ``sync`` False keeps gradients local (``no_sync``)."""
@@ -168,10 +129,6 @@ class StrategyTrainingBase:
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Clamp each gradient element to ``[-limit, limit]``."""
         nn.utils.clip_grad_value_(parameters, limit)
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
-        """Take one optimizer step; ``step`` runs the user's optimizer through the precision."""
-        return step()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """Clear gradients; ``zero`` clears those of the user's optimizer."""
