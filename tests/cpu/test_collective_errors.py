@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -132,26 +133,24 @@ def test_a_rank_that_caught_an_error_and_goes_on_is_detected(ranks: RankServer) 
     assert "rank 1: wait_for_everyone at test_collective_errors.py:" in text
 
 
-def left_out() -> list[str]:
-    """Rank 1 leaves out one of two equal calls, and then both meet in what conditions tell apart."""
+def left_out() -> str:
+    """Rank 1 leaves out one of two equal calls, so that it comes to the next one sooner."""
     from accelerate import Accelerator
 
     accelerator = Accelerator()
     x = torch.ones(1)
-    found: list[str] = []
     try:
         if accelerator.process_index == 1:
             raise ValueError("caught")
         accelerator.gather(x)
     except ValueError:
         pass
-    except CollectiveError as error:
-        return [str(error)]
     try:
         accelerator.gather(x)
+        accelerator.wait_for_everyone()
     except CollectiveError as error:
-        found.append(str(error))
-    return found
+        return str(error)
+    return "nothing"
 
 
 def meant() -> list[float]:
@@ -169,10 +168,16 @@ def meant() -> list[float]:
     return found.tolist()
 
 
-def test_equal_calls_from_different_places_are_told_apart(ranks: RankServer) -> None:
-    text = same_on_all(ranks(2, left_out))[0]
-    assert text.startswith("the ranks called gather in different places")
-    assert "rank 1: gather at test_collective_errors.py:" in text
+def test_a_left_out_call_is_told_where_the_ranks_differ_at_last(ranks: RankServer) -> None:
+    """Equal calls from two lines may be meant; the error that follows a skipped one says where it began."""
+    text = same_on_all(ranks(2, left_out))
+    first, earlier = text.split("before, they made a call from different lines")
+    assert first.startswith("the ranks called different collectives\n")
+    assert "rank 1: wait_for_everyone at test_collective_errors.py:" in first
+    lines = re.findall(r"rank (\d): gather at test_collective_errors.py:(\d+)", earlier)
+    (zero, line), (one, later) = lines
+    assert (zero, one) == ("0", "1")
+    assert int(line) < int(later)
     assert same_on_all(ranks(2, meant)) == [0.0, 1.0]
 
 
@@ -289,6 +294,17 @@ def test_a_save_on_rank_0_alone_is_an_error_when_the_other_rank_ends(
     assert (code, fine) == (1, 0)
     assert "was reached by 1 of 2 ranks" in text
     assert "rank 1 has ended" in text
+
+
+def test_a_left_out_call_is_told_when_the_rank_that_left_it_out_has_ended(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    script = f"{SCRIPT}\nif rank == 0:\n    accelerator.gather(x)\naccelerator.gather(x)\n"
+    (code, text), (fine, _) = run_to_exit(ranks, 2, script, tmp_path)
+    assert (code, fine) == (1, 0)
+    assert "was reached by 1 of 2 ranks" in text
+    assert "before, they made a call from different lines" in text
+    assert "rank 1: gather at script.py:" in text
 
 
 @pytest.mark.parametrize(("before", "place"), [(1, "a forward of the model"), (2, "backward")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -34,11 +33,6 @@ _cache: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}
 _UNKNOWN = CallSite("<unknown>", 0, "")
 
 
-def current_call_site() -> CallSite:
-    """Return the line of user code that this thread is executing."""
-    return find_call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-
-
 def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()) -> CallSite:
     """Return the innermost line of user code at or above a frame; the outermost line if there is none.
 
@@ -47,17 +41,14 @@ def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()
         extra_prefixes: more folders whose code is not the user's.
     """
     prefixes = _PACKAGE_PREFIXES + extra_prefixes if extra_prefixes else _PACKAGE_PREFIXES
-    outermost = frame
-    while frame is not None:
-        code = frame.f_code
+    if frame is None:
+        return _UNKNOWN
+    while True:
+        code, outer = frame.f_code, frame.f_back
         name = code.co_filename
-        if not (name.startswith(prefixes) or name.endswith(_CONTEXT)):
-            return _cached_call_site(code, frame)
-        outermost, frame = frame, frame.f_back
-    return _UNKNOWN if outermost is None else _cached_call_site(outermost.f_code, outermost)
-
-
-def _cached_call_site(code: CodeType, frame: FrameType) -> CallSite:
+        if outer is None or not (name.startswith(prefixes) or name.endswith(_CONTEXT)):
+            break
+        frame = outer
     key = id(code), frame.f_lasti
     entry = _cache.get(key)
     if entry is None:

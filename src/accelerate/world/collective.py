@@ -26,6 +26,7 @@ from accelerate.world import control_channel
 from accelerate.world import world as worlds
 from accelerate.world.local_tensor_trees import CannotPadNestedTensorWarning, pad_tensor, recursively_apply
 from accelerate.world.packed_tree import PackedTree
+from accelerate.world.rank_failure_report import rank_table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -363,8 +364,7 @@ def verify_operation(function: F) -> F:
 
 def _check_equal(name: str, every: Sequence[Any]) -> None:
     if any(row != every[0] for row in every):
-        table = "\n       ".join(f"rank {index}: {row}" for index, row in enumerate(every))
-        raise CollectiveError(f"{name} was called with other shapes on other ranks", why=table)
+        raise CollectiveError(f"{name} was called with other shapes on other ranks", why=rank_table(every))
 
 
 def chained_operation(function: F) -> F:

@@ -19,6 +19,7 @@ seen the same messages, so they choose the same size without communication.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import struct
 import threading
 import time
@@ -33,9 +34,8 @@ import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
-from accelerate.world.call_site import CallSite, current_call_site
-from accelerate.world.call_site_control_flow import on_same_path
-from accelerate.world.rank_failure_report import SAME_CALLS
+from accelerate.world.call_site import CallSite, find_call_site
+from accelerate.world.rank_failure_report import SAME_CALLS, rank_table
 
 # Label for error texts; digests of operation and structure, flag any_size, bytes of the description, bytes of
 # the values. The description follows, so that everything that usually matches is compared at once.
@@ -51,7 +51,7 @@ MAX_ALLTOALL_RANKS = 8
 MAX_WASTED_BYTES = 1 << 17  # unused bytes in a row of messages, after which messages shrink
 MAX_CACHED_LAYOUTS = 256
 WAIT_SLICE = timedelta(seconds=0.25)
-# Called by user code: ranks that call one of these from different lines may have skipped a call.
+# Called by user code: where ranks call one of these from different lines, one may have skipped a call.
 USER_OPERATIONS = frozenset(
     {
         "broadcast",
@@ -134,7 +134,7 @@ class ControlMessageBuffers:
         self.recv_buffer = bytearray(message_size * size)
         self.send_rows = torch.frombuffer(self.send_buffer, dtype=torch.uint8).view(-1, message_size)
         self.recv_rows = torch.frombuffer(self.recv_buffer, dtype=torch.uint8).view(size, message_size)
-        self._copy_views = self.copy_views(message_size)
+        self.message_views = self.copy_views(message_size)
 
     def copy_views(self, required_size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return views of the first bytes of the copies and of the message itself."""
@@ -143,11 +143,6 @@ class ControlMessageBuffers:
             if self.uses_alltoall
             else None
         )
-
-    def replicate(self) -> None:
-        """Copy the message to the rows of all ranks."""
-        if self._copy_views is not None:
-            self._copy_views[0].copy_(self._copy_views[1])
 
     def start(self, group: Any) -> Any:
         """Start the transfer and return its work handle."""
@@ -259,7 +254,7 @@ class ControlChannel:
         Raises:
             CollectiveError: the ranks called different operations, a rank failed, or the timeout passed.
         """
-        site = current_call_site()
+        site = find_call_site(inspect.currentframe())
         if not already_sent:
             self._begin_exchange(label or operation, site)
         code, text = digest(operation), _encode_label(label or operation, site)
@@ -274,16 +269,21 @@ class ControlChannel:
                     send_buffer[HEADER_SIZE : HEADER_SIZE + length] = description
                 if 0 < value_size <= message_size - body_start(length):
                     fill(send_buffer, body_start(length))
-                buffers.replicate()
+                if buffers.message_views is not None:
+                    buffers.message_views[0].copy_(buffers.message_views[1])
                 self._run_transfer(buffers.start)
             already_sent = False
             heads = [_HEADER.unpack_from(recv_buffer, rank * message_size) for rank in range(self.size)]
             texts, codes, structures, kinds, description_sizes, value_sizes = zip(*heads, strict=True)
             if set(codes) != {code} or set(kinds) != {kind}:
                 self.watchdog.active_call = None
-                raise _mismatch_error(texts)
-            if operation in USER_OPERATIONS and len(set(texts)) > 1:
-                self._check_call_sites(operation, site, texts)
+                raise CollectiveError(
+                    "the ranks called different collectives",
+                    why=rank_table(map(_decode_label, texts)) + self.watchdog.earlier_call_sites,
+                    fix=SAME_CALLS,
+                )
+            if operation in USER_OPERATIONS:
+                self._note_call_sites(texts)
             required_size, inline = _measure_message(description_sizes, value_sizes, any_size)
             if required_size <= message_size:
                 break
@@ -301,23 +301,26 @@ class ControlChannel:
             message_size, description_sizes, value_sizes, structures, same, inline, recv_buffer
         )
 
-    def _check_call_sites(self, operation: str, site: CallSite, texts: Sequence[bytes]) -> None:
-        """Raise if the ranks called one operation from several lines and one may have skipped a call."""
-        prefix = f"{operation} at {site}".rpartition(":")[0] + ":"
-        shown = [_decode_label(text) for text in texts]
-        numbers = [text.removeprefix(prefix) for text in shown]
-        if not all(number.isdecimal() for number in numbers):
-            return  # in other files
-        if on_same_path(site.file, frozenset(map(int, numbers))):
-            self.watchdog.active_call = None
-            raise _mismatch_error(texts, f"the ranks called {operation} in different places")
+    def _note_call_sites(self, texts: Sequence[bytes]) -> None:
+        """Keep the first call that the ranks made from different lines since they were at the same one.
+
+        They may mean it: two branches of a condition on the rank. Or one has skipped a call, and the error
+        that follows sooner or later says where that began.
+        """
+        if len(set(texts)) == 1:
+            self.watchdog.earlier_call_sites = ""
+        elif not self.watchdog.earlier_call_sites:
+            sites = rank_table(map(_decode_label, texts))
+            self.watchdog.earlier_call_sites = (
+                f"\n  before, they made a call from different lines:\n       {sites}"
+            )
 
     def exchange_cached(self, layout: ControlMessageLayout, tensors: Sequence[torch.Tensor]) -> bool:
         """Send a message with a cached layout; return True if all ranks used it, so it holds all values.
 
         Otherwise the messages are received, and ``exchange`` with ``already_sent`` reads them.
         """
-        site = current_call_site()
+        site = find_call_site(inspect.currentframe())
         self._begin_exchange(layout.operation, site)
         if self._last_sent != (layout, site):
             send_buffer = layout.buffers.send_buffer
@@ -334,7 +337,7 @@ class ControlChannel:
         for peer_prefix in layout.peer_prefixes:
             if recv_buffer[peer_prefix] != prefix:
                 return False
-        self.watchdog.active_call = None
+        self.watchdog.active_call, self.watchdog.earlier_call_sites = None, ""
         if self.message_size != MIN_MESSAGE_SIZE or self._too_small:
             self._adapt_message_size(layout.required_size)
         return True
@@ -417,7 +420,7 @@ class ControlChannel:
         self._transfer(lambda group: group.broadcast(tensor, source), operation)
 
     def _transfer(self, start: Callable[[Any], Any], operation: str) -> None:
-        self.watchdog.active_call = operation, current_call_site()
+        self.watchdog.active_call = operation, find_call_site(inspect.currentframe())
         self._run_transfer(start)
         self.watchdog.active_call = None
 
@@ -507,13 +510,6 @@ def _round_up(required_size: int) -> int:
 
 def _decode_label(text: bytes) -> str:
     return text.rstrip(b"\0").decode(errors="replace")
-
-
-def _mismatch_error(
-    texts: Sequence[bytes], what: str = "the ranks called different collectives"
-) -> CollectiveError:
-    table = "\n       ".join(f"rank {rank}: {_decode_label(text)}" for rank, text in enumerate(texts))
-    return CollectiveError(what, why=table, fix=SAME_CALLS)
 
 
 _channel: ControlChannel | None = None

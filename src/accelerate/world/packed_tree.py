@@ -17,6 +17,7 @@ import torch
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.world import control_channel
+from accelerate.world.rank_failure_report import rank_table
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -214,7 +215,7 @@ class PackedTree:
             )
         return CollectiveError(
             f"the ranks do not agree about a tensor to {self.operation}{place}",
-            why=_rank_table([str(description) for description in descriptions]),
+            why=rank_table(descriptions),
             fix=fix,
         )
 
@@ -243,7 +244,7 @@ class PackedTree:
             rows = [description.get(path, "nothing there") for description in descriptions]
             title = f"the ranks do not agree about the structure to {self.operation}, at {path or 'its top'}"
         return CollectiveError(
-            title, why=_rank_table(rows), fix="pass the same keys and lengths on every rank"
+            title, why=rank_table(rows), fix="pass the same keys and lengths on every rank"
         )
 
 
@@ -260,10 +261,6 @@ def _comparison_key(description: TensorDescription, ragged: bool) -> tuple[Any, 
         len(description.shape),
         description.shape[1:] if ragged else description.shape,
     )
-
-
-def _rank_table(rows: list[str]) -> str:
-    return "\n       ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
 
 
 def _unsupported_leaf_error(operation: str, leaf: Any) -> PrepareError:

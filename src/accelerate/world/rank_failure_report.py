@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from accelerate.core.errors import CollectiveError, PeerError
@@ -13,6 +13,7 @@ SAME_CALLS = (
     "rank (`if accelerator.is_main_process`), or for an error that one rank caught"
 )
 _MAX_ROWS = 16  # ranks in a table
+_NEW_ROW = "\n       "  # below the first row, which the error prints after "  why: "
 
 
 @dataclass(frozen=True)
@@ -149,4 +150,9 @@ def table(size: int, positions: Mapping[int, RankStatus]) -> str:
         f"rank {rank} {positions[rank].describe() if rank in positions else 'is silent'}"
         for rank in range(min(size, _MAX_ROWS))
     ]
-    return "\n       ".join([*rows, *(["..."] if size > _MAX_ROWS else [])])
+    return _NEW_ROW.join([*rows, *(["..."] if size > _MAX_ROWS else [])])
+
+
+def rank_table(rows: Iterable[object]) -> str:
+    """Return a table of one text per rank, in rank order."""
+    return _NEW_ROW.join(f"rank {rank}: {row}" for rank, row in enumerate(rows))

@@ -134,6 +134,7 @@ class Watchdog:
     Attributes:
         exchange_count: exchanges of the control channel that this process began.
         active_call: the collective that it is in: operation and line of user code; None outside.
+        earlier_call_sites: rows for error texts: a call that the ranks made from different lines; or empty.
         report: why no collective can end any more, once that is known.
         group: the default process group.
     """
@@ -149,6 +150,7 @@ class Watchdog:
         self.rank, self.size, self.timeout, self.store = rank, size, timeout, store
         self.exchange_count = 0
         self.active_call: tuple[str, CallSite] | None = None
+        self.earlier_call_sites = ""
         self.report: FailureReport | None = None
         self.caller_thread = threading.get_ident()
         self.poll_interval = POLL_INTERVAL * max(1.0, size / LARGE_WORLD)
@@ -329,6 +331,8 @@ class Watchdog:
 
     def _publish_report(self, report: FailureReport) -> FailureReport:
         """Publish a report; return the first one that any rank has written."""
+        if self.earlier_call_sites and not report.traceback:
+            report = replace(report, why=report.why + self.earlier_call_sites)
         winner = self.store.put_if_absent("report", report.to_json())
         return self._accept_report(report if winner is None else FailureReport.from_json(winner))
 
