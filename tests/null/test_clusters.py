@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
-from accelerate.world.cluster_variables import DEFAULT_PORT, JOB_PORT_COUNT
-from accelerate.world.clusters import ClusterRankInfo, detect
-from accelerate.world.slurm_lists import expand_counts, expand_nodes
+from accelerate.world.clusters import ClusterRankInfo, detect, expand_counts, expand_nodes
+from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
 from tests.support.launchers import RECORDED, environments
 
 TORCHRUN = {

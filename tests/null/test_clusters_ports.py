@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from accelerate.world import ports
-from accelerate.world.cluster_variables import DEFAULT_PORT
+from accelerate.world.ports import DEFAULT_PORT
 
 
 def test_a_free_port_can_be_bound_and_is_then_in_use() -> None:

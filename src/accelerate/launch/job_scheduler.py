@@ -127,7 +127,7 @@ def _cluster_settings(
         "num_machines": ClusterSchedulerValue(nodes, machines),
         "machine_rank": ClusterSchedulerValue(node, machine),
     }
-    address, port = cluster.address(), cluster.port()
+    address, port = cluster.address, cluster.port
     if address is not None:
         settings["main_process_ip"] = ClusterSchedulerValue(
             address, cluster.find_variable(("MASTER_ADDR", *cluster.hosts_names))

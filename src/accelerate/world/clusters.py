@@ -14,19 +14,17 @@ are taken from a scheduler with the same rank and world size.
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+from collections.abc import Mapping
+from itertools import product
 
 from accelerate.core.errors import WorldError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.world.cluster_variables import (
-    DEFAULT_PORT,
-    Env,
-    derive_node,
-    is_loopback,
-    job_port,
-    read_number,
-)
-from accelerate.world.slurm_lists import expand_counts, expand_nodes
+from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
+
+Env = Mapping[str, str]
+NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
+NODES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE", "AZUREML_NODE_COUNT")
 
 
 @frozen_dataclass
@@ -58,8 +56,11 @@ class ClusterRankInfo:
 class ClusterEnvironment:
     """A launcher: how to detect it, and the variables that it sets.
 
-    A getter returns None when the launcher does not tell; ``cluster`` then derives the value or says
-    which variable is missing.
+    Attributes:
+        rank, size: None when the launcher does not tell.
+        local_rank, local_size, node, nodes, address: what ``read`` finds; None when the launcher does not
+            tell, and ``resolve_place`` then derives it or says which variable is missing.
+        port: that of rank 0, or one derived from the job's number; None without either.
     """
 
     name = ""
@@ -70,42 +71,37 @@ class ClusterEnvironment:
     size_names: tuple[str, ...] = ()
     local_rank_names: tuple[str, ...] = ()
     local_size_names: tuple[str, ...] = ()
-    node_names: tuple[str, ...] = ()
-    nodes_names: tuple[str, ...] = ()
+    # The numbers of processes on all machines, in SLURM's compact form.
+    local_sizes_names: tuple[str, ...] = ()
+    node_names: tuple[str, ...] = NODE
+    nodes_names: tuple[str, ...] = NODES
     hosts_names: tuple[str, ...] = ()
     job_names: tuple[str, ...] = ()
 
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: int | None = None
+    nodes: int | None = None
+    address: str | None = None
+    port: int | None = None
+
     def __init__(self, env: Env) -> None:
         self.env = env
+        self.rank = read_number(env, *self.rank_names)
+        self.size = read_number(env, *self.size_names)
 
     @classmethod
     def detect(cls, env: Env) -> bool:
         """Return True if this launcher started the process."""
         return read_number(env, *cls.rank_names) is not None and read_number(env, *cls.size_names) is not None
 
-    def rank(self) -> int | None:
-        return read_number(self.env, *self.rank_names)
-
-    def size(self) -> int | None:
-        return read_number(self.env, *self.size_names)
-
-    def local_rank(self) -> int | None:
-        return read_number(self.env, *self.local_rank_names)
-
-    def local_size(self) -> int | None:
-        return read_number(self.env, *self.local_size_names)
-
-    def node(self) -> int | None:
-        return read_number(self.env, *self.node_names, *NODE)
-
-    def nodes(self) -> int | None:
-        return read_number(self.env, *self.nodes_names, *NODES)
-
-    def address(self) -> str | None:
-        return self.env.get("MASTER_ADDR") or None
-
-    def port(self) -> int | None:
-        return read_number(self.env, "MASTER_PORT")
+    def read(self) -> None:
+        """Read what the launcher says beside rank and world size."""
+        self.local_rank = read_number(self.env, *self.local_rank_names)
+        self.local_size = read_number(self.env, *self.local_size_names)
+        self.node = read_number(self.env, *self.node_names)
+        self.nodes = read_number(self.env, *self.nodes_names)
+        self.address = self.env.get("MASTER_ADDR") or None
 
     def cluster(self) -> ClusterRankInfo:
         """Return the complete and validated values.
@@ -114,7 +110,7 @@ class ClusterEnvironment:
             WorldError: a value is missing and cannot be derived, or two contradict each other.
         """
         rank, size, local_rank, local_size, node, nodes = self.resolve_place()
-        address = self.address() or ("127.0.0.1" if nodes == 1 else None)
+        address = self.address or ("127.0.0.1" if nodes == 1 else None)
         if address is None:
             raise WorldError(
                 f"{size} processes on {nodes} machines were started by {self.name}, which does not say "
@@ -122,69 +118,73 @@ class ClusterEnvironment:
                 why="MASTER_ADDR is not set",
                 fix="export MASTER_ADDR=<host name of rank 0> on all machines",
             )
-        port = self.port()
-        port = DEFAULT_PORT if port is None else port
-        return _validate(
-            ClusterRankInfo(
-                self.name, rank, size, local_rank, local_size, node, nodes, address, port, self.hides_devices
-            )
+        port = DEFAULT_PORT if self.port is None else self.port
+        cluster = ClusterRankInfo(
+            self.name, rank, size, local_rank, local_size, node, nodes, address, port, self.hides_devices
         )
+        for part, whole in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):
+            if not 0 <= getattr(cluster, part) < getattr(cluster, whole):
+                raise WorldError(
+                    f"{self.name} says {part.replace('_', ' ')} {getattr(cluster, part)} of "
+                    f"{getattr(cluster, whole)}",
+                    why=f"{part} must be less than {whole}; all values: {vars(cluster)}",
+                )
+        if local_size > size or nodes > size:
+            raise WorldError(
+                f"{self.name} says {size} processes in all, but {local_size} on this machine "
+                f"and {nodes} machines",
+                fix="check WORLD_SIZE, LOCAL_WORLD_SIZE and the number of machines",
+            )
+        return cluster
 
     def resolve_place(self) -> tuple[int, int, int, int, int, int]:
         """Return (rank, size, local rank, local size, node, nodes), with missing values derived.
 
+        Without their number, the machines are taken to be filled equally.
+
         Raises:
             WorldError: one of them is missing and cannot be derived.
         """
-        rank = self._require("rank", self.rank(), self.rank_names)
-        size = self._require("size", self.size(), self.size_names)
-        local_rank, local_size = self._resolve_local(rank, size)
-        return rank, size, local_rank, local_size, *self._resolve_node(rank, size, local_rank, local_size)
+        self.read()
+        rank, size, local_rank, local_size = self.rank, self.size, self.local_rank, self.local_size
+        node, nodes = self.node, self.nodes
+        if rank is not None and size is not None:
+            host = self.address or ""
+            alone = size == 1 or nodes == 1 or host in ("localhost", "::1") or host.startswith("127.")
+            if local_size is None:
+                if alone:
+                    local_size = size
+                elif nodes and size % nodes == 0:
+                    local_size = size // nodes
+                elif node and local_rank is not None and (rank - local_rank) % node == 0:
+                    local_size = (rank - local_rank) // node
+            if local_rank is None and alone:
+                local_rank = rank
+            if local_rank is not None and local_size is not None:
+                nodes = -(-size // max(1, local_size)) if nodes is None else nodes
+                node = derive_node(rank, local_rank, local_size, size, nodes) if node is None else node
+        values = {
+            "rank": (rank, self.rank_names),
+            "size": (size, self.size_names),
+            "local rank": (local_rank, self.local_rank_names),
+            "local size": (local_size, (*self.local_sizes_names, *self.local_size_names)),
+            "machine": (node, NODE),
+        }
+        for what, (value, names) in values.items():
+            if value is None:
+                raise WorldError(
+                    f"{self.name} started this process, but its {what} cannot be told",
+                    why=f"none of {', '.join(names)} is set",
+                    fix=f"export {names[0]}, or start the processes with accelerate launch or torchrun",
+                )
+        self.port = read_number(self.env, "MASTER_PORT")
+        if self.port is None and self.job_names:
+            self.port = job_port(self.env, *self.job_names)
+        return rank, size, local_rank, local_size, node, nodes  # type: ignore[return-value]
 
     def find_variable(self, names: tuple[str, ...]) -> str:
         """Return the first variable of ``names`` that is set, or the launcher's name if none is."""
         return next((name for name in names if self.env.get(name)), self.name)
-
-    def _resolve_local(self, rank: int, size: int) -> tuple[int, int]:
-        local_rank, local_size = self.local_rank(), self.local_size()
-        alone = size == 1 or self.nodes() == 1 or is_loopback(self.address())
-        if local_size is None:
-            nodes = self.nodes()
-            node = self.node()
-            if alone:
-                local_size = size
-            elif nodes and size % nodes == 0:
-                local_size = size // nodes
-            elif node and local_rank is not None and (rank - local_rank) % node == 0:
-                local_size = (rank - local_rank) // node
-        if local_rank is None and alone:
-            local_rank = rank
-        return (
-            self._require("local rank", local_rank, self.local_rank_names),
-            self._require("local size", local_size, self.local_size_names),
-        )
-
-    def _resolve_node(self, rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-        """Return (node, nodes); derived from equally filled machines if the launcher does not set them."""
-        nodes, node = self.nodes(), self.node()
-        if nodes is None:
-            nodes = -(-size // max(1, local_size))
-        if node is None:
-            node = derive_node(rank, local_rank, local_size, size, nodes)
-        return self._require("machine", node, NODE), nodes
-
-    def _require(self, what: str, value: int | None, names: tuple[str, ...]) -> int:
-        if value is not None:
-            return value
-        raise WorldError(
-            f"{self.name} started this process, but its {what} cannot be told",
-            why=f"none of {', '.join(names)} is set",
-            fix=f"export {names[0]}, or start the processes with accelerate launch or torchrun",
-        )
-
-
-NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
-NODES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE", "AZUREML_NODE_COUNT")
 
 
 class TorchrunEnvironment(ClusterEnvironment):
@@ -221,34 +221,26 @@ class LSFEnvironment(ClusterEnvironment):
     def detect(cls, env: Env) -> bool:
         return "LSB_JOBID" in env and super().detect(env)
 
-    def hosts(self) -> list[str]:
-        """Return the hosts of the job, in order: ``LSB_MCPU_HOSTS`` is ``"host slots host slots ..."``."""
-        names = self.env.get("LSB_MCPU_HOSTS", "").split()[::2] or self.env.get("LSB_HOSTS", "").split()
-        return list(dict.fromkeys(names))
-
-    def address(self) -> str | None:
-        hosts, size, local = self.hosts(), self.size() or 1, self.local_size() or 1
-        # On machines with a launch node it stands first and no rank runs there.
-        first = 1 if len(hosts) == -(-size // local) + 1 else 0
-        return super().address() or (hosts[first] if hosts else None)
-
-    def port(self) -> int | None:
-        port = super().port()
-        return job_port(self.env, "LSB_JOBID") if port is None else port
+    def read(self) -> None:
+        """Read the host list too: ``LSB_MCPU_HOSTS`` is ``"host slots host slots ..."``."""
+        super().read()
+        listed = self.env.get("LSB_MCPU_HOSTS", "").split()[::2] or self.env.get("LSB_HOSTS", "").split()
+        hosts = list(dict.fromkeys(listed))
+        if hosts and self.address is None:
+            # On machines with a launch node it stands first and no rank runs there.
+            machines = -(-(self.size or 1) // (self.local_size or 1))
+            self.address = hosts[1 if len(hosts) == machines + 1 else 0]
 
 
 class OpenMPIEnvironment(ClusterEnvironment):
     """Open MPI's ``mpirun``. Source: Open MPI FAQ, "environment variables set at run time"."""
 
     name = "Open MPI"
-    nodes_names = ("OMPI_MCA_orte_num_nodes",)
+    nodes_names = (*NODES, "OMPI_MCA_orte_num_nodes")
     rank_names = ("OMPI_COMM_WORLD_RANK",)
     size_names = ("OMPI_COMM_WORLD_SIZE",)
     local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
     local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
-
-    def nodes(self) -> int | None:
-        return read_number(self.env, *NODES, *self.nodes_names)
 
 
 class MVAPICHEnvironment(ClusterEnvironment):
@@ -294,11 +286,12 @@ class SLURMEnvironment(ClusterEnvironment):
     rank_names = ("SLURM_PROCID",)
     size_names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     local_rank_names = ("SLURM_LOCALID",)
-    local_size_names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    local_sizes_names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    local_size_names = ("SLURM_NTASKS_PER_NODE",)
     node_names = ("SLURM_NODEID",)
     nodes_names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     hosts_names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    job_names = ("SLURM_JOB_ID",)
+    job_names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
     step_variables = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "SLURM_STEPID")
 
     @classmethod
@@ -306,50 +299,26 @@ class SLURMEnvironment(ClusterEnvironment):
         in_step = any(name in env for name in cls.step_variables) or env.get("ENVIRONMENT") != "BATCH"
         return in_step and super().detect(env)
 
-    def task_counts(self) -> list[int]:
-        """Return the number of tasks on each machine of the step, in order; empty if SLURM does not tell."""
-        for name in self.local_size_names[:2]:
+    def read(self) -> None:
+        """Read the lists of tasks and hosts too."""
+        super().read()
+        counts = [self.local_size] * self.nodes if self.local_size and self.nodes else []
+        for name in reversed(self.local_sizes_names):
             if self.env.get(name):
-                return expand_counts(self.env[name], where=name)
-        each, nodes = read_number(self.env, "SLURM_NTASKS_PER_NODE"), self.nodes()
-        return [each] * nodes if each and nodes else []
-
-    def hosts(self) -> list[str]:
-        """Return the hosts of the step, in order."""
-        for name in self.hosts_names:
-            if self.env.get(name):
-                return expand_nodes(self.env[name], where=name)
-        return []
-
-    def local_size(self) -> int | None:
-        task_counts, node = self.task_counts(), self.node()
-        if not task_counts:
-            return None
-        if sum(task_counts) != self.size():
+                counts = expand_counts(self.env[name], where=name)
+        if counts and sum(counts) != self.size:
+            listed = self.find_variable((*self.local_sizes_names, *self.local_size_names))
+            total = self.find_variable(self.size_names)
             raise WorldError(
-                f"SLURM started {self.size()} tasks, but its machines hold {sum(task_counts)}",
-                why=f"{self._source_text(self.size_names)} contradicts "
-                f"{self._source_text(self.local_size_names)}",
+                f"SLURM started {self.size} tasks, but its machines hold {sum(counts)}",
+                why=f"{total}={self.env[total]} contradicts {listed}={self.env[listed]}",
                 fix="start the tasks with one srun, or set both in the job",
             )
-        return task_counts[node] if node is not None and node < len(task_counts) else None
-
-    def node(self) -> int | None:
-        return read_number(self.env, *self.node_names)
-
-    def nodes(self) -> int | None:
-        return read_number(self.env, *self.nodes_names)
-
-    def address(self) -> str | None:
-        hosts = self.hosts() if self.nodes() != 1 else []
-        return super().address() or (hosts[0] if hosts else None)
-
-    def port(self) -> int | None:
-        port = super().port()
-        return job_port(self.env, "SLURM_JOB_ID", "SLURM_STEP_ID") if port is None else port
-
-    def _source_text(self, names: tuple[str, ...]) -> str:
-        return next((f"{name}={self.env[name]}" for name in names if self.env.get(name)), names[0])
+        on_list = self.node is not None and self.node < len(counts)
+        self.local_size = counts[self.node] if on_list and self.node is not None else None
+        hosts = self.find_variable(self.hosts_names)
+        if self.address is None and self.nodes != 1 and hosts in self.env:
+            self.address = expand_nodes(self.env[hosts], where=hosts)[0]
 
 
 class KubeflowEnvironment(ClusterEnvironment):
@@ -368,28 +337,22 @@ class KubeflowEnvironment(ClusterEnvironment):
     def detect(cls, env: Env) -> bool:
         return "KUBERNETES_SERVICE_HOST" in env and "LOCAL_RANK" not in env and super().detect(env)
 
-    def local_rank(self) -> int | None:
-        per_pod = (
-            read_number(self.env, "PET_NPROC_PER_NODE")
-            if self.env.get("PET_NPROC_PER_NODE", "").isdigit()
-            else 1
-        )
-        if per_pod and per_pod > 1:
+    def read(self) -> None:
+        """Take the pod for the machine."""
+        super().read()
+        each = self.processes_per_pod()
+        if each > 1:
             raise WorldError(
-                f"the job has {per_pod} processes per pod, and this one does not know which it is",
-                why=f"PET_NPROC_PER_NODE={per_pod} and LOCAL_RANK is not set",
+                f"the job has {each} processes per pod, and this one does not know which it is",
+                why=f"PET_NPROC_PER_NODE={each} and LOCAL_RANK is not set",
                 fix="start the script in the pod with accelerate launch or torchrun",
             )
-        return 0
+        self.local_rank, self.local_size, self.node, self.nodes = 0, 1, self.rank, self.size
 
-    def local_size(self) -> int | None:
-        return 1
-
-    def node(self) -> int | None:
-        return self.rank()
-
-    def nodes(self) -> int | None:
-        return self.size()
+    def processes_per_pod(self) -> int:
+        """Return how many processes run the script in each pod."""
+        text = self.env.get("PET_NPROC_PER_NODE", "")
+        return int(text) if text.isdigit() else 1
 
 
 class TorchrunNodeRankEnvironment(KubeflowEnvironment):
@@ -402,8 +365,9 @@ class TorchrunNodeRankEnvironment(KubeflowEnvironment):
         if KubeflowEnvironment.detect(env):
             self.name = KubeflowEnvironment.name
 
-    def local_rank(self) -> int:
-        return 0
+    def processes_per_pod(self) -> int:
+        """Return 1: the launcher, which starts the others itself."""
+        return 1
 
 
 SCHEDULERS: tuple[type[ClusterEnvironment], ...] = (
@@ -424,12 +388,17 @@ def detect(env: Env) -> ClusterRankInfo | None:
     Raises:
         WorldError: the variables are incomplete or contradict each other.
     """
-    scheduler = find_scheduler(env)
-    rank, size = read_number(env, "RANK"), read_number(env, "WORLD_SIZE")
+    scheduler, torchrun = find_scheduler(env), TorchrunEnvironment(env)
+    rank, size = torchrun.rank, torchrun.size
     if rank is not None and size is not None:
-        if KubeflowEnvironment.detect(env) and scheduler is None:
+        if scheduler is None and KubeflowEnvironment.detect(env):
             return KubeflowEnvironment(env).cluster()
-        return torchrun_protocol(env).cluster()
+        if scheduler is not None and is_same_place(scheduler, torchrun):
+            # Its words complete torchrun's, and it may hide devices from this process.
+            if not all(env.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")):
+                torchrun.env = {**_torchrun_variables(scheduler.cluster()), **env}
+            torchrun.hides_devices = scheduler.hides_devices
+        return torchrun.cluster()
     if scheduler is None:
         _refuse_partial(env, rank, size)
         return None
@@ -444,7 +413,15 @@ def detect(env: Env) -> ClusterRankInfo | None:
 
 def find_scheduler(env: Env) -> ClusterEnvironment | None:
     """Return the scheduler or MPI that started this process, or None. torchrun is no scheduler."""
-    return next((scheduler(env) for scheduler in SCHEDULERS if scheduler.detect(env)), None)
+    for kind in SCHEDULERS:
+        if any(env.get(name) for name in kind.rank_names) and kind.detect(env):
+            return kind(env)
+    return None
+
+
+def is_same_place(one: ClusterEnvironment, other: ClusterEnvironment) -> bool:
+    """Return True if two launchers say the same rank and world size."""
+    return (one.rank, one.size) == (other.rank, other.size)
 
 
 def detect_outer_scheduler(env: Env) -> ClusterEnvironment | None:
@@ -454,28 +431,11 @@ def detect_outer_scheduler(env: Env) -> ClusterEnvironment | None:
     could be a rank would have a local rank.
     """
     scheduler, torchrun = find_scheduler(env), TorchrunEnvironment(env)
-    rank, size = torchrun.rank(), torchrun.size()
-    if rank is None or size is None:
+    if torchrun.rank is None or torchrun.size is None:
         return scheduler
-    exported = "TORCHELASTIC_RUN_ID" not in env
-    if scheduler is not None and exported and (scheduler.rank(), scheduler.size()) == (rank, size):
+    if scheduler is not None and "TORCHELASTIC_RUN_ID" not in env and is_same_place(scheduler, torchrun):
         return scheduler
     return torchrun if env.get("LOCAL_RANK") else TorchrunNodeRankEnvironment(env)
-
-
-def torchrun_protocol(env: Env) -> ClusterEnvironment:
-    """Return torchrun's protocol; missing values come from a scheduler with the same rank and world size.
-
-    Such a scheduler may also hide devices from this process.
-    """
-    scheduler = find_scheduler(env)
-    torchrun = TorchrunEnvironment(env)
-    if scheduler is None or (scheduler.rank(), scheduler.size()) != (torchrun.rank(), torchrun.size()):
-        return torchrun
-    if not all(env.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")):
-        torchrun = TorchrunEnvironment({**_torchrun_variables(scheduler.cluster()), **env})
-    torchrun.hides_devices = scheduler.hides_devices
-    return torchrun
 
 
 def _torchrun_variables(cluster: ClusterRankInfo) -> dict[str, str]:
@@ -504,18 +464,89 @@ def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
     )
 
 
-def _validate(cluster: ClusterRankInfo) -> ClusterRankInfo:
-    values = {item.name: getattr(cluster, item.name) for item in fields(cluster)}
-    for part, whole in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):
-        if not 0 <= values[part] < values[whole]:
+# --- parsers of variables
+
+
+def read_number(env: Env, *names: str) -> int | None:
+    """Return the first number of zero or more in the variables ``names``; -1 means unset, as in torch."""
+    for name in names:
+        text = env.get(name, "").strip()
+        if not text:
+            continue
+        try:
+            value = int(text)
+        except ValueError:
             raise WorldError(
-                f"{cluster.name} says {part.replace('_', ' ')} {values[part]} of {values[whole]}",
-                why=f"{part} must be less than {whole}; all values: {values}",
-            )
-    if cluster.local_size > cluster.size or cluster.nodes > cluster.size:
-        raise WorldError(
-            f"{cluster.name} says {cluster.size} processes in all, but {cluster.local_size} on this machine "
-            f"and {cluster.nodes} machines",
-            fix="check WORLD_SIZE, LOCAL_WORLD_SIZE and the number of machines",
-        )
-    return cluster
+                f"{name}={text!r} is not a whole number", fix=f"unset {name}, or set it right"
+            ) from None
+        if value >= 0:
+            return value
+    return None
+
+
+def derive_node(rank: int, local_rank: int, local_size: int, size: int, nodes: int) -> int | None:
+    """Derive the machine of a rank: ranks fill the machines one by one (block), or in turn (cyclic).
+
+    Block wins if both explain the numbers, since it is every launcher's default. None if
+    the machines hold different numbers: then a rank alone cannot tell.
+    """
+    if rank == local_rank:
+        return 0
+    if nodes * local_size != size:
+        return None
+    if rank == (rank // local_size) * local_size + local_rank:
+        return rank // local_size
+    return rank % nodes if rank // nodes == local_rank else None
+
+
+def job_port(env: Env, job: str, step: str = "") -> int:
+    """Return a port that is the same on every rank of a job, and likely different for two jobs."""
+    digits = re.sub(r"\D", "", env.get(job, ""))
+    job_number = int(digits or 0) * 8 + (read_number(env, step) or 0 if step else 0)
+    return DEFAULT_PORT + job_number % JOB_PORT_COUNT
+
+
+def expand_counts(text: str, *, where: str = "the list") -> list[int]:
+    """Parse SLURM's repeated numbers: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+
+    Raises:
+        WorldError: the text is not such a list; ``where`` names its source.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise WorldError(f"{where}={text!r} is not a list like '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_nodes(text: str, *, where: str = "the list") -> list[str]:
+    """Parse SLURM's compact host lists: ``"gpu[01-02,07]-ib,login"`` is gpu01-ib, gpu02-ib, gpu07-ib, login.
+
+    Names keep what stands before and after a bracket, numbers their leading zeros; of several brackets
+    in one name the last runs fastest.
+
+    Raises:
+        WorldError: the text is not such a list; ``where`` names its source.
+    """
+    names: list[str] = []
+    for pattern in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        parts = re.split(r"\[([^\[\]]*)\]", pattern.strip())
+        choices = [_numbers(part, text, where) if index % 2 else [part] for index, part in enumerate(parts)]
+        names += ["".join(choice) for choice in product(*choices)]
+    if not names or text.count("[") != text.count("]"):
+        raise WorldError(f"{where}={text!r} is not a list of hosts like 'gpu[01-03,07],login'")
+    return names
+
+
+def _numbers(ranges: str, text: str, where: str) -> list[str]:
+    """Parse ``"01-03,07"`` to ``["01", "02", "03", "07"]``."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise WorldError(f"{where}={text!r} holds {part!r}, which is not a number or a range like 01-03")
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers

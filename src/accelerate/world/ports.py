@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from accelerate.world.cluster_variables import DEFAULT_PORT
-
 LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500
+# Ports derived from a job's number stay below 32768, where Linux begins to hand out its own.
+JOB_PORT_COUNT = 3000
 
 
 def is_listening(port: int, host: str = LOOPBACK) -> bool:

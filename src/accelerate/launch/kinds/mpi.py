@@ -25,7 +25,7 @@ from accelerate.launch.kinds.local import explain_start_error, script_command, s
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.multi_machine_condition import MULTI_MACHINE
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
-from accelerate.world.cluster_variables import DEFAULT_PORT, JOB_PORT_COUNT
+from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
 
 # Variables of this process that the ranks get besides those of the job.
 FORWARDED_VARIABLES = re.compile(

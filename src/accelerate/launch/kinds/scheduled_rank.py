@@ -30,7 +30,7 @@ from accelerate.launch.kinds.local import (
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
-from accelerate.world.cluster_variables import DEFAULT_PORT
+from accelerate.world.ports import DEFAULT_PORT
 
 
 @frozen_dataclass
