@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from accelerate.core import environ
 from accelerate.core.errors import DeviceError
-from accelerate.device.machine import DeviceProbeHost, count_visible
+from accelerate.device.machine import DeviceProbeHost, count_visible, is_package_installed
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class Device:
         priority: order of detection, the highest first; 0 is never detected.
         dtypes: the mixed precisions the type may support; ``supports`` asks the device at hand.
         extension: the module that registers the device with torch; "" when torch has it built in.
+        extension_variable: a yes/no variable by which users hide an extension that is merely installed.
         group_extension: the module that registers its backend with torch.distributed, if it is another one.
         node_patterns: glob patterns of its device nodes, relative to the root of the machine.
         rng_key: the key of its RNG state in a saved ``random_states_*.pkl``.
@@ -41,6 +43,9 @@ class Device:
         starts_ranks: whether its runtime starts the processes of a function itself (``start_ranks``).
         environment: variables of the processes that compute on it; a variable that is set already stays.
             Launchers set them before torch is loaded; a process without a launcher sets them itself.
+        check_environment: variables that make torch ask whether there is a device without initializing the
+            driver, after which this process could fork no workers.
+        has_index: whether a process chooses among several devices of the type.
 
     ``index`` is the number of a device among the visible ones everywhere; None means the current one.
     """
@@ -53,6 +58,7 @@ class Device:
     priority: int = 0
     dtypes: frozenset[str] = frozenset({"bf16", "fp16"})
     extension: str = ""
+    extension_variable: str = ""
     group_extension: str = ""
     node_patterns: tuple[str, ...] = ()
     rng_key: str = ""
@@ -60,6 +66,8 @@ class Device:
     pins_memory: bool = False
     starts_ranks: bool = False
     environment: Mapping[str, str] = MappingProxyType({})
+    check_environment: Mapping[str, str] = MappingProxyType({})
+    has_index: bool = True
 
     def __init__(self, type: str | None = None) -> None:
         self.type = type or self.type
@@ -97,7 +105,8 @@ class Device:
         """
         import torch
 
-        self.load_extension()
+        if self.extension:
+            self.load_extension()
         # Not torch.get_device_module: it accepts only names that torch.device knows, and remembers them.
         module = getattr(torch, self.type, None)
         if module is None:
@@ -108,9 +117,15 @@ class Device:
             )
         return module
 
-    def is_installed(self, machine: DeviceProbeHost) -> bool:
-        """Return True when the software that drives the device is installed; it is not imported."""
-        return not self.extension or machine.has_package(self.extension.partition(".")[0])
+    def is_installed(self, has_package: Callable[[str], bool] = is_package_installed) -> bool:
+        """Return True when the software that drives the device is installed and not hidden.
+
+        Args:
+            has_package: whether a top-level package is installed.
+        """
+        if not self.extension or not has_package(self.extension.partition(".")[0]):
+            return not self.extension
+        return not self.extension_variable or environ.get_flag(self.extension_variable, default=True)
 
     def is_available(self) -> bool:
         """Return True when this process can use at least one device.
@@ -118,14 +133,14 @@ class Device:
         Raises:
             DeviceError: the machine has such devices and the extension that drives them is broken.
         """
-        machine = DeviceProbeHost()
-        if not self.is_installed(machine):
+        if not self.is_installed():
             return False
         try:
-            return self.is_usable()
+            with environ.patch_environment(self.check_environment):
+                return self.is_usable()
         except DeviceError:
             # A broken extension is an error only where it hides a device that is there.
-            if self.count_physical(machine):
+            if self.count_physical(DeviceProbeHost()):
                 raise
             return False
 
@@ -149,7 +164,7 @@ class Device:
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         """Return how many devices a new process would see, without torch; 0 where that is unknown."""
         machine = machine or DeviceProbeHost()
-        if not self.is_installed(machine):
+        if not self.is_installed(machine.has_package):
             return 0
         return count_visible(self.count_physical(machine), self.visible_devices(machine))
 
@@ -212,10 +227,12 @@ class Device:
     # --- the current device
 
     def torch_device(self, index: int | None = None) -> torch.device:
-        """Return ``torch.device(type, index)``; without an index, the plain type."""
+        """Return ``torch.device(type, index)``; the plain type without an index or ``has_index``."""
         import torch
 
-        return torch.device(self.type) if index is None else torch.device(self.type, index)
+        if index is None or not self.has_index:
+            return torch.device(self.type)
+        return torch.device(self.type, index)
 
     def bind(self, index: int) -> torch.device:
         """Make a device the current one of this process.

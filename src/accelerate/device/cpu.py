@@ -22,6 +22,7 @@ class Cpu(Device):
     backend = "gloo"
     distributed_type = "MULTI_CPU"
     rng_key = "torch_manual_seed"
+    has_index = False  # there is one per machine
     # A step allocates its large tensors from the system and frees them. First writes to small pages then
     # cost more than the arithmetic of many layers; with this variable torch allocates pages of 2 MiB.
     environment = MappingProxyType({"THP_MEM_ALLOC_ENABLE": "1"})
@@ -50,10 +51,6 @@ class Cpu(Device):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or super().is_out_of_memory(error)
-
-    def torch_device(self, index: int | None = None) -> torch.device:
-        """Return ``torch.device("cpu")`` for every index: there is one CPU per machine."""
-        return super().torch_device(None)
 
     def bind(self, index: int) -> torch.device:
         """Do nothing: all processes of a machine share its CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 
 from accelerate.core import environ
 from accelerate.device.base import Device
@@ -25,6 +26,7 @@ class Cuda(Device):
     pins_memory = True
     dtypes = frozenset({"bf16", "fp16", "fp8"})
     node_patterns = ("dev/nvidia[0-9]*",)
+    check_environment = MappingProxyType({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})  # asks NVML
     # cuDNN has no plan for a batch that is too large, and says only that it is not supported.
     out_of_memory_messages = (
         "CUDA out of memory",
@@ -32,11 +34,6 @@ class Cuda(Device):
         "CUBLAS_STATUS_ALLOC_FAILED",
         "CUDNN_STATUS_NOT_SUPPORTED",
     )
-
-    def is_usable(self) -> bool:
-        # NVML answers without initialising CUDA, after which this process could not fork workers any more.
-        with environ.patch_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
-            return super().is_usable()
 
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         machine = machine or DeviceProbeHost()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.device.base import Device
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 class Hpu(Device):
@@ -24,6 +24,7 @@ class Hpu(Device):
     visible_variable = "HABANA_VISIBLE_MODULES"
     distributed_type = "MULTI_HPU"
     priority = 50
+    has_index = False  # a process has one
     dtypes = frozenset({"bf16", "fp16", "fp8"})
     extension = "habana_frameworks.torch"
     group_extension = "habana_frameworks.torch.distributed.hccl"
@@ -43,10 +44,6 @@ class Hpu(Device):
             experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
             return bool(experimental._is_fp16_supported())
         return super().supports(dtype)
-
-    def torch_device(self, index: int | None = None) -> torch.device:
-        """Return ``torch.device("hpu")`` for every index: a process has one."""
-        return super().torch_device(None)
 
     def synchronize(self, index: int | None = None) -> None:
         self.module.synchronize()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from accelerate.core import environ
+from types import MappingProxyType
+
 from accelerate.device.base import Device
 
 
@@ -20,12 +21,8 @@ class Mlu(Device):
     priority = 90
     extension = "torch_mlu"
     node_patterns = ("dev/cambricon_dev[0-9]*",)
+    check_environment = MappingProxyType({"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"})  # asks CNDEV
     out_of_memory_messages = ("MLU out of memory",)
-
-    def is_usable(self) -> bool:
-        # CNDEV answers without initialising the driver, after which this process could not fork any more.
-        with environ.patch_environment({"PYTORCH_CNDEV_BASED_MLU_CHECK": "1"}):
-            return super().is_usable()
 
 
 PLUGIN: Device = Mlu()

@@ -21,6 +21,7 @@ class Mps(Device):
     type = "mps"
     distributed_type = "NO"
     priority = 10
+    has_index = False
     out_of_memory_messages = ("MPS backend out of memory",)
 
     def is_usable(self) -> bool:
@@ -44,10 +45,6 @@ class Mps(Device):
             # Metal has bfloat16 since macOS 14.
             return bool(torch.backends.mps.is_macos_or_newer(14, 0))
         return super().supports(dtype)
-
-    def torch_device(self, index: int | None = None) -> torch.device:
-        """Return ``torch.device("mps")`` for every index: there is one."""
-        return super().torch_device(None)
 
     def bind(self, index: int) -> torch.device:
         """Do nothing: there is one device, and it is always current."""

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accelerate.core import environ
 from accelerate.device.base import Device
 from accelerate.device.machine import DeviceProbeHost
 
@@ -32,6 +31,7 @@ class Xla(Device):
     distributed_type = "XLA"
     priority = 100
     extension = "torch_xla"
+    extension_variable = "USE_TORCH_XLA"
     group_extension = "torch_xla.distributed.xla_backend"
     rng_key = "xm_seed"
     out_of_memory_messages = ("RESOURCE_EXHAUSTED",)
@@ -47,9 +47,6 @@ class Xla(Device):
     def runtime(self) -> Any:
         self.load_extension()
         return importlib.import_module("torch_xla.runtime")
-
-    def is_installed(self, machine: DeviceProbeHost) -> bool:
-        return environ.get_flag("USE_TORCH_XLA", default=True) and super().is_installed(machine)
 
     def is_usable(self) -> bool:
         return self.runtime.device_type() not in (None, "CPU")

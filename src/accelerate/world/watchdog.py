@@ -73,7 +73,9 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
     store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     if store is None or dist.get_backend() == "fake":
         return  # no store to communicate through
-    backends = _group_backends()
+    group: Any = dist.group.WORLD
+    by_device = map(group._get_backend, group._device_types)
+    backends = list({id(each): each for each in by_device}.values())
     if timeout is None:
         # Back ends keep their timeout in options of their own class; not all have one.
         limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
@@ -86,7 +88,7 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
         return
     shut_down()
     _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store), counters)
-    _current.group = dist.group.WORLD
+    _current.group = group
     if not _hooks_installed:
         _hooks_installed = True
         os.register_at_fork(after_in_child=_forget_in_child)
@@ -411,12 +413,3 @@ def _blocking_call(frame: Any) -> str:
             call_name = frame.f_code.co_name
         frame = frame.f_back
     return call_name
-
-
-def _group_backends() -> list[Any]:
-    """Return the back ends of the default process group."""
-    import torch.distributed as dist
-
-    group: Any = dist.group.WORLD
-    backends = [group._get_backend(kind) for kind in group._device_types]
-    return list({id(each): each for each in backends}.values())

@@ -165,10 +165,19 @@ def open(
     if _current is not None:
         _current = _reuse(_current, settings, asked_cpu=bool(cpu))
         return _current
+    import torch.distributed as dist
+
     cluster = clusters.detect(environ.snapshot())
-    adopted = _adopted_group()
-    if adopted is None and cluster is None:
-        _current = _open_single(settings)
+    adopted = (
+        (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
+    )
+    if adopted is not None and cluster is None:
+        # The user opened the group by hand and no launcher described it: all ranks are taken to be local.
+        rank, size = adopted
+        cluster = clusters.ClusterRankInfo("the environment", rank, size, rank, size, 0, 1, "", 0)
+    if cluster is None:
+        device = _select_device(settings)
+        _current = World(0, 1, 0, 1, 0, 1, device, debug=settings.debug)
     else:
         _current = _open_distributed(cluster, settings, backend, timeout, group, adopted)
     return _current
@@ -221,70 +230,52 @@ def _reuse(world: World, settings: ProcessDeviceSettings, *, asked_cpu: bool) ->
     return dataclasses.replace(world, device=_bind_device(devices.get("cpu"), 0))
 
 
-def _open_single(settings: ProcessDeviceSettings) -> World:
-    device = _select_device(settings)
-    return World(
-        rank=0, size=1, local_rank=0, local_size=1, node=0, nodes=1, device=device, debug=settings.debug
-    )
-
-
-def _adopted_group() -> tuple[int, int] | None:
-    """Return (rank, world size) of a process group that the user has already opened."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return None
-
-
 def _open_distributed(
-    cluster: clusters.ClusterRankInfo | None,
+    cluster: clusters.ClusterRankInfo,
     settings: ProcessDeviceSettings,
     backend: str | None,
     timeout: timedelta | None,
     group: Mapping[str, Any],
     adopted: tuple[int, int] | None,
 ) -> World:
+    import torch
     import torch.distributed as dist
 
     global _owns_group
-    if cluster is None:
-        # The user opened the group by hand and no launcher described it: all ranks are taken to be local.
-        rank, size = adopted or (0, 1)
-        place = {"local_rank": rank, "local_size": size, "node": 0, "nodes": 1}
-    else:
-        rank, size = cluster.rank, cluster.size
-        place = {
-            "local_rank": cluster.local_rank,
-            "local_size": cluster.local_size,
-            "node": cluster.node,
-            "nodes": cluster.nodes,
-        }
-    hides_devices = cluster is not None and cluster.hides_devices
-    device = _select_device(settings, place["local_rank"], place["local_size"], hides_devices)
+    rank, size, local_size = cluster.rank, cluster.size, cluster.local_size
+    device = _select_device(settings, cluster.local_rank, local_size, cluster.hides_devices)
     if adopted is None:
-        assert cluster is not None
         _open_group(cluster, device, backend, timeout, group)
         _owns_group = True
         atexit.register(_close_at_exit)
     elif adopted != (rank, size):
         raise WorldError(
             f"the open process group says rank {adopted[0]} of {adopted[1]}, "
-            f"{cluster.name if cluster else 'the environment'} says rank {rank} of {size}"
+            f"{cluster.name} says rank {rank} of {size}"
         )
     elif timeout is not None and _owns_group:
         dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # pyright: ignore[reportPrivateUsage]
-    _limit_threads(device, place["local_size"])
+    if device.type == "cpu" and local_size > 1 and not environ.get("OMP_NUM_THREADS"):
+        # Divide the cores among the processes of the machine.
+        import psutil
+
+        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // local_size))
     if size > 1:
         watchdog.start(rank, size, timeout)
+    # "cpu:gloo,cuda:nccl", or one name for all devices
+    joined = dist.get_backend()
+    backends = {kind: name for kind, _, name in (part.rpartition(":") for part in joined.split(","))}
     return World(
         rank=rank,
         size=size,
-        **place,
+        local_rank=cluster.local_rank,
+        local_size=local_size,
+        node=cluster.node,
+        nodes=cluster.nodes,
         device=device,
-        backend=_backend_for(device, dist.get_backend()),
-        address=cluster.address if cluster else None,
-        port=cluster.port if cluster else None,
+        backend=backends.get(device.type) or backends.get("", joined),
+        address=cluster.address or None,
+        port=cluster.port or None,
         timeout=timeout,
         debug=settings.debug,
         owns_group=_owns_group,
@@ -298,6 +289,9 @@ def _open_group(
     timeout: timedelta | None,
     group: Mapping[str, Any],
 ) -> None:
+    import torch.distributed as dist
+
+    global _store, _group_count
     # torch and every library above it read these names; schedulers use others.
     environ.set_variables(
         {
@@ -314,8 +308,13 @@ def _open_group(
         # Host tensors and objects go over gloo whatever the device, so that gathering them needs no copy.
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    _group_count += 1
+    if _store is not None and not arguments.keys() & {"init_method", "store"}:
+        store = dist.distributed_c10d.PrefixStore(f"accelerate/group/{_group_count}", _store)
+        arguments |= {"store": store, "rank": cluster.rank, "world_size": cluster.size}
     try:
-        _init_process_group(cluster, {name: value for name, value in arguments.items() if value is not None})
+        dist.init_process_group(**arguments)
     except RuntimeError as error:
         # A rank that has opened the group may fail and end before the others have.
         if not any(text in str(error) for text in _PEER_IS_GONE):
@@ -325,21 +324,8 @@ def _open_group(
             why=str(error).splitlines()[0],
             fix="the first error in the output of the other ranks says why",
         ) from error
-
-
-def _init_process_group(cluster: clusters.ClusterRankInfo, arguments: dict[str, Any]) -> None:
-    global _store, _group_count
-    import torch.distributed as dist
-
-    _group_count += 1
-    if "init_method" in arguments or "store" in arguments:
-        dist.init_process_group(**arguments)
-    elif _store is None:
-        dist.init_process_group(**arguments)
+    if not arguments.keys() & {"init_method", "store"}:
         _store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    else:
-        store = dist.distributed_c10d.PrefixStore(f"accelerate/group/{_group_count}", _store)
-        dist.init_process_group(store=store, rank=cluster.rank, world_size=cluster.size, **arguments)
 
 
 def _select_device(
@@ -379,25 +365,4 @@ def _select_device(
 def _bind_device(hardware: devices.Device, index: int) -> torch.device:
     """Make a device the current one, and set the environment variables that it needs."""
     environ.set_variables(environ.filter_unset(hardware.environment))
-    hardware.bind(index)
-    return hardware.torch_device(index)
-
-
-def _backend_for(device: torch.device, joined: str) -> str:
-    """Return the back end for ``device`` in torch's joined name, such as ``"cpu:gloo,cuda:nccl"``."""
-    for part in joined.split(","):
-        kind, _, name = part.rpartition(":")
-        if not kind or kind == device.type:
-            return name
-    return joined
-
-
-def _limit_threads(device: torch.device, local_size: int) -> None:
-    """Divide the cores among the CPU processes of a machine, unless the user set the number of threads."""
-    if device.type != "cpu" or local_size == 1 or environ.get("OMP_NUM_THREADS"):
-        return
-    import psutil
-    import torch
-
-    cores = psutil.cpu_count(logical=False) or 1
-    torch.set_num_threads(max(1, cores // local_size))
+    return hardware.bind(index)
