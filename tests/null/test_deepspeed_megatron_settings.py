@@ -278,8 +278,8 @@ def test_every_promised_flag_of_these_groups_is_there() -> None:
 
 
 def test_settings_belong_to_a_strategy_or_a_precision_of_their_name() -> None:
-    assert set(SETTINGS.files) <= set(STRATEGIES.files)
-    assert set(RECIPES.files) <= set(PRECISIONS.names())
+    assert set(SETTINGS.modules) <= set(STRATEGIES.modules)
+    assert set(RECIPES.modules) <= set(PRECISIONS.names())
 
 
 def test_what_nobody_gave_is_not_handed_on(asks: Any) -> None:

@@ -74,7 +74,7 @@ def _forget(rooms: dict[str, Any]) -> None:
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("accelerate.")]
     for registry in [value for module in modules for value in vars(module).values()]:
         if isinstance(registry, Registry) and registry.package.rpartition(".")[2] in rooms:
-            vars(registry).pop("files", None)
+            vars(registry).pop("modules", None)
             for title in plugins():
                 registry._loaded.pop(Path(title).stem, None)
 

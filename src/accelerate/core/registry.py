@@ -57,13 +57,8 @@ class Registry(Generic[T]):
         self._loaded: dict[str, T] = {}
 
     @cached_property
-    def files(self) -> tuple[str, ...]:
-        """The names of the plug-ins that are files or folders of the package, sorted."""
-        return tuple(sorted(self._modules))
-
-    @cached_property
-    def _modules(self) -> dict[str, str]:
-        """A map from plug-in name to the module below the package that defines it."""
+    def modules(self) -> dict[str, str]:
+        """The module below the package that defines each plug-in of the folder, by name in order."""
         modules: dict[str, str] = {}
         for folder in importlib.import_module(self.package).__path__:
             for module in pkgutil.iter_modules([folder]):
@@ -72,7 +67,7 @@ class Registry(Generic[T]):
                     modules[name] = name
                 elif os.path.exists(os.path.join(folder, name, f"{self.kind}.py")):
                     modules[name] = f"{name}.{self.kind}"
-        return {n: m for n, m in modules.items() if n not in self.exclude and not n.startswith("_")}
+        return {n: modules[n] for n in sorted(modules) if n not in self.exclude and not n.startswith("_")}
 
     @cached_property
     def external(self) -> dict[str, object]:
@@ -85,13 +80,13 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return every known name: files first, then those of other packages, then added ones."""
-        return tuple(dict.fromkeys((*self.files, *self.external, *self._extra)))
+        return tuple(dict.fromkeys((*self.modules, *self.external, *self._extra)))
 
     def __iter__(self) -> Iterator[T]:
         return (self.get(name) for name in self.names())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._extra or name in self.files or name in self.external
+        return name in self._extra or name in self.modules or name in self.external
 
     def get(self, name: str) -> T:
         """Return the plug-in of that name.
@@ -102,7 +97,13 @@ class Registry(Generic[T]):
         if name in self._extra:
             return self._extra[name]
         if name not in self._loaded:
-            self._loaded[name] = self._load(name)
+            if name in self.modules:
+                module = importlib.import_module(f"{self.package}.{self.modules[name]}")
+                self._loaded[name] = cast(T, module.PLUGIN)
+            elif name in self.external:
+                self._loaded[name] = cast(T, self.external[name].load())  # type: ignore[attr-defined]
+            else:
+                raise UnknownNameError(self.kind, name, self.names())
         return self._loaded[name]
 
     def summary(self, name: str) -> str:
@@ -110,22 +111,15 @@ class Registry(Generic[T]):
 
         Empty for plug-ins that are not files: those must be asked themselves.
         """
-        if name in self._extra or name not in self.files:
+        if name in self._extra or name not in self.modules:
             return ""
         for folder in importlib.import_module(self.package).__path__:
-            source = os.path.join(folder, *self._modules[name].split(".")) + ".py"
+            source = os.path.join(folder, *self.modules[name].split(".")) + ".py"
             if os.path.exists(source):
                 with open(source, encoding="utf-8") as text:
                     summary = text.readline().strip().strip('"').partition(": ")[2]
                 return summary[:1].upper() + summary[1:]
         return ""
-
-    def _load(self, name: str) -> T:
-        if name in self.files:
-            return cast(T, importlib.import_module(f"{self.package}.{self._modules[name]}").PLUGIN)
-        if name in self.external:
-            return cast(T, self.external[name].load())  # type: ignore[attr-defined]
-        raise UnknownNameError(self.kind, name, self.names())
 
     @contextmanager
     def add(self, name: str, plugin: T) -> Generator[T]:

@@ -37,6 +37,7 @@ class Setting:
     Attributes:
         name: the field's name, also the YAML key.
         type: the resolved annotation.
+        types: its members if it is a union, else itself alone.
         flags: spellings on the command line, the first is shown in help; empty when there is no flag.
         switch: whether the flag stands alone (``--cpu``) instead of taking a value.
         variable: the environment variable, or None when there is none.
@@ -52,6 +53,7 @@ class Setting:
 
     name: str
     type: Any
+    types: tuple[Any, ...]
     default: Any
     help: str
     flags: tuple[str, ...]
@@ -130,6 +132,10 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+# The types of annotations, by text and module: few different ones occur.
+_annotations: dict[tuple[str, str], Any] = {}
+
+
 @cache
 def declared_settings(cls: type) -> tuple[Setting, ...]:
     """Return the settings of a dataclass, in order of declaration.
@@ -147,21 +153,33 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
         meta = item.metadata
         variable = f"ACCELERATE_{item.name.upper()}" if meta["variable"] is True else meta["variable"]
         default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-        kind = _evaluate_annotation(item.type, modules[item.name])
+        kind: Any = item.type
+        if isinstance(kind, str):
+            # typing.get_type_hints compiles each text anew, which takes longer than all else about settings.
+            key = kind, modules[item.name]
+            if key not in _annotations:
+                _annotations[key] = eval(kind, vars(sys.modules[modules[item.name]]))
+            kind = _annotations[key]
+        kinds = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+        # int | Literal["auto"] has no choices.
+        members = [each for each in kinds if each is not type(None)]
+        is_literal = all(get_origin(each) is Literal for each in members)
+        choices = tuple(choice for each in members for choice in get_args(each)) if is_literal else ()
         flag = f"--{item.name}" if meta["flag"] is True else meta["flag"]
         rows.append(
             Setting(
                 name=item.name,
                 type=kind,
+                types=kinds,
                 default=default,
                 help=meta["help"],
                 flags=(*((flag,) if flag else ()), *meta["flags"]),
-                switch=meta["switch"] and set(_union_members(kind)) <= {bool, type(None)},
+                switch=meta["switch"] and set(kinds) <= {bool, type(None)},
                 variable=variable,
                 in_file=meta["in_file"],
                 section=section,
                 prefix=prefix,
-                choices=meta["choices"] or _literal_choices(kind),
+                choices=meta["choices"] or choices,
                 aliases=meta["aliases"],
                 topic=meta["topic"] or getattr(cls, "__topic__", ""),
                 question=meta["question"],
@@ -169,30 +187,6 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
             )
         )
     return tuple(rows)
-
-
-@cache
-def _evaluate_annotation(annotation: Any, module: str) -> Any:
-    """Evaluate an annotation in its module; the cache helps because few different ones occur.
-
-    ``typing.get_type_hints`` compiles each of them, which would take longer than all else about settings.
-    """
-    return eval(annotation, vars(sys.modules[module])) if isinstance(annotation, str) else annotation
-
-
-def _literal_choices(kind: Any) -> tuple[Any, ...]:
-    """Return the choices of a type that has only ``Literal`` members; none for ``int | Literal["auto"]``."""
-    parts = [part for part in _union_members(kind) if part is not type(None)]
-    if not all(get_origin(part) is Literal for part in parts):
-        return ()
-    return tuple(choice for part in parts for choice in get_args(part))
-
-
-def _union_members(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type alone."""
-    if get_origin(kind) in (typing.Union, types.UnionType):
-        return get_args(kind)
-    return (kind,)
 
 
 @frozen_dataclass
@@ -271,13 +265,13 @@ def load_settings(
     """
     environment = environ.snapshot() if env is None else env
     rows = declared_settings(cls)
-    section = _ConfigSection(rows, file or {}, file_name, lines or {})
+    section = _ConfigSection(rows, file, file_name, lines or {}) if file else None
     sources: dict[str, Mapping[str, Any]] = {
         "code": code or {},
         "flag": flags or {},
         "environment": {row.name: environment.get(row.variable) or None for row in rows if row.variable},
         "scheduler": {name: each.value for name, each in (scheduler or {}).items()},
-        "file": section.values(),
+        "file": section.values() if section else {},
     }
     values: dict[str, Any] = {}
     origins: dict[str, tuple[SettingOrigin, ...]] = {}
@@ -286,10 +280,13 @@ def load_settings(
         for source, table in sources.items():
             value = table.get(row.name)
             if value is not None:
-                from_file = source == "file"
-                place = (
-                    section.describe_origin(row) if from_file else _describe_source(row, source, scheduler)
-                )
+                if section and source == "file":
+                    place = section.describe_origin(row)
+                elif scheduler and source == "scheduler":
+                    place = scheduler[row.name].where
+                else:
+                    places = {"code": f"the argument {row.name}", "flag": "".join(row.flags[:1])}
+                    place = places.get(source, f"the environment variable {row.variable}")
                 text = source in ("flag", "environment", "scheduler")
                 candidates.append(SettingOrigin(source, place, convert_value(row, value, place, text=text)))
         if row.default is not dataclasses.MISSING:
@@ -299,14 +296,6 @@ def load_settings(
         values[row.name] = candidates[0].value
         origins[row.name] = tuple(candidates)
     return SettingsWithOrigins(cls(**values), origins)
-
-
-def _describe_source(row: Setting, source: str, scheduler: Mapping[str, ClusterSchedulerValue] | None) -> str:
-    if source == "code":
-        return f"the argument {row.name}"
-    if scheduler and source == "scheduler":
-        return scheduler[row.name].where
-    return row.flags[0] if source == "flag" else f"the environment variable {row.variable}"
 
 
 def _suggest_source(row: Setting) -> str:
@@ -366,32 +355,30 @@ def convert_value(row: Setting, value: Any, where: str, *, text: bool) -> Any:
     Raises:
         SettingError: it does not fit; the error says what would.
     """
-    for kind in _union_members(row.type):
-        fits, result = _convert_to_type(kind, value, where, text)
+    result, fits = value, False
+    for kind in row.types:
+        fits, result = _convert_to_type(kind, value, text)
         if fits:
-            if row.choices:
-                return _match_choice(row, result, where)
+            break
+    if not row.choices:
+        if fits:
             return result
-    if row.choices:
-        return _match_choice(row, value, where)
-    raise SettingError(
-        f"{where} is {_describe_value(value)}, but {row.name} is {_type_name(row.type)}",
-        fix=_suggest_fix(row, value),
-    )
-
-
-def _match_choice(row: Setting, value: Any, where: str) -> Any:
-    if value is None or value in row.choices:
-        return value
+        raise SettingError(
+            f"{where} is {_describe_value(value)}, but {row.name} is {_type_name(row)}",
+            fix=_suggest_fix(row, value),
+        )
+    result = result if fits else value
+    if result is None or result in row.choices:
+        return result
     folded = {str(choice).lower(): choice for choice in row.choices} | dict(row.aliases)
-    text = "no" if value is False else str(value)  # YAML reads a bare `no` as false
-    if text.lower() in folded:
-        return folded[text.lower()]
+    spelling = "no" if result is False else str(result)  # YAML reads a bare `no` as false
+    if spelling.lower() in folded:
+        return folded[spelling.lower()]
     choices = [str(choice) for choice in row.choices]
-    raise UnknownNameError("value", str(value), choices, where=f"of {row.name} ({where})")
+    raise UnknownNameError("value", str(result), choices, where=f"of {row.name} ({where})")
 
 
-def _convert_to_type(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
+def _convert_to_type(kind: Any, value: Any, text: bool) -> tuple[bool, Any]:
     """Return (whether ``value`` fits one plain type, the converted value)."""
     if kind is type(None):
         absent = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
@@ -401,12 +388,21 @@ def _convert_to_type(kind: Any, value: Any, where: str, text: bool) -> tuple[boo
     if kind is bool:
         # Files in the wild hold 'no' and 'true' as words; a yes/no word is never ambiguous.
         if isinstance(value, str) and value.lower() in environ.TRUE | environ.FALSE:
-            return True, environ.parse_bool(value, where=where)
+            return True, value.lower() in environ.TRUE
         return isinstance(value, bool), value
     if kind in (int, float):
-        return _convert_number(kind, value, text)
+        if isinstance(value, bool):
+            return False, value
+        if text and isinstance(value, str):
+            try:
+                return True, kind(value)
+            except ValueError:
+                return False, value
+        if kind is float and isinstance(value, int):
+            return True, float(value)
+        return isinstance(value, kind), value
     if get_origin(kind) in (tuple, list):
-        return _convert_sequence(kind, value, where, text)
+        return _convert_sequence(kind, value, text)
     if get_origin(kind) is dict or kind is dict:
         return isinstance(value, dict), value
     if kind is str:
@@ -416,28 +412,15 @@ def _convert_to_type(kind: Any, value: Any, where: str, text: bool) -> tuple[boo
     return kind is Any or (isinstance(kind, type) and isinstance(value, kind)), value
 
 
-def _convert_sequence(kind: Any, value: Any, where: str, text: bool) -> tuple[bool, Any]:
+def _convert_sequence(kind: Any, value: Any, text: bool) -> tuple[bool, Any]:
     """Convert to a list or tuple of one item type; text is split at commas."""
     if text and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         return False, value
     items = typing.cast("list[Any]", value)
-    results = [_convert_to_type(get_args(kind)[0], item, where, text) for item in items]
+    results = [_convert_to_type(get_args(kind)[0], item, text) for item in items]
     return all(fits for fits, _ in results), get_origin(kind)(item for _, item in results)
-
-
-def _convert_number(kind: type, value: Any, text: bool) -> tuple[bool, Any]:
-    if isinstance(value, bool):
-        return False, value
-    if text and isinstance(value, str):
-        try:
-            return True, kind(value)
-        except ValueError:
-            return False, value
-    if kind is float and isinstance(value, int):
-        return True, float(value)
-    return isinstance(value, kind), value
 
 
 def _describe_value(value: Any) -> str:
@@ -453,8 +436,8 @@ _TYPE_NAMES: dict[Any, str] = {
 }
 
 
-def _type_name(kind: Any) -> str:
-    return " or ".join(_type_part_name(part) for part in _union_members(kind) if part is not type(None))
+def _type_name(row: Setting) -> str:
+    return " or ".join(_type_part_name(part) for part in row.types if part is not type(None))
 
 
 def _type_part_name(kind: Any) -> str:
@@ -466,10 +449,10 @@ def _type_part_name(kind: Any) -> str:
 
 
 def _suggest_fix(row: Setting, value: Any) -> str:
-    for kind in _union_members(row.type):
+    for kind in row.types:
         if kind in (int, float) and isinstance(value, str):
             try:
                 return f"write {row.name}: {kind(value)} without quotes"
             except ValueError:
                 continue
-    return f"give {_type_name(row.type)}"
+    return f"give {_type_name(row)}"
