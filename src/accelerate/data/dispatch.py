@@ -76,7 +76,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             **kwargs,
         )
         world = collective.world_size(), collective.rank()
-        self._wrap(with_rank_batches(self.base_dataloader, *world, split_batches, True, slice_fn))
+        self.base_dataloader = with_rank_batches(self.base_dataloader, *world, split_batches, True, slice_fn)
         self._initialize_dispatch(*world, split_batches, True, slice_fn)
 
     def _initialize_dispatch(

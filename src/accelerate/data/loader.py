@@ -76,15 +76,13 @@ class DataLoaderStateMixin:
 class DataLoaderAdapter(DataLoader[Any]):
     """A loader that wraps another one and delegates unknown attributes to it."""
 
+    base_dataloader: Any
+
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
-        self._wrap(DataLoader(dataset, batch_sampler=batch_sampler, **kwargs))
+        self.base_dataloader = DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
-
-    def _wrap(self, base: DataLoader[Any]) -> None:
-        # Straight into __dict__: torch's loader guards its attributes, and they all live in the base.
-        self.__dict__["base_dataloader"] = base
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader" or name.startswith("_DataLoader__"):
@@ -199,7 +197,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> DataLoaderShard:
         """Wrap ``base``, which yields this process's part already."""
         shard = cls.__new__(cls)
-        shard._wrap(base)
+        shard.base_dataloader = base
         shard._initialize(
             device, bool(getattr(base, "drop_last", False)), non_blocking, iteration, skip_batches
         )
@@ -421,7 +419,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 def get_sampler(dataloader: Any) -> Any:
     """Return the sampler of single indices at the bottom of a loader, or None."""
     sampler = getattr(dataloader, "batch_sampler", None)
-    return inner_sampler(sampler) if sampler is not None else getattr(dataloader, "sampler", None)
+    return sampler_chain(sampler)[-1] if sampler is not None else getattr(dataloader, "sampler", None)
 
 
 class SkipDataLoader(DataLoaderShard):
@@ -470,7 +468,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
     if fetches_by_index(dataloader._full_base) and dataloader._full_base.batch_sampler is not None:
         twin._unskipped = whole = dataloader._full_base
         sampler = SkipBatchSampler(whole.batch_sampler, _count_skipped(whole.batch_sampler, twin._skip))  # type: ignore[arg-type]
-        twin._wrap(copy_loader(whole, batch_sampler=sampler))
+        twin.base_dataloader = copy_loader(whole, batch_sampler=sampler)
     return twin
 
 

@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.data import sharding_detection
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, SeedableRandomSampler
-from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import CountingCollate, IterableDatasetShard, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler
@@ -87,7 +86,11 @@ def prepare_data_loader(
         )
     else:
         shared = 1 if keeps_own else count
-        base = _shard(base, shared, index, split_batches, even_batches) if shared > 1 else base
+        if shared > 1:
+            # Where all ranks take part, the first batch of indices is compared before it is used.
+            compares = shard == "auto" and count == collective.world_size()
+            name = sharding_detection.describe_loader(dataloader) if compares else None
+            base = _shard(base, shared, index, split_batches, even_batches, name)
         prepared = DataLoaderShard.wrap(
             base, device=batch_device, non_blocking=non_blocking, num_processes=shared
         )
@@ -96,9 +99,6 @@ def prepare_data_loader(
         prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, mode)
     if count > 1 and count == collective.world_size() and shard == "auto":
         prepared.before_first_use = prepared.comparison
-        sampler_shard = find_shard(base)
-        if sampler_shard is not None and mode == "sharded":
-            sampler_shard.name_to_verify = sharding_detection.describe_loader(dataloader)
     prepared.rng_types = rng_types
     prepared.use_stateful_dataloader = use_stateful_dataloader
     if torch_device_mesh is not None and data_shard != world:
@@ -121,9 +121,7 @@ def _keeps_own_data(
         )
     if shard != "auto":
         return not shard
-    reason = sharding_detection.find_sharding(loader, count, index) or sharding_detection.detect_in_code(
-        loader
-    )
+    reason = sharding_detection.find_sharding(loader, count, index)
     if reason is not None:
         sharding_detection.log_not_sharded(loader, reason)
     return reason is not None
@@ -158,14 +156,18 @@ def _with_seedable_sampler(loader: DataLoader[Any], seed: int | None) -> DataLoa
     return copy_loader(loader, sampler=seeded, batch_sampler=twin)
 
 
-def _shard(loader: DataLoader[Any], count: int, index: int, split: bool, even: bool) -> DataLoader[Any]:
+def _shard(
+    loader: DataLoader[Any], count: int, index: int, split: bool, even: bool, name_to_verify: str | None
+) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, count, index, split, even)
     if loader.batch_sampler is None:
         single_batches = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
         shard = BatchSamplerShard(single_batches, count, index, split_batches=False, even_batches=even)
+        shard.name_to_verify = name_to_verify
         return copy_loader(loader, sampler=SingleIndexSampler(shard))
     shard = BatchSamplerShard(loader.batch_sampler, count, index, split, even)  # type: ignore[arg-type]
+    shard.name_to_verify = name_to_verify
     return copy_loader(loader, batch_sampler=shard)
 
 

@@ -60,7 +60,11 @@ def _sharding_candidates(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None:
-    """Return why the loader seems to be sharded over ``count`` processes already, or None."""
+    """Return why the loader seems to be sharded over ``count`` processes already, or None.
+
+    Raises:
+        PrepareError: its code asks only for the rank, so its purpose is unknown.
+    """
     for holder in _sharding_candidates(loader):
         split = getattr(holder, "_distributed", None)  # datasets.distributed.split_dataset_by_node
         for item in (holder, split):
@@ -71,7 +75,7 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
                 size, rank = "num_replicas", "rank"  # perhaps over some of the processes only
             if size is not None and rank is not None:
                 return f"its {type(holder).__name__} has {size}={sizes[size]} and {rank}={ranks[rank]}"
-    return None
+    return _detect_in_code(loader)
 
 
 def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
@@ -90,7 +94,7 @@ def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
         if len(numbers) == 2 and numbers["num_replicas"] > 1 and tuple(numbers.values()) != (count, index):
             attributes = " and ".join(f"{name}={value}" for name, value in numbers.items())
             reason = f"its {type(holder).__name__} has {attributes}"
-    reason = reason or detect_in_code(loader) or ""
+    reason = reason or _detect_in_code(loader) or ""
     if reason:
         raise PrepareError(
             f"{describe_loader(loader)} is sharded by processes ({reason}), of which several share layers or "
@@ -105,14 +109,14 @@ def _int_attributes(item: Any, names: Iterable[str]) -> dict[str, int]:
     return {name: value for name, value in values.items() if type(value) is int}
 
 
-def detect_in_code(loader: DataLoader[Any]) -> str | None:
-    """Return why the code of the loader's own samplers and stream seems to shard, or None.
-
-    Raises:
-        PrepareError: the code asks only for the rank, so its purpose is unknown.
-    """
+def _detect_in_code(loader: DataLoader[Any]) -> str | None:
+    """Return why the user's code of the loader's samplers and stream seems to shard, or None."""
     for holder in _sharding_candidates(loader):
-        names = set(_code_names(holder))
+        own = [c for c in type(holder).__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES]
+        # The results of __init__ are in the attributes.
+        members = [member for c in own for name, member in vars(c).items() if name != "__init__"]
+        functions = [getattr(each, "__func__", getattr(each, "fget", each)) for each in members]
+        names = {name for function in functions for name in _function_names(function, 3)}
         rank, size = sorted(names & _RANK), sorted(names & _SIZE)
         if rank and size:
             return f"the code of its {type(holder).__name__} asks for {rank[0]} and {size[0]}"
@@ -124,17 +128,6 @@ def detect_in_code(loader: DataLoader[Any]) -> str | None:
                 fix=_FIX,
             )
     return None
-
-
-def _code_names(holder: Any) -> Iterator[str]:
-    """Yield the names and strings in the user's code of an object's class."""
-    for base in type(holder).__mro__:
-        if base.__module__.partition(".")[0] not in _LIBRARIES:
-            for name, member in vars(base).items():
-                if name != "__init__":  # its results are in the attributes
-                    yield from _function_names(
-                        getattr(member, "__func__", getattr(member, "fget", member)), 3
-                    )
 
 
 def _function_names(function: Any, depth: int) -> Iterator[str]:
