@@ -188,7 +188,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
     )
     | exports("watch.profile: PROFILE_PATTERN_NAME")
-    | exports("core.versions: STR_OPERATION_TO_FUNC=OPERATIONS")
+    | exports("core.packages: STR_OPERATION_TO_FUNC=OPERATIONS")
     | exports("offload.layerwise_casting: SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=CASTABLE_LAYERS")
     | constants(
         "BETA_CP_AVAILABLE_PYTORCH_VERSION=2.6.0 BETA_SP_AVAILABLE_DEEPSPEED_VERSION=0.18.2 "
@@ -371,7 +371,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("core.tree: is_namedtuple")
     | exports("facade.module_queries: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
-    | exports("world.single_owner_broadcast: copy_tensor_to_devices")
+    | exports("world.collective: copy_tensor_to_devices")
     | {"is_torch_xpu_tensor": LazyCall("facade.device_availability:tensor_checker", "xpu")}
     | exports("strategy.deepspeed.strategy: GatheredParameters"),
     "accelerate.utils.other": exports(
@@ -390,11 +390,11 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("checkpoint.weight_file_io: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": not_built("training on TPU", "install_xla"),
-    "accelerate.utils.tqdm": exports("watch.progress_bar: tqdm"),
+    "accelerate.utils.tqdm": exports("watch.console: tqdm"),
     "accelerate.utils.transformer_engine": not_built(
         FP8, "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),
-    "accelerate.utils.versions": exports("core.versions: compare_versions is_torch_version"),
+    "accelerate.utils.versions": exports("core.packages: compare_versions is_torch_version"),
     "accelerate.test_utils": {},
     "accelerate.test_utils.testing": exports(
         "facade.client_test_utils: execute_subprocess_async get_torch_dist_unique_port "

@@ -239,7 +239,7 @@ def test_splitting_is_disjoint_complete_in_order_and_even(ranks: RankServer, siz
 def test_splitting_over_eight_processes_needs_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """C7."""
     from accelerate.world import world
-    from accelerate.world.split import split
+    from accelerate.world.collective import split
 
     for length in (0, 1, 3, 17):
         shares = []

@@ -15,9 +15,9 @@ from accelerate.watch.batch_size_search import (
     release_memory,
     should_reduce_batch_size,
 )
+from accelerate.watch.console import tqdm
 from accelerate.watch.logging import MultiProcessAdapter, get_logger
 from accelerate.watch.profile import ProfileKwargs
-from accelerate.watch.progress_bar import tqdm
 from accelerate.world import world as worlds
 from accelerate.world.world import World
 

@@ -1,4 +1,4 @@
-"""Checks for optional packages. No check imports one.
+"""Checks for optional packages and their versions (PEP 440). No check imports one.
 
 The launcher uses them too, so slow imports (packaging, importlib.metadata) stand where a version is needed.
 """
@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from accelerate.core import environ
-from accelerate.core.errors import MissingExtraError
+from accelerate.core.errors import MissingExtraError, SettingError
 
 if TYPE_CHECKING:
     from packaging.version import Version
 
 P = ParamSpec("P")
 R = TypeVar("R")
+OPERATIONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
 
 
 def is_installed(module: str) -> bool:
@@ -78,6 +87,43 @@ def is_satisfied(requirement: str) -> bool:
         return True
     version = get_version(parsed.name)
     return version is not None and parsed.specifier.contains(version, prereleases=True)
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Return True when ``library_or_version operation requirement_version`` holds.
+
+    A build's local label counts only where the requirement names one (PEP 440, "Version matching"):
+    ``2.6.0+cpu`` is ``== 2.6.0``.
+
+    Args:
+        library_or_version: the name of an installed distribution, or a version.
+        operation: one of ``> >= == != <= <``.
+        requirement_version: the version to compare with.
+
+    Raises:
+        SettingError: the operation is none of these.
+        importlib.metadata.PackageNotFoundError: the distribution is not installed.
+    """
+    from importlib.metadata import version
+
+    from packaging.version import Version, parse
+
+    if operation not in OPERATIONS:
+        raise SettingError(
+            f"{operation!r} is not a comparison of versions", fix=f"use one of: {', '.join(OPERATIONS)}"
+        )
+    actual = library_or_version
+    if isinstance(actual, str):
+        actual = parse(version(actual))
+    required = parse(requirement_version)
+    if required.local is None and actual.local is not None:
+        actual = Version(str(actual).partition("+")[0])
+    return OPERATIONS[operation](actual, required)
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the installed version of torch with ``version``; torch is not imported."""
+    return compare_versions("torch", operation, version)
 
 
 def make_checker(*requirements: str, flag: str = "") -> Callable[[], bool]:

@@ -98,7 +98,7 @@ class Epoch:
     @property
     def num_shards(self) -> int:
         """The number of data shards."""
-        return collective.world_size() if self.data_shard is None else self.data_shard.num_shards
+        return _count_shards(self.data_shard)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the epoch as JSON types."""
@@ -138,7 +138,14 @@ class LoaderPosition:
             skip: the batches or samples that it skips.
             isolated: it continues inside the recorded epoch, so it does not advance the global generators.
         """
-        record, epoch = self.record, self._new_epoch(skip)
+        record = self.record
+        epoch = Epoch(
+            self.iteration,
+            skip,
+            batches=skip.batches,
+            workers_started=self._workers_started,
+            data_shard=self.data_shard,
+        )
         if record is not None and (record.complete or record.number != self.iteration):
             self.record = None
         elif record is not None and record.order_state is not None:
@@ -155,19 +162,6 @@ class LoaderPosition:
             )
         self.current, self._workers_started = epoch, True
         return epoch
-
-    def _new_epoch(self, skip: EpochSkip) -> Epoch:
-        return Epoch(
-            self.iteration,
-            skip,
-            batches=skip.batches,
-            workers_started=self._workers_started,
-            data_shard=self.data_shard,
-        )
-
-    @property
-    def _num_shards(self) -> int:
-        return Epoch(0, data_shard=self.data_shard).num_shards
 
     def end(self, epoch: Epoch) -> None:
         """End an iteration, complete or broken off."""
@@ -190,7 +184,7 @@ class LoaderPosition:
             return dict(self._loaded_state)
         state = {
             "epoch": self.iteration,
-            "world_size": self._num_shards,
+            "world_size": _count_shards(self.data_shard),
             "step": step,
             "warm": self._workers_started,
             "now": capture_generators(generators),
@@ -256,13 +250,19 @@ class LoaderPosition:
             return EpochSkip(batches)
         if self._has_world_changed(step) and collective.rank() == 0:
             size, saved = record.saved_world or (1, step)
+            now = _count_shards(self.data_shard)
             warnings.warn(
                 f"the checkpoint was saved by {size} process(es) with steps of {saved} samples and is "
-                f"continued by {self._num_shards} with steps of {step}: the remaining samples are the same, "
+                f"continued by {now} with steps of {step}: the remaining samples are the same, "
                 "but other processes get them",
                 stacklevel=4,
             )
         return EpochSkip(batches, record.samples)
 
     def _has_world_changed(self, step: int) -> bool:
-        return self.record is not None and self.record.saved_world != (self._num_shards, step)
+        now = _count_shards(self.data_shard), step
+        return self.record is not None and self.record.saved_world != now
+
+
+def _count_shards(data_shard: DataShard | None) -> int:
+    return collective.world_size() if data_shard is None else data_shard.num_shards

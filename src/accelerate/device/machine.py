@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,17 +33,15 @@ def torch_build() -> dict[str, str | None]:
     if spec is None or spec.origin is None:
         return {}
     path = Path(spec.origin).with_name("version.py")
-    return dict(_constants(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
-
-def _constants(source: str) -> Iterator[tuple[str, str | None]]:
-    for line in ast.parse(source).body:
+    constants: dict[str, str | None] = {}
+    for line in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
         target = line.target if isinstance(line, ast.AnnAssign) else None
         if isinstance(line, ast.Assign) and len(line.targets) == 1:
             target = line.targets[0]
         value = getattr(line, "value", None)
         if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-            yield target.id, None if value.value is None else str(value.value)
+            constants[target.id] = None if value.value is None else str(value.value)
+    return constants
 
 
 @frozen_dataclass

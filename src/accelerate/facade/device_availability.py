@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import device as devices
 from accelerate.core import packages
 from accelerate.core.errors import SettingError
-from accelerate.core.versions import is_torch_version
+from accelerate.core.packages import is_torch_version
 
 Check = Callable[..., bool]
 

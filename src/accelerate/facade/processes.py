@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world import collective
-from accelerate.world.split import split
+from accelerate.world.collective import split
 from accelerate.world.world import World
 
 if TYPE_CHECKING:

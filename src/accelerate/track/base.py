@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from accelerate.core import environ, packages
+from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.world import clusters, world
+from accelerate.world.world import get_rank_info
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -149,8 +149,7 @@ def missing_attributes(tracker: GeneralTracker | type[GeneralTracker]) -> list[s
 
 def is_main_process() -> bool:
     """Return True on rank 0, by the process group, else by the launcher's variables, else always."""
-    info = world.current() or clusters.detect(environ.snapshot())
-    return info is None or info.rank == 0
+    return get_rank_info()[0] == 0
 
 
 def on_main_process(function: F) -> F:

@@ -39,11 +39,11 @@ from accelerate.cli.v1_launcher_functions import setup_fp8_env as setup_fp8_env
 from accelerate.core.enum_bases import BaseEnum as BaseEnum
 from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
+from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
+from accelerate.core.packages import compare_versions as compare_versions
+from accelerate.core.packages import is_torch_version as is_torch_version
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.core.units import show_bytes as convert_bytes
-from accelerate.core.versions import OPERATIONS as STR_OPERATION_TO_FUNC
-from accelerate.core.versions import compare_versions as compare_versions
-from accelerate.core.versions import is_torch_version as is_torch_version
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
 from accelerate.facade.attribute_utils import merge_dicts as merge_dicts
@@ -377,9 +377,9 @@ from accelerate.watch.batch_size_search import clear_device_cache as clear_devic
 from accelerate.watch.batch_size_search import find_executable_batch_size as find_executable_batch_size
 from accelerate.watch.batch_size_search import release_memory as release_memory
 from accelerate.watch.batch_size_search import should_reduce_batch_size as should_reduce_batch_size
+from accelerate.watch.console import tqdm as tqdm
 from accelerate.watch.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from accelerate.watch.profile import ProfileKwargs as ProfileKwargs
-from accelerate.watch.progress_bar import tqdm as tqdm
 from accelerate.world.affinity import override_numa_affinity as override_numa_affinity
 from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
@@ -387,6 +387,7 @@ from accelerate.world.collective import barrier as wait_for_everyone
 from accelerate.world.collective import broadcast as broadcast
 from accelerate.world.collective import broadcast_object_list as broadcast_object_list
 from accelerate.world.collective import chained_operation as chained_operation
+from accelerate.world.collective import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.collective import gather as gather
 from accelerate.world.collective import gather_object as gather_object
 from accelerate.world.collective import gather_tensor_shape as gather_tensor_shape
@@ -419,5 +420,4 @@ from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.rng import set_seed as set_seed
 from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state
 from accelerate.world.rng import synchronize_rng_states as synchronize_rng_states
-from accelerate.world.single_owner_broadcast import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs

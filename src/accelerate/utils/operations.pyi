@@ -9,6 +9,7 @@ from accelerate.world.collective import DistributedOperationException as Distrib
 from accelerate.world.collective import broadcast as broadcast
 from accelerate.world.collective import broadcast_object_list as broadcast_object_list
 from accelerate.world.collective import chained_operation as chained_operation
+from accelerate.world.collective import copy_tensor_to_devices as copy_tensor_to_devices
 from accelerate.world.collective import gather as gather
 from accelerate.world.collective import gather_object as gather_object
 from accelerate.world.collective import gather_tensor_shape as gather_tensor_shape
@@ -34,7 +35,6 @@ from accelerate.world.local_tensor_trees import pad_input_tensors as pad_input_t
 from accelerate.world.local_tensor_trees import recursively_apply as recursively_apply
 from accelerate.world.local_tensor_trees import send_to_device as send_to_device
 from accelerate.world.local_tensor_trees import slice_tensors as slice_tensors
-from accelerate.world.single_owner_broadcast import copy_tensor_to_devices as copy_tensor_to_devices
 from typing import Any
 
 def is_torch_xpu_tensor(tensor: Any) -> bool: ...

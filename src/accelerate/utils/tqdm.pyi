@@ -1,7 +1,7 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.watch.progress_bar import tqdm as tqdm
+from accelerate.watch.console import tqdm as tqdm
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.core.versions import compare_versions as compare_versions
-from accelerate.core.versions import is_torch_version as is_torch_version
+from accelerate.core.packages import compare_versions as compare_versions
+from accelerate.core.packages import is_torch_version as is_torch_version
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -1,6 +1,7 @@
-"""Progress bars and consoles of rich, shown by one process of each machine.
+"""Progress bars of tqdm and rich, and rich's console, shown by one process of each machine.
 
-The module ``accelerate.utils.rich`` shows these, and only when ``ACCELERATE_ENABLE_RICH`` is set, as in 1.x.
+The module ``accelerate.utils.rich`` shows those of rich, and only when ``ACCELERATE_ENABLE_RICH`` is set,
+as in 1.x.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.core import environ
-from accelerate.core.errors import AccelerateError
-from accelerate.watch.process_rank import get_rank_info
+from accelerate.core.errors import AccelerateError, SettingError
+from accelerate.world.world import get_rank_info
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +36,29 @@ def require_rich_enabled() -> None:
             why="programs that ask is_rich_available() must opt in",
             fix="set ACCELERATE_ENABLE_RICH=1",
         )
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return ``tqdm.auto.tqdm``, shown by one process of each machine.
+
+    Args:
+        args: as for tqdm; the first is the iterable.
+        main_process_only: False shows a bar on every process.
+        kwargs: as for tqdm; ``disable=True`` hides the bar everywhere.
+
+    Raises:
+        SettingError: the first argument is True or False, as in early versions of this function.
+    """
+    from tqdm.auto import tqdm as bar
+
+    if args and isinstance(args[0], bool):
+        raise SettingError(
+            f"the first argument of tqdm is {args[0]}, which cannot be iterated over",
+            fix=f"tqdm(iterable, main_process_only={args[0]})",
+        )
+    if main_process_only and get_rank_info()[1] != 0:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)
 
 
 def console(*, main_process_only: bool = True, **options: Any) -> Console:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.core.errors import UnknownNameError, WorldError
-from accelerate.watch.process_rank import get_rank_info
 from accelerate.world import world
+from accelerate.world.world import get_rank_info
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]

@@ -21,10 +21,15 @@ import torch
 import torch.distributed as dist
 
 from accelerate.core import tree
-from accelerate.core.errors import CollectiveError, SettingError
+from accelerate.core.errors import CollectiveError, PrepareError, SettingError
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
-from accelerate.world.local_tensor_trees import CannotPadNestedTensorWarning, pad_tensor, recursively_apply
+from accelerate.world.local_tensor_trees import (
+    CannotPadNestedTensorWarning,
+    TensorInformation,
+    pad_tensor,
+    recursively_apply,
+)
 from accelerate.world.packed_tree import PackedTree
 from accelerate.world.rank_failure_report import rank_table
 
@@ -255,6 +260,36 @@ def broadcast_object(value: Any, from_process: int = 0, operation: str = "broadc
         return pickle.loads(messages.body(from_process))
 
 
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Broadcast the tensor of the one rank that has it to the devices of all ranks.
+
+    Args:
+        tensor: the tensor on one rank, None on the others. A single process gets its tensor back.
+
+    Returns:
+        A new tensor of the same shape, dtype and values; on the rank that had it, that very tensor.
+
+    Raises:
+        CollectiveError: no rank has one, or several have; on all ranks.
+    """
+    local_info = None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)
+    infos = all_gather_object(local_info)
+    owners = [rank for rank, information in enumerate(infos) if information is not None]
+    if len(owners) != 1:
+        raise CollectiveError(
+            f"one rank has the tensor to copy to all devices, but {len(owners)} of {len(infos)} have one",
+            why="the tensor of that rank is what all the others get",
+            fix="pass None on all ranks but one",
+        )
+    if tensor is None:
+        information = infos[owners[0]]
+        world = worlds.current()
+        tensor = torch.empty(
+            information.shape, dtype=information.dtype, device=world.device if world else None
+        )
+    return broadcast(tensor, from_process=owners[0])
+
+
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """All-reduce tensors: return the element-wise sum or mean over ranks, times ``scale``, as new tensors.
 
@@ -343,6 +378,63 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
             leaf = pad_tensor(leaf, place, longest, pad_index, pad_first)
         padded.append(leaf)
     return packed.rebuild(padded)
+
+
+def split(items: Any, *, apply_padding: bool = False) -> Any:
+    """Return this rank's contiguous part of a list, tuple, range, tensor, or of each value of a dict.
+
+    The parts are disjoint, complete and in order, and their sizes differ by at most one, the first ranks
+    holding more. What has a ``select`` method (a ``datasets.Dataset``) gives a part of its own kind. A text
+    is one thing: every rank gets the whole.
+
+    Args:
+        items: what to split; every rank passes the same.
+        apply_padding: repeat the last item so that all parts have the same length (to gather them later).
+
+    Raises:
+        PrepareError: the values of a dict have different lengths, or something has no length.
+    """
+    if isinstance(items, str | bytes):
+        return items
+    if tree.is_mapping(items):
+        lengths = {_split_length(value) for value in items.values() if not isinstance(value, str | bytes)}
+        if len(lengths) > 1:
+            raise PrepareError(
+                f"the values of the dict to split have different lengths: {sorted(lengths)}",
+                why="each process takes the same positions of every value",
+            )
+        return {key: split(value, apply_padding=apply_padding) for key, value in items.items()}
+    length = _split_length(items)
+    if world_size() == 1:
+        return items
+    share, rest = divmod(length, world_size())
+    start = rank() * share + min(rank(), rest)
+    stop = start + share + (rank() < rest)
+    missing = share + (rest > 0) - (stop - start) if apply_padding and length else 0
+    return _slice_items(items, start, stop, missing)
+
+
+def _slice_items(items: Any, start: int, stop: int, missing: int) -> Any:
+    """Return items ``start`` to ``stop``, and the last item ``missing`` times more."""
+    if callable(getattr(items, "select", None)) and not isinstance(items, torch.Tensor):
+        return items.select([*range(start, stop), *[len(items) - 1] * missing])
+    part = items[start:stop]
+    if missing == 0:
+        return part
+    if isinstance(items, torch.Tensor):
+        return torch.cat([part, *[items[-1:]] * missing])
+    filled = [*part, *[items[-1]] * missing]
+    return filled if isinstance(items, range) else type(items)(filled)
+
+
+def _split_length(items: Any) -> int:
+    if not hasattr(items, "__len__"):
+        raise PrepareError(
+            f"an object of type {type(items).__name__} cannot be split between processes",
+            why="it has no length",
+            fix="pass a list, tuple, tensor or dataset, or a dict of these",
+        )
+    return len(items)
 
 
 def verify_operation(function: F) -> F:

@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
-from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.rank_failure_report import SAME_CALLS, rank_table
+from accelerate.world.watchdog import CallSite, find_call_site
 
 # Label for error texts; digests of operation and structure, flag any_size, bytes of the description, bytes of
 # the values. The description follows, so that everything that usually matches is compared at once.
@@ -453,14 +453,10 @@ class ControlChannel:
                 work.wait(WAIT_SLICE)
             except RuntimeError:
                 self._keep_waiting(work)
-        except CollectiveError:
+        except BaseException as error:
             self._leak_group()
-            raise
-        except RuntimeError as error:
-            self._leak_group()
-            raise self.watchdog.explain_disconnect(error) from error
-        except BaseException:
-            self._leak_group()
+            if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+                raise self.watchdog.explain_disconnect(error) from error
             raise
 
     def _keep_waiting(self, work: Any) -> None:

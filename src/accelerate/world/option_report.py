@@ -45,7 +45,21 @@ def world_option_statuses(
             yield option.report_unless("" if on_host else f"the world was open already, on {world.device}")
     for option in non_default_options(handler):
         yield _group_status(option, world)
-    yield from _launcher_statuses(launched, world)
+    option = launched.get("num_processes")
+    if option is not None and isinstance(option.value, int):
+        yield option.report_unless(
+            "" if world.size == option.value else f"this is one of {world.size} processes"
+        )
+    option = launched.get("num_cpu_threads_per_process")
+    if option is not None:
+        import torch
+
+        num_threads = torch.get_num_threads()
+        yield option.report_unless("" if num_threads == option.value else f"torch uses {num_threads}")
+    option = launched.get("gpu_ids")
+    if option is not None and world.device.type != "cpu" and option.value != "all":
+        requested, visible = len(str(option.value).split(",")), world.hardware.count()
+        yield option.report_unless("" if requested == visible else f"{visible} devices are visible")
 
 
 def _affinity_status(option: RequestedOption, world: World) -> OptionStatus:
@@ -101,21 +115,3 @@ def group_timeouts(world: World) -> list[timedelta]:
             options = getattr(group._get_backend(torch.device(device)), "options", None)
             limits += [limit for limit in (getattr(options, "_timeout", None),) if limit is not None]
     return limits
-
-
-def _launcher_statuses(launched: Mapping[str, RequestedOption], world: World) -> Iterator[OptionStatus]:
-    option = launched.get("num_processes")
-    if option is not None and isinstance(option.value, int):
-        yield option.report_unless(
-            "" if world.size == option.value else f"this is one of {world.size} processes"
-        )
-    option = launched.get("num_cpu_threads_per_process")
-    if option is not None:
-        import torch
-
-        num_threads = torch.get_num_threads()
-        yield option.report_unless("" if num_threads == option.value else f"torch uses {num_threads}")
-    option = launched.get("gpu_ids")
-    if option is not None and world.device.type != "cpu" and option.value != "all":
-        requested, visible = len(str(option.value).split(",")), world.hardware.count()
-        yield option.report_unless("" if requested == visible else f"{visible} devices are visible")

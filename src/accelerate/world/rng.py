@@ -19,7 +19,7 @@ from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.world import clusters
-from accelerate.world.world import current
+from accelerate.world.world import current, get_rank_info
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     import torch
 
     if device_specific:
-        seed += _current_rank()
+        seed += get_rank_info()[0]
     device = _current_device_type()
     if deterministic:
         device.make_deterministic()
@@ -176,21 +176,12 @@ def _require_open_world() -> None:
         )
 
 
-def _current_rank() -> int:
-    """Return the rank of this process, also before the world is open."""
-    world = current()
-    if world is not None:
-        return world.rank
-    cluster = clusters.detect(environ.snapshot())
-    return cluster.rank if cluster else 0
-
-
 def _current_device_type() -> Device:
     """Return the device type of this process, also before the world is open."""
     world = current()
-    return devices.get(world.device.type) if world is not None else devices.detect()
+    return devices.detect() if world is None else world.hardware
 
 
 def _all_devices() -> list[Device]:
-    cpu, device = devices.get("cpu"), _current_device_type()
-    return [cpu] if device.type == cpu.type else [cpu, device]
+    device = _current_device_type()
+    return [device] if device.type == "cpu" else [devices.get("cpu"), device]

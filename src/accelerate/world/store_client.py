@@ -40,19 +40,16 @@ class StoreClient:
         other.store, other._connection = PrefixStore(prefix, self.store), None
         return other
 
-    def _connect(self) -> Any:
-        """Return this client's connection; another thread may block the shared one while it waits."""
-        if self._connection is None:
-            # torch before 2.10 cannot clone a store; use the shared connection there
-            self._connection = self.store.clone() if hasattr(self.store, "clone") else self.store
-            self._connection.set_timeout(timedelta(seconds=5))
-        return self._connection
-
     def _request(self, method: str, *arguments: Any) -> Any:
         if self.is_lost:
             return None
         try:
-            return getattr(self._connect(), method)(*arguments)
+            if self._connection is None:
+                # Its own: another thread may block the shared one while it waits. Torch before 2.10 cannot
+                # clone a store.
+                self._connection = self.store.clone() if hasattr(self.store, "clone") else self.store
+                self._connection.set_timeout(timedelta(seconds=5))
+            return getattr(self._connection, method)(*arguments)
         except RuntimeError:  # torch's DistNetworkError and DistStoreError, by version
             self.is_lost = True
             return None

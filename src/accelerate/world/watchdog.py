@@ -22,11 +22,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
-from typing import Any
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple
 
 from accelerate.core.errors import CollectiveError
-from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.rank_failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
 from accelerate.world.store_client import StoreClient
 
@@ -50,6 +50,58 @@ _CONNECTION_ERRORS = (
     "Timed out",
     "ncclRemote",
 )
+
+# Frames of this package and of the standard library's wrappers are not user code.
+_PACKAGE_PREFIXES = (str(Path(__file__).parents[1]) + os.sep, "<frozen")
+_CONTEXT = "contextlib.py"
+
+
+class CallSite(NamedTuple):
+    """A line of the user's code.
+
+    Attributes:
+        file, line: the source position.
+        function: name of the function; ``<module>`` at module level.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+# By the code's identity, which the entry keeps alive: hashing the code itself would cost more than the rest.
+_cache: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}
+_UNKNOWN = CallSite("<unknown>", 0, "")
+
+
+def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()) -> CallSite:
+    """Return the innermost line of user code at or above a frame; the outermost line if there is none.
+
+    Args:
+        frame: the frame to start from.
+        extra_prefixes: more folders whose code is not the user's.
+    """
+    prefixes = _PACKAGE_PREFIXES + extra_prefixes if extra_prefixes else _PACKAGE_PREFIXES
+    if frame is None:
+        return _UNKNOWN
+    while True:
+        code, outer = frame.f_code, frame.f_back
+        name = code.co_filename
+        if outer is None or not (name.startswith(prefixes) or name.endswith(_CONTEXT)):
+            break
+        frame = outer
+    key = id(code), frame.f_lasti
+    entry = _cache.get(key)
+    if entry is None:
+        # A generator of code (a notebook, exec in a loop) must not fill the memory.
+        if len(_cache) > 4096:
+            _cache.clear()
+        entry = _cache[key] = CallSite(code.co_filename, frame.f_lineno, code.co_name), code
+    return entry[0]
+
 
 _current: Watchdog | None = None
 _hooks_installed = False
@@ -86,7 +138,8 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
         # The world was closed by ``forget``, and its group is still open.
         _current.timeout = timeout.total_seconds()
         return
-    shut_down()
+    if _current is not None:
+        shut_down()
     _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store), counters)
     _current.group = group
     if not _hooks_installed:

@@ -142,6 +142,15 @@ def current() -> World | None:
     return _current
 
 
+def get_rank_info() -> tuple[int, int, int]:
+    """Return (rank, local rank, world size), also before the world is open.
+
+    They are the process group's, else the launcher's, else those of a single process.
+    """
+    info = _current or clusters.detect(environ.snapshot())
+    return (info.rank, info.local_rank, info.size) if info else (0, 0, 1)
+
+
 def open(
     *,
     cpu: bool | None = None,
@@ -227,7 +236,9 @@ def _reuse(world: World, settings: ProcessDeviceSettings, *, asked_cpu: bool) ->
             why="the device of a group of processes cannot change while it is open",
             fix="create the first Accelerator or PartialState with cpu=True",
         )
-    return dataclasses.replace(world, device=_bind_device(devices.get("cpu"), 0))
+    hardware = devices.get("cpu")
+    environ.set_variables(environ.filter_unset(hardware.environment))
+    return dataclasses.replace(world, device=hardware.bind(0))
 
 
 def _open_distributed(
@@ -338,31 +349,28 @@ def _select_device(
     """
     fixed = environ.get("ACCELERATE_TORCH_DEVICE")
     if fixed:
-        kind, _, index = fixed.partition(":")
+        kind, _, number = fixed.partition(":")
         if settings.use_cpu and kind != "cpu":
             raise WorldError(
                 f"two devices are asked for: the CPU (--cpu, cpu=True or ACCELERATE_USE_CPU) "
                 f"and {fixed} (ACCELERATE_TORCH_DEVICE)",
                 fix="keep one of them",
             )
-        return _bind_device(devices.get(kind), int(index) if index.isdecimal() else 0)
-    hardware = devices.get("cpu") if settings.use_cpu else devices.detect()
-    if hardware.type == "cpu":
-        return _bind_device(hardware, 0)
-    count = hardware.count()
-    enough = local_size <= count or (
-        hides_devices and local_size <= hardware.count_physical(devices.DeviceProbeHost())
-    )
-    if not enough:
-        raise WorldError(
-            f"{local_size} processes share this machine, but it has {count} {hardware.type} device(s)",
-            why="each process needs a device of its own",
-            fix=f"start {count} process(es) here, or use the CPU: accelerate launch --cpu ...",
-        )
-    return _bind_device(hardware, local_rank % count)
-
-
-def _bind_device(hardware: devices.Device, index: int) -> torch.device:
-    """Make a device the current one, and set the environment variables that it needs."""
+        hardware, index = devices.get(kind), int(number) if number.isdecimal() else 0
+    else:
+        hardware, index = devices.get("cpu") if settings.use_cpu else devices.detect(), 0
+        if hardware.type != "cpu":
+            count = hardware.count()
+            enough = local_size <= count or (
+                hides_devices and local_size <= hardware.count_physical(devices.DeviceProbeHost())
+            )
+            if not enough:
+                raise WorldError(
+                    f"{local_size} processes share this machine, but it has {count} {hardware.type} "
+                    "device(s)",
+                    why="each process needs a device of its own",
+                    fix=f"start {count} process(es) here, or use the CPU: accelerate launch --cpu ...",
+                )
+            index = local_rank % count
     environ.set_variables(environ.filter_unset(hardware.environment))
     return hardware.bind(index)
