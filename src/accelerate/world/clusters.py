@@ -302,10 +302,10 @@ class SLURMEnvironment(ClusterEnvironment):
     def read(self) -> None:
         """Read the lists of tasks and hosts too."""
         super().read()
+        sizes, hosts = self.find_variable(self.local_sizes_names), self.find_variable(self.hosts_names)
         counts = [self.local_size] * self.nodes if self.local_size and self.nodes else []
-        for name in reversed(self.local_sizes_names):
-            if self.env.get(name):
-                counts = expand_counts(self.env[name], where=name)
+        if sizes in self.local_sizes_names:
+            counts = expand_counts(self.env[sizes], where=sizes)
         if counts and sum(counts) != self.size:
             listed = self.find_variable((*self.local_sizes_names, *self.local_size_names))
             total = self.find_variable(self.size_names)
@@ -316,8 +316,7 @@ class SLURMEnvironment(ClusterEnvironment):
             )
         on_list = self.node is not None and self.node < len(counts)
         self.local_size = counts[self.node] if on_list and self.node is not None else None
-        hosts = self.find_variable(self.hosts_names)
-        if self.address is None and self.nodes != 1 and hosts in self.env:
+        if self.address is None and self.nodes != 1 and hosts in self.hosts_names:
             self.address = expand_nodes(self.env[hosts], where=hosts)[0]
 
 
