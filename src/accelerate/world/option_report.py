@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
-from typing import Any
 
 from accelerate.core.option_report import (
     OptionStatus,
@@ -16,6 +14,7 @@ from accelerate.core.option_report import (
 from accelerate.core.setting import load_settings
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.world.affinity import near_cores
+from accelerate.world.watchdog import backend_timeouts, group_backends
 from accelerate.world.world import InitProcessGroupKwargs, ProcessDeviceSettings, World
 
 
@@ -88,7 +87,7 @@ def _group_status(option: RequestedOption, world: World) -> OptionStatus:
     if not world.has_group:
         return option.report_not_applied("one process has no group", matters=False)
     if option.name == "timeout":
-        limits = group_timeouts(world)
+        limits = backend_timeouts(group_backends(dist.group.WORLD))
         other = sorted({limit for limit in limits if limit != option.value})
         if not limits:
             return option.report_pending(f"the back end {world.backend} does not tell its timeout")
@@ -102,16 +101,3 @@ def _group_status(option: RequestedOption, world: World) -> OptionStatus:
             "" if named in joined else f"the group of processes has {joined}; it was open already"
         )
     return option.report_unless("" if world.owns_group else "the group of processes was open already")
-
-
-def group_timeouts(world: World) -> list[timedelta]:
-    """Return the timeouts of the world's process group, from the back ends that tell theirs."""
-    import torch
-
-    group: Any = torch.distributed.group.WORLD
-    limits: list[timedelta] = []
-    for device in {torch.device("cpu").type, world.device.type}:
-        if device in {each.type for each in group._device_types}:
-            options = getattr(group._get_backend(torch.device(device)), "options", None)
-            limits += [limit for limit in (getattr(options, "_timeout", None),) if limit is not None]
-    return limits

@@ -125,14 +125,9 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
     store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     if store is None or dist.get_backend() == "fake":
         return  # no store to communicate through
-    group: Any = dist.group.WORLD
-    by_device = map(group._get_backend, group._device_types)
-    backends = list({id(each): each for each in by_device}.values())
+    backends = group_backends(dist.group.WORLD)
     if timeout is None:
-        # Back ends keep their timeout in options of their own class; not all have one.
-        limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
-        timeouts: list[timedelta] = [limit for limit in limits if limit is not None]
-        timeout = min(timeouts, default=timedelta(minutes=30))
+        timeout = min(backend_timeouts(backends), default=timedelta(minutes=30))
     counters = [each._get_sequence_number_for_group for each in backends]
     if _current is not None and _current.store.group_store is store:
         # The world was closed by ``forget``, and its group is still open.
@@ -141,13 +136,24 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
     if _current is not None:
         shut_down()
     _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store), counters)
-    _current.group = group
+    _current.group = dist.group.WORLD
     if not _hooks_installed:
         _hooks_installed = True
         os.register_at_fork(after_in_child=_forget_in_child)
         atexit.register(shut_down)
     if not isinstance(sys.excepthook, _WatchdogExceptHook):
         sys.excepthook = _WatchdogExceptHook(sys.excepthook)
+
+
+def group_backends(group: Any) -> list[Any]:
+    """Return the back ends of a process group, each once."""
+    return list({id(each): each for each in map(group._get_backend, group._device_types)}.values())
+
+
+def backend_timeouts(backends: list[Any]) -> list[timedelta]:
+    """Return the timeouts of the back ends that have one; each keeps it in options of its own class."""
+    limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
+    return [limit for limit in limits if limit is not None]
 
 
 def shut_down() -> None:
@@ -225,8 +231,7 @@ class Watchdog:
     def track_group(self, group: Any) -> None:
         """Count the collectives of one more group; all ranks must start the same number of them."""
         if group.group_name != getattr(self.group, "group_name", None):
-            backends = {id(b): b for b in map(group._get_backend, group._device_types)}
-            self._counters += [each._get_sequence_number_for_group for each in backends.values()]
+            self._counters += [each._get_sequence_number_for_group for each in group_backends(group)]
 
     # --- called by the working thread
 
