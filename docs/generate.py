@@ -428,7 +428,8 @@ def _setting(row: Any) -> list[str]:
         text += ": " + ", ".join(f"`{choice}`" for choice in row.choices)
     flags = " ".join(map(code, row.flags))
     key = code(row.path) if row.in_file else ""
-    default = "" if row.default is None else code(_shown(row.default))
+    value = row.fallback if row.default is None else row.default
+    default = "" if value is None else code(_shown(value))
     return [flags, code(row.variable or ""), key, default, text]
 
 

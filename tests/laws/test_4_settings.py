@@ -53,7 +53,7 @@ def holds_settings(cls: Any) -> bool:
 def own_settings(cls: type) -> Iterator[Setting]:
     """The settings that ``cls`` itself declares, inherited ones left out."""
     annotated = cls.__dict__.get("__annotations__", {})
-    return (row for row in declared_settings(cls) if row.name in annotated)
+    return (row for row in declared_settings(cls) if row.field in annotated)
 
 
 def names_of(row: Setting) -> Iterator[tuple[str, str]]:

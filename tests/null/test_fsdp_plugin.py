@@ -25,8 +25,8 @@ from accelerate.launch.launch_request import read_request
 from accelerate.strategy import choose_strategy, unused_options
 from accelerate.strategy.base import StrategyRequest
 from accelerate.strategy.sharding import fsdp_utils
+from accelerate.strategy.sharding.fsdp2_options import option_statuses
 from accelerate.strategy.sharding.fsdp_unit_selection import find_units
-from accelerate.strategy.sharding.option_report import option_statuses
 from accelerate.world.world import World
 from tests.support.sharded_models import Block, tiny
 

@@ -30,19 +30,24 @@ def frozen_dataclass(cls: type[T]) -> type[T]:
     ``dataclasses.fields``, ``replace`` and ``asdict`` know it. It has no ``__post_init__``, and a class that
     inherits from it is made by this function too.
     """
-    frozen: Any = dataclass(init=False, repr=False, eq=False)(cls)
-    methods = {
-        "__init__": _make_init(frozen),
-        "__repr__": _repr,
-        "__eq__": _eq,
-        "__hash__": _hash,
-        "__setattr__": _refuse,
-        "__delattr__": _refuse,
-    }
-    for name, method in methods.items():
+    frozen = mutable_dataclass(cls)
+    for name, method in {"__hash__": _hash, "__setattr__": _refuse, "__delattr__": _refuse}.items():
         if name not in vars(cls) or vars(cls)[name] is None:  # a class with __eq__ gets `__hash__ = None`
             setattr(frozen, name, method)
     return frozen
+
+
+@dataclass_transform(field_specifiers=(field,))
+def mutable_dataclass(cls: type[T]) -> type[T]:
+    """Make a class a dataclass in the same way, whose instances change: one that others inherit from.
+
+    A class that inherits from it may be made by ``dataclass``.
+    """
+    made: Any = dataclass(init=False, repr=False, eq=False)(cls)
+    for name, method in {"__init__": _make_init(made), "__repr__": _repr, "__eq__": _eq}.items():
+        if name not in vars(cls):
+            setattr(made, name, method)
+    return made
 
 
 def _make_init(cls: Any) -> Callable[..., None]:

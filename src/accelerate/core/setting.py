@@ -35,8 +35,9 @@ class Setting:
     """One declared setting and everything that is derived from it.
 
     Attributes:
-        name: the field's name, also the YAML key.
-        type: the resolved annotation.
+        name: its name in files, flags and arguments: the field's, with the prefix of its class.
+        field: the field that declares it and holds its value.
+        type: the type of its values.
         types: its members if it is a union, else itself alone.
         flags: spellings on the command line, the first is shown in help; empty when there is no flag.
         switch: whether the flag stands alone (``--cpu``) instead of taking a value.
@@ -49,9 +50,12 @@ class Setting:
         topic: heading of the help.
         question: the wizard's question; empty for none.
         when: the wizard asks only if these settings have one of these values, by name.
+        fallback: the value that its reader takes where no source gives one; a launch does not pass it on.
+        details: further facts, for the room of the class.
     """
 
     name: str
+    field: str
     type: Any
     types: tuple[Any, ...]
     default: Any
@@ -67,6 +71,8 @@ class Setting:
     topic: str
     question: str
     when: Mapping[str, Container[Any]]
+    fallback: Any
+    details: Mapping[str, Any]
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -95,6 +101,10 @@ def setting(
     question: str = "",
     when: Mapping[str, Container[Any]] | None = None,
     factory: Any = dataclasses.MISSING,
+    name: str = "",
+    type: Any = None,
+    fallback: Any = None,
+    details: Mapping[str, Any] | None = None,
 ) -> Any:
     """Declare a setting as a dataclass field.
 
@@ -104,7 +114,8 @@ def setting(
         flag: its spelling on the command line; True derives ``--<name>``, None means there is none.
         flags: more spellings (torchrun's own, short ones).
         switch: a yes/no setting's flag stands alone; False makes it take true or false.
-        variable: environment variable; True derives ``ACCELERATE_<NAME>``, None means there is none.
+        variable: environment variable; True derives ``ACCELERATE_<NAME>`` (see ``declared_settings``), None
+            means there is none.
         in_file: whether it may stand in a configuration file.
         choices: allowed values.
         aliases: other spellings of choices: lower-case text -> choice.
@@ -112,9 +123,17 @@ def setting(
         question: the wizard's question; empty for none.
         when: the wizard asks only if these settings have one of these values, by name.
         factory: makes the default, for mutable values.
+        name: its name where it is not the field's.
+        type: the type of its values where the field may hold more than text can say.
+        fallback: what the reader takes where no source gives a value.
+        details: further facts, for the room of the class.
     """
     metadata = {
         "setting": True,
+        "name": name,
+        "type": type,
+        "fallback": fallback,
+        "details": details or {},
         "help": help,
         "flag": flag,
         "flags": tuple(flags),
@@ -140,20 +159,26 @@ _annotations: dict[tuple[str, str], Any] = {}
 def declared_settings(cls: type) -> tuple[Setting, ...]:
     """Return the settings of a dataclass, in order of declaration.
 
-    A class may set ``__section__`` (its nested YAML table), ``__prefix__`` (of its keys, flags and
-    variables) and ``__topic__`` (the heading of its flags in help).
+    A class may set ``__section__`` (its nested YAML table), ``__prefix__`` (of its keys and flags, and of the
+    names of its fields, which may leave it out), ``__variables__`` (the beginning of its variables),
+    ``__topic__`` (the heading of its flags in help) and ``__first__`` (fields that help and questions show
+    first).
     """
     section: str = getattr(cls, "__section__", "")
     prefix: str = getattr(cls, "__prefix__", "")
     modules = {n: base.__module__ for base in reversed(cls.__mro__) for n in inspect.get_annotations(base)}
+    first: tuple[str, ...] = getattr(cls, "__first__", ())
+    fields = sorted(dataclasses.fields(cls), key=lambda item: [*first, item.name].index(item.name))
     rows: list[Setting] = []
-    for item in dataclasses.fields(cls):
+    for item in fields:
         if not item.metadata.get("setting"):
             continue
         meta = item.metadata
-        variable = f"ACCELERATE_{item.name.upper()}" if meta["variable"] is True else meta["variable"]
+        name = meta["name"] or f"{prefix}{item.name.removeprefix(prefix)}"
+        variables: str = getattr(cls, "__variables__", "ACCELERATE_")
+        variable = f"{variables}{name.upper()}" if meta["variable"] is True else meta["variable"]
         default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-        kind: Any = item.type
+        kind: Any = meta["type"] or item.type
         if isinstance(kind, str):
             # typing.get_type_hints compiles each text anew, which takes longer than all else about settings.
             key = kind, modules[item.name]
@@ -165,10 +190,11 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
         members = [each for each in kinds if each is not type(None)]
         is_literal = all(get_origin(each) is Literal for each in members)
         choices = tuple(choice for each in members for choice in get_args(each)) if is_literal else ()
-        flag = f"--{item.name}" if meta["flag"] is True else meta["flag"]
+        flag = f"--{name}" if meta["flag"] is True else meta["flag"]
         rows.append(
             Setting(
-                name=item.name,
+                name=name,
+                field=item.name,
                 type=kind,
                 types=kinds,
                 default=default,
@@ -184,6 +210,8 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
                 topic=meta["topic"] or getattr(cls, "__topic__", ""),
                 question=meta["question"],
                 when=meta["when"],
+                fallback=meta["fallback"],
+                details=meta["details"],
             )
         )
     return tuple(rows)
@@ -293,7 +321,7 @@ def load_settings(
             candidates.append(SettingOrigin("default", "", row.default))
         if not candidates:
             raise SettingError(f"{row.name} is needed and not given", fix=_suggest_source(row))
-        values[row.name] = candidates[0].value
+        values[row.field] = candidates[0].value
         origins[row.name] = tuple(candidates)
     return SettingsWithOrigins(cls(**values), origins)
 

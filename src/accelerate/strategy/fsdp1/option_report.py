@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.strategy.fsdp1.wrap import fsdp_modules
-from accelerate.strategy.sharding.option_report import (
+from accelerate.strategy.sharding.fsdp2_options import (
     NO_TRAINED_MODEL,
     plugin_options,
     rank0_loading_status,
@@ -18,8 +18,6 @@ from accelerate.strategy.sharding.option_report import (
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
-# Options whose default is yes, so that "no" counts as given.
-_YES = ("fsdp_use_orig_params", "fsdp_sync_module_states")
 # The attribute of torch's wrapper, by option.
 _FIELDS = {
     "fsdp_forward_prefetch": "forward_prefetch",
@@ -47,9 +45,9 @@ def option_statuses(
             if models
             else option.report_pending(NO_TRAINED_MODEL)
         )
-    for option in plugin_options(plugin, _YES):
+    for option in plugin_options(plugin):
         look = _STATUS.get(option.name)
-        if option.name == "fsdp_reshard_after_forward" and plugin._settings.value.fsdp_sharding_strategy:
+        if option.name == "fsdp_reshard_after_forward" and plugin._settings.value.sharding_strategy:
             yield option.report_not_applied("sharding_strategy says it in FSDP1", matters=False)
         elif look is None and option.name not in _FIELDS:
             yield option.report_applied()

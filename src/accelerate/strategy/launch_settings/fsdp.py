@@ -1,10 +1,15 @@
-"""The settings of FSDP: the launcher's flags, their environment variables and file keys."""
+"""The options of FSDP: fields of ``FullyShardedDataParallelPlugin``, and settings of the launcher.
+
+An option is declared here. What it means stands in ``strategy/sharding/fsdp2_options.py`` and
+``fsdp1_options.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -30,131 +35,158 @@ class UseFSDPSetting:
     )
 
 
-@frozen_dataclass
+@mutable_dataclass
 class FSDPSettings:
-    """The options of FSDP; see ``FullyShardedDataParallelPlugin``."""
+    """The options of FSDP in the order of the plugin's constructor; plain fields are for code only."""
 
     __topic__ = "Sharding"
     __section__ = "fsdp_config"
     __prefix__ = "fsdp_"
+    __variables__ = ""
     __switch__ = "use_fsdp"
+    __first__ = (
+        *("fsdp_version", "reshard_after_forward", "auto_wrap_policy", "transformer_cls_names_to_wrap"),
+        *("min_num_params", "cpu_offload", "state_dict_type", "cpu_ram_efficient_loading"),
+        *(
+            "activation_checkpointing",
+            "activation_checkpointing_offload",
+            "ignored_modules",
+            "replicate_size",
+        ),
+    )
 
-    fsdp_version: int | None = setting(
+    fsdp_version: Any = setting(
         None,
-        variable="FSDP_VERSION",
+        type=int | None,
         choices=(1, 2),
+        fallback=2,
         help="2, the default, is FSDP2 (fully_shard); 1 is FSDP1 (FullyShardedDataParallel)",
         question="Which version?",
     )
-    fsdp_reshard_after_forward: bool | str | None = setting(
+    sharding_strategy: Any = setting(
         None,
+        type=str | None,
+        choices=STRATEGIES,
+        # Torch writes an underscore before the name of an unstable member.
+        aliases={**_numbers(STRATEGIES), "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
+        help="of FSDP1: what is sharded; in FSDP2 see fsdp_reshard_after_forward",
+    )
+    reshard_after_forward: Any = setting(
+        None,
+        type=bool | str | None,
         switch=False,
-        variable="FSDP_RESHARD_AFTER_FORWARD",
+        fallback=True,
         help="free unsharded parameters after the forward and all-gather them again in the backward (true); "
         "false takes more memory and less communication",
         question="Free unsharded parameters after the forward? true or false",
     )
-    fsdp_auto_wrap_policy: str | None = setting(
+    backward_prefetch: Any = setting(
         None,
-        variable="FSDP_AUTO_WRAP_POLICY",
+        type=str | None,
+        choices=PREFETCHES,
+        aliases=_numbers(PREFETCHES),
+        fallback="BACKWARD_PRE",
+        help="of FSDP1: all-gather the next unit before or after the gradients of this one, or no prefetch",
+    )
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = setting(
+        None,
+        type=str | None,
         choices=POLICIES,
+        fallback="NO_WRAP",
         help="which modules are FSDP units: layers by class, modules by size, or none",
         question="Which modules are FSDP units?",
     )
-    fsdp_transformer_layer_cls_to_wrap: str | tuple[str, ...] | None = setting(
+    cpu_offload: Any = setting(
         None,
-        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
-        help="class names of the layers, with commas; by default those that the model names itself",
-        question="Class names of the layers?",
-        when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
-    )
-    fsdp_min_num_params: int | None = setting(
-        None,
-        variable="FSDP_MIN_NUM_PARAMS",
-        help="least parameters of an FSDP unit, if units are chosen by size",
-        question="Least parameters of an FSDP unit?",
-        when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
-    )
-    fsdp_offload_params: bool | None = setting(
-        None,
+        name="fsdp_offload_params",
+        type=bool | None,
         switch=False,
-        variable="FSDP_OFFLOAD_PARAMS",
+        fallback=False,
         help="keep parameters, gradients and optimizer state in the memory of the host",
         question="Keep parameters in the memory of the host?",
     )
-    fsdp_state_dict_type: str | None = setting(
+    ignored_modules: Any = setting(
         None,
-        variable="FSDP_STATE_DICT_TYPE",
+        type=str | None,
+        flag=None,
+        help="a regular expression: frozen modules of these names are not sharded",
+    )
+    state_dict_type: Any = setting(
+        None,
+        type=str | None,
         choices=STATES,
         aliases=_numbers(STATES),
         help="checkpoints hold SHARDED_STATE_DICT, a shard per rank, or FULL_STATE_DICT; in FSDP1 also "
         "LOCAL_STATE_DICT",
         question="What do checkpoints hold?",
     )
-    fsdp_cpu_ram_efficient_loading: bool | None = setting(
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = setting(
         None,
         switch=False,
-        variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
-        help="only rank 0 reads the weights of a pretrained model, and broadcasts them",
-        question="Read pretrained weights on rank 0 only?",
+        fallback=True,
+        help="of FSDP1: keep the user's own parameters (true), so that frozen ones and several groups of an "
+        "optimizer may share a unit; always so in FSDP2",
     )
-    fsdp_activation_checkpointing: bool | None = setting(
+    param_init_fn: Any = None
+    sync_module_states: bool | None = setting(
         None,
         switch=False,
-        variable="FSDP_ACTIVATION_CHECKPOINTING",
+        fallback=True,
+        help="of FSDP1: begin with the weights of rank 0 (true); false saves the broadcast where all ranks "
+        "have read the same weights, which is checked; always true in FSDP2",
+    )
+    forward_prefetch: Any = setting(
+        None,
+        type=bool | None,
+        switch=False,
+        fallback=False,
+        help="of FSDP1: all-gather the next unit while one computes",
+    )
+    activation_checkpointing: Any = setting(
+        None,
+        type=bool | None,
+        switch=False,
+        fallback=False,
         help="recompute the activations of each FSDP unit in the backward",
         question="Recompute activations in the backward?",
     )
-    fsdp_activation_checkpointing_offload: bool | None = setting(
+    activation_checkpointing_offload: Any = setting(
         None,
+        type=bool | None,
         switch=False,
-        variable="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        fallback=False,
         help="keep the checkpointed inputs in the memory of the host",
     )
-    fsdp_ignored_modules: str | None = setting(
+    cpu_ram_efficient_loading: Any = setting(
         None,
-        flag=None,
-        variable="FSDP_IGNORED_MODULES",
-        help="a regular expression: frozen modules of these names are not sharded",
+        type=bool | None,
+        switch=False,
+        fallback=False,
+        help="only rank 0 reads the weights of a pretrained model, and broadcasts them",
+        question="Read pretrained weights on rank 0 only?",
     )
-    fsdp_replicate_size: int | None = setting(
+    transformer_cls_names_to_wrap: Any = setting(
         None,
-        variable="FSDP_REPLICATE_SIZE",
+        name="fsdp_transformer_layer_cls_to_wrap",
+        type=str | tuple[str, ...] | None,
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        help="class names of the layers, with commas; by default those that the model names itself",
+        question="Class names of the layers?",
+        when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
+    )
+    min_num_params: int | None = setting(
+        None,
+        help="least parameters of an FSDP unit, if units are chosen by size",
+        question="Least parameters of an FSDP unit?",
+        when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
+    )
+    replicate_size: int | None = setting(
+        None,
         help="replicas under HYBRID_SHARD; by default one for each machine",
-    )
-    # Options of FSDP1; for their meaning in FSDP2 see the plugin.
-    fsdp_sharding_strategy: str | None = setting(
-        None,
-        variable="FSDP_SHARDING_STRATEGY",
-        choices=STRATEGIES,
-        # Torch writes an underscore before the name of an unstable member.
-        aliases={**_numbers(STRATEGIES), "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
-        help="of FSDP1: what is sharded; in FSDP2 see fsdp_reshard_after_forward",
-    )
-    fsdp_backward_prefetch: str | None = setting(
-        None,
-        variable="FSDP_BACKWARD_PREFETCH",
-        choices=PREFETCHES,
-        aliases=_numbers(PREFETCHES),
-        help="of FSDP1: all-gather the next unit before or after the gradients of this one, or no prefetch",
-    )
-    fsdp_forward_prefetch: bool | None = setting(
-        None,
-        switch=False,
-        variable="FSDP_FORWARD_PREFETCH",
-        help="of FSDP1: all-gather the next unit while one computes",
-    )
-    fsdp_use_orig_params: bool | None = setting(
-        None,
-        switch=False,
-        variable="FSDP_USE_ORIG_PARAMS",
-        help="of FSDP1: keep the user's own parameters (true); always so in FSDP2",
-    )
-    fsdp_sync_module_states: bool | None = setting(
-        None,
-        switch=False,
-        variable="FSDP_SYNC_MODULE_STATES",
-        help="of FSDP1: begin with the weights of rank 0 (true); always so in FSDP2",
     )
 
 

@@ -46,28 +46,22 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
     Raises:
         SettingError: an option is one of FSDP2.
     """
-    settings = loaded.value
     plugin.sharding_strategy = _parse_strategy(loaded)
     plugin.reshard_after_forward = None
     plugin.hybrid = "HYBRID" in plugin.sharding_strategy.name
-    plugin.backward_prefetch = _parse_prefetch(settings.fsdp_backward_prefetch)
-    plugin.forward_prefetch = bool(settings.fsdp_forward_prefetch)
-    plugin.use_orig_params = settings.fsdp_use_orig_params is not False
-    plugin.sync_module_states = settings.fsdp_sync_module_states is not False
-    plugin.activation_checkpointing = bool(settings.fsdp_activation_checkpointing)
-    plugin.activation_checkpointing_offload = False
-    plugin._ignored_options = set()
-    if settings.fsdp_activation_checkpointing_offload:
+    prefetch = plugin.backward_prefetch
+    plugin.backward_prefetch = None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch]
+    if plugin.activation_checkpointing_offload:
         raise fsdp2_option_error(
             loaded, "activation_checkpointing_offload", "leave it out, or use fsdp_version=2"
         )
-    if (settings.fsdp_replicate_size or 1) > 1 and not plugin.hybrid:
+    if (plugin.replicate_size or 1) > 1 and not plugin.hybrid:
         raise SettingError(
             f"replicate_size ({loaded.origin('fsdp_replicate_size').where}) with sharding_strategy "
             f"{plugin.sharding_strategy.name}, which has no replicas",
             fix="sharding_strategy='HYBRID_SHARD'",
         )
-    if settings.fsdp_cpu_ram_efficient_loading and not plugin.sync_module_states:
+    if plugin.cpu_ram_efficient_loading and not plugin.sync_module_states:
         raise SettingError(
             "cpu_ram_efficient_loading with sync_module_states=False",
             why="only rank 0 has read the weights, so the others have to get them from it",
@@ -83,7 +77,7 @@ def fsdp2_option_error(loaded: SettingsWithOrigins[FSDPSettings], option: str, f
 
 def _parse_strategy(loaded: SettingsWithOrigins[FSDPSettings]) -> ShardingStrategy:
     """Return the strategy of that name, which may stand at ``reshard_after_forward`` too, as in old files."""
-    value, other = loaded.value.fsdp_sharding_strategy, loaded.value.fsdp_reshard_after_forward
+    value, other = loaded.value.sharding_strategy, loaded.value.reshard_after_forward
     if isinstance(other, bool) and not _came_from_launcher(loaded, value):
         raise fsdp2_option_error(
             loaded,
@@ -98,12 +92,6 @@ def _parse_strategy(loaded: SettingsWithOrigins[FSDPSettings]) -> ShardingStrate
 def _came_from_launcher(loaded: SettingsWithOrigins[FSDPSettings], value: Any) -> bool:
     # Launchers write the default of an option that nobody gave, beside the strategy.
     return value is not None and loaded.origin("fsdp_reshard_after_forward").source == "environment"
-
-
-def _parse_prefetch(value: str | None) -> BackwardPrefetch | None:
-    if value is None:
-        return BackwardPrefetch.BACKWARD_PRE
-    return None if value == "NO_PREFETCH" else BackwardPrefetch[value]
 
 
 def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:

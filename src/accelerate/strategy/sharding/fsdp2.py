@@ -32,8 +32,8 @@ class FSDP2StrategyBase(ShardedStrategy):
     """Training by ``fully_shard``, in place."""
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
-        """Return the status of each option; see ``option_report.py``."""
-        from accelerate.strategy.sharding.option_report import option_statuses
+        """Return the status of each option; see ``fsdp2_options.py``."""
+        from accelerate.strategy.sharding.fsdp2_options import option_statuses
         from accelerate.strategy.sharding.plugin import precision_policy
 
         sharded = [model for model in models if model in self.models]

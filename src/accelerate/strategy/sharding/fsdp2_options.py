@@ -1,13 +1,20 @@
-"""The meaning of the FSDP options in FSDP2, torch's ``fully_shard``."""
+"""The FSDP options in FSDP2 (``fully_shard``): their meaning, and how the option report reads them back.
+
+They are declared in ``launch_settings/fsdp.py``. ``READ_BACKS`` at the end has the function of each option
+that the prepared models can show.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
@@ -18,9 +25,14 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.core.setting import SettingsWithOrigins
+from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
+from accelerate.core.setting import SettingsWithOrigins, declared_settings
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
+from accelerate.strategy.sharding.activation_offload import offloads_inputs
+from accelerate.strategy.sharding.grads import fsdp_param_groups
+from accelerate.strategy.sharding.observed_dtypes import used_dtypes
 from accelerate.strategy.sharding.parsing import parse_dtype, parse_policy_fields
 
 STATE_DICT_TYPE = "SHARDED_STATE_DICT"
@@ -34,48 +46,29 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
         SettingError: an option contradicts another, or has no meaning in FSDP2.
     """
     plugin.reshard_after_forward = _reshard_after_forward(loaded)
-    plugin.hybrid = (
-        "HYBRID" in (loaded.value.fsdp_sharding_strategy or "") or (loaded.value.fsdp_replicate_size or 1) > 1
-    )
-    _apply_fsdp1_options(plugin, loaded)
-    _apply_activations(plugin, loaded.value)
-
-
-def _apply_fsdp1_options(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> None:
-    """Map the options of FSDP1, or remember them as ignored for the option report."""
-    settings = loaded.value
-    prefetch = settings.fsdp_backward_prefetch or "BACKWARD_PRE"
-    # Whether units are prefetched, in the forward and in the backward.
-    plugin._prefetch_flags = bool(settings.fsdp_forward_prefetch), prefetch == "BACKWARD_PRE"
-    ignored = {
-        "use_orig_params": settings.fsdp_use_orig_params is False,
-        "sync_module_states": settings.fsdp_sync_module_states is False,
-        "limit_all_gathers": plugin.limit_all_gathers is False,
-    }
-    plugin._ignored_options = {name for name, value in ignored.items() if value}
-    plugin.sharding_strategy = plugin.backward_prefetch = plugin.use_orig_params = None
-    plugin.sync_module_states = plugin.forward_prefetch = None
-
-
-def _apply_activations(plugin: Any, settings: FSDPSettings) -> None:
-    plugin.activation_checkpointing = bool(settings.fsdp_activation_checkpointing)
-    plugin.activation_checkpointing_offload = bool(settings.fsdp_activation_checkpointing_offload)
+    plugin.hybrid = "HYBRID" in (plugin.sharding_strategy or "") or (plugin.replicate_size or 1) > 1
     if plugin.activation_checkpointing_offload and not plugin.activation_checkpointing:
         raise SettingError(
             "activation_checkpointing_offload without activation_checkpointing",
             fix="add activation_checkpointing=True",
         )
+    # Options of FSDP1: whether units are prefetched, in the forward and in the backward; others are ignored.
+    plugin._prefetch_flags = plugin.forward_prefetch, plugin.backward_prefetch == "BACKWARD_PRE"
+    names = ("use_orig_params", "sync_module_states", "limit_all_gathers")
+    plugin._ignored_options = {name for name in names if getattr(plugin, name) is False}
+    plugin.sharding_strategy = plugin.backward_prefetch = plugin.use_orig_params = None
+    plugin.sync_module_states = plugin.forward_prefetch = None
 
 
 def _reshard_after_forward(loaded: SettingsWithOrigins[FSDPSettings]) -> bool:
     """Return whether unsharded parameters are freed after the forward."""
-    value = loaded.value.fsdp_reshard_after_forward
+    value = loaded.value.reshard_after_forward
     if isinstance(value, str):
         raise SettingError(
             f"reshard_after_forward is {value!r}, a sharding strategy of FSDP1",
             fix="use true, as FULL_SHARD did, or false, as SHARD_GRAD_OP did",
         )
-    strategy = loaded.value.fsdp_sharding_strategy
+    strategy = loaded.value.sharding_strategy
     if strategy is None:
         return value is not False
     if strategy == "NO_SHARD":
@@ -94,6 +87,17 @@ def _reshard_after_forward(loaded: SettingsWithOrigins[FSDPSettings]) -> bool:
             fix="keep reshard_after_forward",
         )
     return reshards and value is not False
+
+
+def fully_shard_options(plugin: Any, *, root: bool) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` for one FSDP unit, or for the model as a whole (``root``).
+
+    Only what differs from the default: older versions of torch do not have all arguments.
+    """
+    # By default the root is not resharded after the forward: the backward needs it first.
+    if root and plugin.reshard_after_forward:
+        return {}
+    return {"reshard_after_forward": plugin.reshard_after_forward}
 
 
 def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
@@ -142,3 +146,229 @@ def parse_precision(value: Any, buffer_autocast: bool = False) -> MixedPrecision
         return MixedPrecisionPolicy(**parse_policy_fields(dict(value), _FIELDS))
     dtype = parse_dtype(value)
     return MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+
+
+# --- the option report, read from torch's FSDP state of the prepared models
+
+_IGNORED = (
+    "it is an option of FSDP1; FSDP2 always keeps the user's own parameters, and begins with the weights of "
+    "rank 0"
+)
+
+
+def option_statuses(
+    switch: Iterable[RequestedOption],
+    plugin: Any,
+    models: Sequence[nn.Module],
+    implied: MixedPrecisionPolicy | None = None,
+) -> Iterator[OptionStatus]:
+    """Return the status of the switch and of each option of the plugin.
+
+    Args:
+        switch: the options that ask for FSDP.
+        plugin: the other options.
+        models: the sharded models.
+        implied: the mixed precision policy that follows from the precision, where the plugin has none.
+    """
+    for option in switch:
+        if option.value is not True:  # the plugin itself
+            continue
+        yield (
+            option.report_applied(_sharded_clause(models))
+            if models
+            else option.report_pending(NO_TRAINED_MODEL)
+        )
+    for option in _fsdp2_options(plugin):
+        look = READ_BACKS.get(option.name)
+        if option.name.removeprefix("fsdp_") in plugin._ignored_options:
+            yield option.report_not_applied(_IGNORED)
+        elif look is None:
+            yield option.report_applied()
+        elif not models:
+            yield option.report_pending(NO_TRAINED_MODEL)
+        else:
+            yield look(option, models)
+    dtypes = used_dtypes(models) if implied is not None and plugin.mixed_precision_policy is None else None
+    wrong = dtypes.differences(implied) if dtypes is not None and implied is not None else ""
+    if wrong:
+        yield RequestedOption("mixed_precision", str(implied), "the precision").report_not_applied(wrong)
+
+
+NO_TRAINED_MODEL = "no model that trains is prepared"
+
+
+def plugin_options(plugin: Any) -> Iterator[RequestedOption]:
+    """Return the options that were given, also objects in fields of the plugin.
+
+    "No" is a request where the option is on by itself.
+    """
+    named = {option.name: option for option in requested_options(plugin._settings)}
+    fallbacks = {row.name: row.fallback for row in declared_settings(type(plugin))}
+    yield from (o for name, o in named.items() if o.value is not False or fallbacks[name] is True)
+    origin = type(plugin).__name__
+    if plugin.offloads_params and "fsdp_offload_params" not in named:
+        yield RequestedOption("fsdp_offload_params", True, origin)
+    if not plugin.limit_all_gathers:
+        yield RequestedOption("limit_all_gathers", False, origin)
+    if plugin.auto_wrap_policy is not None and "fsdp_auto_wrap_policy" not in named:
+        yield RequestedOption("fsdp_auto_wrap_policy", "a policy", origin)
+
+
+def _fsdp2_options(plugin: Any) -> Iterator[RequestedOption]:
+    yield from plugin_options(plugin)
+    origin = type(plugin).__name__
+    if plugin.mixed_precision_policy is not None:
+        yield RequestedOption("mixed_precision_policy", plugin.mixed_precision_policy, origin)
+    if plugin._buffer_dtype is not None:
+        yield RequestedOption("buffer_dtype", plugin._buffer_dtype, origin)
+
+
+def _unit_count(models: Sequence[nn.Module]) -> int:
+    """Return the number of FSDP units, without the root modules."""
+    return sum(isinstance(part, FSDPModule) for model in models for part in model.modules()) - len(models)
+
+
+def _sharded_clause(models: Sequence[nn.Module]) -> str:
+    sharded = sum(len(group.fsdp_params) for model in models for group in fsdp_param_groups(model))
+    return f"{sharded} parameters are sharded"
+
+
+def wrap_status(option: RequestedOption, parts: int) -> OptionStatus:
+    """Return the status of the wrap policy, by the number of units without the root."""
+    if str(option.value) == "NO_WRAP":
+        return option.report_unless(f"{parts} FSDP units" if parts else "")
+    if not parts:
+        return option.report_not_applied("it matches no module: the whole model is one FSDP unit")
+    return option.report_applied(f"{parts} FSDP units")
+
+
+def _wrap_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    return wrap_status(option, _unit_count(models))
+
+
+def _offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    records: list[Any] = [
+        p for model in models for group in fsdp_param_groups(model) for p in group.fsdp_params
+    ]
+    offloaded = [p for p in records if p.offload_to_cpu and p.sharded_param.to_local().device.type == "cpu"]
+    return option.report_count(
+        len(offloaded), len(records), "parameters are on the host", "others are on the device"
+    )
+
+
+def recompute_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    """Return the status of activation checkpointing, by the number of checkpointed modules."""
+    parts = [part for model in models for part in model.modules() if checkpoint.state(part) is not None]
+    reason = "no module of the model has activation checkpointing"
+    return option.report_applied(f"{len(parts)} units") if parts else option.report_not_applied(reason)
+
+
+def _activation_offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    parts = [part for model in models for part in model.modules() if offloads_inputs(part)]
+    if not parts:
+        return option.report_not_applied("no module of the model has activation checkpointing")
+    param_device = next((p.device.type for model in models for p in model.parameters()), "cpu")
+    device = next((group.device.type for model in models for group in fsdp_param_groups(model)), param_device)
+    if device == "cpu":
+        return option.report_applied(f"the inputs of {len(parts)} units are on the host anyway")
+    return option.report_applied(f"the inputs of {len(parts)} units wait there for the backward")
+
+
+def _forward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # In the forward each unit but the last prefetches the next.
+    asking = [s for s in _fsdp_states(models) if s._states_to_forward_prefetch]
+    return option.report_count(
+        len(asking), _unit_count(models) + len(models), "units prefetch the next", "there is none after them"
+    )
+
+
+def _backward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # In the backward torch prefetches the next unit by itself, unless a unit names others.
+    explicit_states = [state for state in _fsdp_states(models) if state._states_to_backward_prefetch]
+    if str(option.value).upper() in ("1", "BACKWARD_PRE"):
+        return option.report_unless("units wait for their own backward" if explicit_states else "")
+    if len(explicit_states) < _unit_count(models) + len(models):
+        return option.report_not_applied("torch prefetches the next unit")
+    return option.report_applied("each unit is all-gathered when its own backward begins")
+
+
+def _fsdp_states(models: Sequence[nn.Module]) -> list[Any]:
+    parts = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
+    return [part._get_fsdp_state() for part in parts]
+
+
+def _buffers(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    dtypes = {b.dtype for model in models for b in model.buffers() if b.is_floating_point()} - {option.value}
+    shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return option.report_unless(f"FSDP2 leaves buffers as they are: {shown}" if dtypes else "")
+
+
+def _dtype_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # The dtypes after a forward, against the policy.
+    dtypes = used_dtypes(models)
+    if dtypes is None:
+        return option.report_pending("no forward has run")
+    wrong = dtypes.differences(option.value)
+    return option.report_not_applied(wrong) if wrong else option.report_applied(str(dtypes))
+
+
+def _reshard_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # Torch never reshards the root unit after the forward: its backward begins at once.
+    inner = [
+        group for model in models for group in fsdp_param_groups(model) if group not in _root_groups(model)
+    ]
+    reshards = str(option.value).lower() in ("true", "1", "full_shard", "hybrid_shard", "4")
+    other = [group for group in inner if group._reshard_after_forward != reshards]
+    verb = "keep" if reshards else "free"
+    return option.report_unless(
+        f"{len(other)} of {len(inner)} units {verb} unsharded parameters after the forward" if other else ""
+    )
+
+
+def _mesh_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    # The mesh: one dimension of shards, or replicas of shards (HSDP).
+    status = _reshard_status(option, models)
+    meshes = {group.mesh_info.mesh for model in models for group in fsdp_param_groups(model)}
+    if status.not_applied or not meshes:
+        return status
+    sizes = {tuple(mesh.shape) for mesh in meshes}
+    description = ", ".join(
+        f"{shape[0]} replicas over {shape[1]} processes each"
+        if len(shape) == 2
+        else f"over {shape[0]} processes"
+        for shape in sizes
+    )
+    return option.report_applied(description)
+
+
+def _replicate_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    sizes = {(1, *group.mesh_info.mesh.shape)[-2] for model in models for group in fsdp_param_groups(model)}
+    return option.report_unless("" if sizes == {option.value} else f"there are {sizes} replicas")
+
+
+def _root_groups(model: Any) -> list[Any]:
+    state = model._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else list(groups)
+
+
+def rank0_loading_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
+    """Return whether libraries see that only rank 0 loads the weights."""
+    is_set = environ.get_flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return option.report_unless("" if is_set else "the variable that libraries read is not set")
+
+
+READ_BACKS: dict[str, Callable[[RequestedOption, Sequence[nn.Module]], OptionStatus]] = {
+    "fsdp_auto_wrap_policy": _wrap_status,
+    "fsdp_offload_params": _offload_status,
+    "fsdp_activation_checkpointing": recompute_status,
+    "fsdp_activation_checkpointing_offload": _activation_offload_status,
+    "fsdp_forward_prefetch": _forward_prefetch_status,
+    "fsdp_backward_prefetch": _backward_prefetch_status,
+    "mixed_precision_policy": _dtype_status,
+    "buffer_dtype": _buffers,
+    "fsdp_replicate_size": _replicate_status,
+    "fsdp_reshard_after_forward": _reshard_status,
+    "fsdp_sharding_strategy": _mesh_status,
+    "fsdp_cpu_ram_efficient_loading": rank0_loading_status,
+}

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
+from accelerate.strategy.sharding.fsdp2_options import fully_shard_options
 from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
     model_digest,
@@ -105,6 +106,8 @@ class Sharder:
         initialize, values = exchange_model_info(model, self.plugin.param_init_fn, self.mesh)
         if self.plugin.activation_checkpointing:
             checkpoint_activations(model, layout.blocks, bool(self.plugin.activation_checkpointing_offload))
+        # Given only where there are some: older versions of torch do not have the argument.
+        ignored: dict[str, Any] = {"ignored_params": layout.ignored} if layout.ignored else {}
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
         optimizer_list = list(optimizers)
@@ -121,7 +124,8 @@ class Sharder:
                 mesh=self.mesh,
                 mp_policy=_unit_precision(layout.precision, part is model),
                 offload_policy=self.offload,
-                **self._fully_shard_options(part is model, layout.ignored),
+                **ignored,
+                **fully_shard_options(self.plugin, root=part is model),
             )
             values.fill_params(part, waiting)
             remap(_replaced_params(before), optimizer_list)
@@ -131,14 +135,6 @@ class Sharder:
         guard_state_dict(model)
         values.guard_forward(model)
         verify_sharded(model, layout)
-
-    def _fully_shard_options(self, root: bool, ignored: set[nn.Parameter]) -> dict[str, Any]:
-        # Only what differs from the default: older versions of torch do not have all arguments.
-        options: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
-        # By default the root is not resharded after the forward: the backward needs it first.
-        if not root or not self.plugin.reshard_after_forward:
-            options["reshard_after_forward"] = self.plugin.reshard_after_forward
-        return options
 
     def _materialize(
         self,
