@@ -21,10 +21,40 @@ from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
     add_model_config_to_megatron_parser,
 )
-from accelerate.strategy.megatron.plugin import DEFAULTS, MegatronLMPlugin
+from accelerate.strategy.megatron.plugin import MegatronLMPlugin
 from accelerate.strategy.megatron.train_step import T5TrainStep
 from accelerate.strategy.megatron.unsupported_options import check_options
 
+# The defaults of the public package.
+DEFAULTS: dict[str, Any] = {
+    "tp_degree": 1,
+    "pp_degree": 1,
+    "use_custom_fsdp": False,
+    "overlap_cpu_optimizer_d2h_h2d": False,
+    "no_load_optim": False,
+    "eod_mask_loss": False,
+    "no_save_optim": False,
+    "optimizer_cpu_offload": False,
+    "use_precision_aware_optimizer": False,
+    "decoder_last_pipeline_num_layers": None,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "attention_backend": True,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "expert_tensor_parallel_size": 1,
+    "calculate_per_token_loss": True,
+    "use_rotary_position_embeddings": True,
+    "num_micro_batches": 1,
+    "gradient_clipping": 1.0,
+    "sequence_parallelism": False,
+    "recompute_activations": False,
+    "use_distributed_optimizer": False,
+}
 IDS = {"input_ids": torch.zeros(2, 16), "labels": torch.zeros(2, 12)}
 
 

@@ -57,7 +57,7 @@ class FSDPSettings:
 
     fsdp_version: Any = setting(
         None,
-        type=int | None,
+        type=int,
         choices=(1, 2),
         fallback=2,
         help="2, the default, is FSDP2 (fully_shard); 1 is FSDP1 (FullyShardedDataParallel)",
@@ -65,7 +65,7 @@ class FSDPSettings:
     )
     sharding_strategy: Any = setting(
         None,
-        type=str | None,
+        type=str,
         choices=STRATEGIES,
         # Torch writes an underscore before the name of an unstable member.
         aliases={**_numbers(STRATEGIES), "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
@@ -73,7 +73,7 @@ class FSDPSettings:
     )
     reshard_after_forward: Any = setting(
         None,
-        type=bool | str | None,
+        type=bool | str,
         switch=False,
         fallback=True,
         help="free unsharded parameters after the forward and all-gather them again in the backward (true); "
@@ -82,7 +82,7 @@ class FSDPSettings:
     )
     backward_prefetch: Any = setting(
         None,
-        type=str | None,
+        type=str,
         choices=PREFETCHES,
         aliases=_numbers(PREFETCHES),
         fallback="BACKWARD_PRE",
@@ -91,7 +91,7 @@ class FSDPSettings:
     mixed_precision_policy: Any = None
     auto_wrap_policy: Any = setting(
         None,
-        type=str | None,
+        type=str,
         choices=POLICIES,
         fallback="NO_WRAP",
         help="which modules are FSDP units: layers by class, modules by size, or none",
@@ -100,7 +100,7 @@ class FSDPSettings:
     cpu_offload: Any = setting(
         None,
         name="fsdp_offload_params",
-        type=bool | None,
+        type=bool,
         switch=False,
         fallback=False,
         help="keep parameters, gradients and optimizer state in the memory of the host",
@@ -108,13 +108,13 @@ class FSDPSettings:
     )
     ignored_modules: Any = setting(
         None,
-        type=str | None,
+        type=str,
         flag=None,
         help="a regular expression: frozen modules of these names are not sharded",
     )
     state_dict_type: Any = setting(
         None,
-        type=str | None,
+        type=str,
         choices=STATES,
         aliases=_numbers(STATES),
         help="checkpoints hold SHARDED_STATE_DICT, a shard per rank, or FULL_STATE_DICT; in FSDP1 also "
@@ -141,14 +141,14 @@ class FSDPSettings:
     )
     forward_prefetch: Any = setting(
         None,
-        type=bool | None,
+        type=bool,
         switch=False,
         fallback=False,
         help="of FSDP1: all-gather the next unit while one computes",
     )
     activation_checkpointing: Any = setting(
         None,
-        type=bool | None,
+        type=bool,
         switch=False,
         fallback=False,
         help="recompute the activations of each FSDP unit in the backward",
@@ -156,14 +156,14 @@ class FSDPSettings:
     )
     activation_checkpointing_offload: Any = setting(
         None,
-        type=bool | None,
+        type=bool,
         switch=False,
         fallback=False,
         help="keep the checkpointed inputs in the memory of the host",
     )
     cpu_ram_efficient_loading: Any = setting(
         None,
-        type=bool | None,
+        type=bool,
         switch=False,
         fallback=False,
         help="only rank 0 reads the weights of a pretrained model, and broadcasts them",
@@ -172,7 +172,7 @@ class FSDPSettings:
     transformer_cls_names_to_wrap: Any = setting(
         None,
         name="fsdp_transformer_layer_cls_to_wrap",
-        type=str | tuple[str, ...] | None,
+        type=str | tuple[str, ...],
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         help="class names of the layers, with commas; by default those that the model names itself",
         question="Class names of the layers?",

@@ -1,18 +1,40 @@
-"""The settings of Megatron-LM: the launcher's flags, their environment variables and file keys.
+"""The options of Megatron-LM: fields of ``MegatronLMPlugin``, and settings of the launcher.
 
-Each reader has its own default, which is why the launcher passes on no default.
+An option is declared here; ``strategy/megatron/`` uses it. Those that are refused stand with their reasons in
+``unsupported_options.py``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
 
 
-def _option(name: str, help: str, **more: Any) -> Any:
-    return setting(None, switch=False, variable=f"MEGATRON_LM_{name}", help=help, **more)
+def _option(
+    help: str,
+    *,
+    fallback: Any = None,
+    nominal: Any = None,
+    argument: str | None = "",
+    unread: str = "",
+    **more: Any,
+) -> Any:
+    """Declare an option.
+
+    Args:
+        help: one line.
+        fallback: the value where no source gives one.
+        nominal: the value that the field shows then, where it would change a model that nobody wanted changed:
+            it counts only where somebody gives it.
+        argument: its name among the arguments of Megatron-LM's training script; empty for its own, None for an
+            option that is none of them.
+        unread: the reason why Megatron-LM does not read it.
+        more: arguments of ``setting``.
+    """
+    details = {"nominal": nominal, "argument": argument, "unread": unread}
+    return setting(None, switch=False, fallback=fallback, help=help, details=details, **more)
 
 
 @frozen_dataclass
@@ -25,105 +47,100 @@ class UseMegatronSetting:
     use_megatron_lm: bool = setting(False, in_file=False, help="train by Megatron-LM")
 
 
-@frozen_dataclass
+@mutable_dataclass
 class MegatronSettings:
-    """The options of Megatron-LM."""
+    """The options of Megatron-LM, in the order of the plugin's constructor."""
 
     __topic__ = "Megatron-LM"
     __section__ = "megatron_lm_config"
     __prefix__ = "megatron_lm_"
+    __variables__ = ""
     __switch__ = "use_megatron_lm"
+    __first__ = (
+        *("tp_degree", "pp_degree", "num_micro_batches", "sequence_parallelism"),
+        *("use_distributed_optimizer", "gradient_clipping", "recompute_activations"),
+    )
 
-    megatron_lm_tp_degree: int | None = _option(
-        "TP_DEGREE",
+    tp_degree: int = _option(
         "tensor parallel size",
+        fallback=1,
+        argument="tensor_model_parallel_size",
         question="Tensor parallel size?",
     )
-    megatron_lm_pp_degree: int | None = _option(
-        "PP_DEGREE",
+    pp_degree: int = _option(
         "pipeline parallel size",
+        fallback=1,
+        argument="pipeline_model_parallel_size",
         question="Pipeline parallel size?",
     )
-    megatron_lm_num_micro_batches: int | None = _option(
-        "NUM_MICRO_BATCHES",
-        "micro-batches of a step in the pipeline",
-        question="How many micro-batches?",
+    use_custom_fsdp: bool = _option("Megatron-LM's own sharding", fallback=False)
+    overlap_cpu_optimizer_d2h_h2d: bool = _option(
+        "copy optimizer state to and from the host while computing", fallback=False
     )
-    megatron_lm_sequence_parallelism: bool | None = _option(
-        "SEQUENCE_PARALLELISM",
-        "sequence parallelism: shard activations between layers along the sequence",
-        question="Use sequence parallelism?",
+    no_load_optim: bool = _option("leave optimizer state out when a checkpoint is loaded", fallback=False)
+    eod_mask_loss: bool = _option("no loss after the model's end-of-text token", fallback=False)
+    no_save_optim: bool = _option("leave optimizer state out of checkpoints", fallback=False)
+    optimizer_cpu_offload: bool = _option("keep optimizer state in the memory of the host", fallback=False)
+    use_precision_aware_optimizer: bool = _option("optimizer state in narrower numbers", fallback=False)
+    decoder_last_pipeline_num_layers: int | None = _option(
+        "layers of the last pipeline stage; by default as many as of the others"
     )
-    megatron_lm_context_parallel_size: int | None = _option("CONTEXT_PARALLEL_SIZE", "context parallel size")
-    megatron_lm_expert_model_parallel_size: int | None = _option(
-        "EXPERT_MODEL_PARALLEL_SIZE", "expert parallel size"
-    )
-    megatron_lm_expert_tensor_parallel_size: int | None = _option(
-        "EXPERT_TENSOR_PARALLEL_SIZE", "tensor parallel size of the experts"
-    )
-    megatron_lm_decoder_last_pipeline_num_layers: int | None = _option(
-        "DECODER_LAST_PIPELINE_NUM_LAYERS",
-        "layers of the last pipeline stage; by default as many as of the others",
-    )
-    megatron_lm_use_custom_fsdp: bool | None = _option("USE_CUSTOM_FSDP", "Megatron-LM's own sharding")
-    megatron_lm_use_distributed_optimizer: bool | None = _option(
-        "USE_DISTRIBUTED_OPTIMIZER",
-        "shard optimizer state over the data parallel ranks",
-        question="Shard optimizer state?",
-    )
-    megatron_lm_optimizer_cpu_offload: bool | None = _option(
-        "OPTIMIZER_CPU_OFFLOAD", "keep optimizer state in the memory of the host"
-    )
-    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool | None = _option(
-        "OVERLAP_CPU_OPTIMIZER_D2H_H2D", "copy it to and from the host while computing"
-    )
-    megatron_lm_use_precision_aware_optimizer: bool | None = _option(
-        "USE_PRECISION_AWARE_OPTIMIZER", "optimizer state in narrower numbers"
-    )
-    megatron_lm_no_load_optim: bool | None = _option(
-        "NO_LOAD_OPTIM", "leave optimizer state out when a checkpoint is loaded"
-    )
-    megatron_lm_no_save_optim: bool | None = _option(
-        "NO_SAVE_OPTIM", "leave optimizer state out of checkpoints"
-    )
-    megatron_lm_gradient_clipping: float | None = _option(
-        "GRADIENT_CLIPPING",
-        "the largest norm of all gradients together; 0: any",
-        question="The largest norm of gradients? (empty: any)",
-    )
-    megatron_lm_recompute_activations: bool | None = _option(
-        "RECOMPUTE_ACTIVATIONS",
-        "compute activations of attention again in the backward",
-        question="Compute activations again in the backward?",
-    )
-    megatron_lm_recompute_granularity: str | None = _option(
-        "RECOMPUTE_GRANULARITY",
+    recompute_granularity: str = _option(
         "what is computed again: whole layers, or what takes most memory",
+        nominal="full",
         choices=("full", "selective"),
     )
-    megatron_lm_recompute_method: str | None = _option(
-        "RECOMPUTE_METHOD",
+    recompute_method: str = _option(
         "which layers: evenly chosen parts, or the first of each stage",
+        nominal="uniform",
         choices=("uniform", "block"),
     )
-    megatron_lm_recompute_num_layers: int | None = _option(
-        "RECOMPUTE_NUM_LAYERS", "layers of a part that is computed again"
-    )
+    recompute_num_layers: int = _option("layers of a part that is computed again", nominal=1)
     # Today's Megatron-LM has backends by name; the public package asks yes or no.
-    megatron_lm_attention_backend: bool | str | None = _option(
-        "ATTENTION_BACKEND", "how attention is computed"
+    attention_backend: bool = _option(
+        "how attention is computed",
+        type=bool | str,
+        nominal=True,
+        unread="attention is that of megatron-core itself, which has no other back ends",
     )
-    megatron_lm_attention_dropout: float | None = _option("ATTENTION_DROPOUT", "dropout of attention")
-    megatron_lm_hidden_dropout: float | None = _option("HIDDEN_DROPOUT", "dropout between layers")
-    megatron_lm_attention_softmax_in_fp32: bool | None = _option(
-        "ATTENTION_SOFTMAX_IN_FP32", "the softmax of attention in 32 bits"
+    expert_model_parallel_size: int = _option("expert parallel size", fallback=1)
+    context_parallel_size: int = _option("context parallel size", nominal=2)
+    attention_dropout: float = _option("dropout of attention; by default the model's own", nominal=0.0)
+    hidden_dropout: float = _option("dropout between layers; by default the model's own", nominal=0.0)
+    attention_softmax_in_fp32: bool = _option("the softmax of attention in 32 bits", fallback=True)
+    expert_tensor_parallel_size: int = _option("tensor parallel size of the experts", fallback=1)
+    calculate_per_token_loss: bool = _option(
+        "the loss is a mean over all tokens of all copies and micro-batches; false takes the mean of their means",
+        fallback=True,
     )
-    megatron_lm_calculate_per_token_loss: bool | None = _option(
-        "CALCULATE_PER_TOKEN_LOSS", "the loss is a mean over tokens"
+    use_rotary_position_embeddings: bool = _option(
+        "positions by rotation", nominal=True, unread="the model's configuration says how positions are told"
     )
-    megatron_lm_eod_mask_loss: bool | None = _option("EOD_MASK_LOSS", "no loss for ends of documents")
-    megatron_lm_use_rotary_position_embeddings: bool | None = _option(
-        "USE_ROTARY_POSITION_EMBEDDINGS", "positions by rotation"
+    num_micro_batches: int = _option(
+        "micro-batches of a step in the pipeline", fallback=1, question="How many micro-batches?"
+    )
+    gradient_clipping: float = _option(
+        "the largest norm of all gradients together; 0: any; clip_grad_norm_ in the loop takes its place",
+        fallback=1.0,
+        argument="clip_grad",
+        question="The largest norm of gradients? (0: any)",
+    )
+    sequence_parallelism: bool = _option(
+        "sequence parallelism: shard activations between layers along the sequence; needs Apex",
+        fallback=False,
+        argument="sequence_parallel",
+        question="Use sequence parallelism?",
+    )
+    recompute_activations: bool = _option(
+        "compute activations of attention again in the backward",
+        fallback=False,
+        argument=None,
+        question="Compute activations again in the backward?",
+    )
+    use_distributed_optimizer: bool = _option(
+        "shard optimizer state over the data parallel ranks",
+        fallback=False,
+        question="Shard optimizer state?",
     )
 
 

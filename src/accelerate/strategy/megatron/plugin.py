@@ -1,56 +1,27 @@
-"""``MegatronLMPlugin``: the options of Megatron-LM, from code or from the launcher."""
+"""``MegatronLMPlugin``: the options of Megatron-LM, from code or from the launcher.
+
+Those that a launch can give are declared in ``launch_settings/megatron.py``.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError
-from accelerate.core.setting import load_settings
+from accelerate.core.option_fields import describe_fields, load_fields
+from accelerate.core.setting import declared_settings
 from accelerate.strategy.launch_settings.megatron import MegatronSettings
 from accelerate.strategy.megatron.parsers import add_model_args
 
-# The values of fields that neither code nor the launcher sets.
-DEFAULTS: Mapping[str, Any] = {
-    "tp_degree": 1,
-    "pp_degree": 1,
-    "use_custom_fsdp": False,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-    "no_load_optim": False,
-    "eod_mask_loss": False,
-    "no_save_optim": False,
-    "optimizer_cpu_offload": False,
-    "use_precision_aware_optimizer": False,
-    "decoder_last_pipeline_num_layers": None,
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-    "attention_backend": True,
-    "expert_model_parallel_size": 1,
-    "context_parallel_size": 2,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "expert_tensor_parallel_size": 1,
-    "calculate_per_token_loss": True,
-    "use_rotary_position_embeddings": True,
-    "num_micro_batches": 1,
-    "gradient_clipping": 1.0,
-    "sequence_parallelism": False,
-    "recompute_activations": False,
-    "use_distributed_optimizer": False,
-}
-# Options that Megatron-LM does not read: why.
-UNREAD_OPTIONS: Mapping[str, str] = {
-    "attention_backend": "attention is that of megatron-core itself, which has no other back ends",
-    "use_rotary_position_embeddings": "the model's configuration says how positions are told",
-}
+_ROWS = declared_settings(MegatronSettings)
 
 
+@describe_fields
 @dataclass
-class MegatronLMPlugin:
+class MegatronLMPlugin(MegatronSettings):
     """The options of Megatron-LM; a field that is None takes its variable, then its default.
 
     The defaults are those of the public package. Where they would change a model that nobody wanted changed,
@@ -58,26 +29,7 @@ class MegatronLMPlugin:
     no sequence is shared, until the field or its variable says so.
 
     Attributes:
-        tp_degree: tensor parallel size.
-        pp_degree: pipeline parallel size.
-        num_micro_batches: the number of micro-batches of a batch.
-        gradient_clipping: the largest norm of all gradients together; 0: any. ``clip_grad_norm_`` in the loop
-            takes its place.
-        use_distributed_optimizer: shard the AdamW optimizer state over the data parallel replicas.
-        calculate_per_token_loss: gradients are those of the mean over all tokens of all copies and
-            micro-batches; False takes the mean of their means.
-        sequence_parallelism: split activations between layers along the sequence; needs Apex.
-        recompute_activations, recompute_granularity, recompute_method, recompute_num_layers: what the
-            backward computes again instead of keeping it.
-        attention_dropout, hidden_dropout: in place of the model's own.
-        attention_softmax_in_fp32: the softmax of attention in 32 bits.
-        decoder_last_pipeline_num_layers: layers of the last stage; by default as many as of the others.
-        no_save_optim, no_load_optim: leave optimizer state out of checkpoints, or of loading.
-        eod_mask_loss: no loss after the model's end-of-text token.
-        attention_backend, use_rotary_position_embeddings: not read.
-        use_custom_fsdp, optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, use_precision_aware_optimizer,
-            context_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size,
-            pipeline_model_parallel_split_rank, num_layers_per_virtual_pipeline_stage: refused, with reasons.
+        pipeline_model_parallel_split_rank, num_layers_per_virtual_pipeline_stage: refused, with reasons.
         lr_decay_style, min_lr, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction, train_iters: of the
             schedule that a ``MegatronLMDummyScheduler`` stands for.
         return_logits: forwards give logits next to the loss.
@@ -89,34 +41,6 @@ class MegatronLMPlugin:
         other_megatron_args: further arguments of Megatron-LM's ``TransformerConfig``.
     """
 
-    # A value once it is made.
-    tp_degree: int = None  # type: ignore[assignment]
-    pp_degree: int = None  # type: ignore[assignment]
-    use_custom_fsdp: bool = None  # type: ignore[assignment]
-    overlap_cpu_optimizer_d2h_h2d: bool = None  # type: ignore[assignment]
-    no_load_optim: bool = None  # type: ignore[assignment]
-    eod_mask_loss: bool = None  # type: ignore[assignment]
-    no_save_optim: bool = None  # type: ignore[assignment]
-    optimizer_cpu_offload: bool = None  # type: ignore[assignment]
-    use_precision_aware_optimizer: bool = None  # type: ignore[assignment]
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str = None  # type: ignore[assignment]
-    recompute_method: str = None  # type: ignore[assignment]
-    recompute_num_layers: int = None  # type: ignore[assignment]
-    attention_backend: bool = None  # type: ignore[assignment]
-    expert_model_parallel_size: int = None  # type: ignore[assignment]
-    context_parallel_size: int = None  # type: ignore[assignment]
-    attention_dropout: float = None  # type: ignore[assignment]
-    hidden_dropout: float = None  # type: ignore[assignment]
-    attention_softmax_in_fp32: bool = None  # type: ignore[assignment]
-    expert_tensor_parallel_size: int = None  # type: ignore[assignment]
-    calculate_per_token_loss: bool = None  # type: ignore[assignment]
-    use_rotary_position_embeddings: bool = None  # type: ignore[assignment]
-    num_micro_batches: int = None  # type: ignore[assignment]
-    gradient_clipping: float = None  # type: ignore[assignment]
-    sequence_parallelism: bool = None  # type: ignore[assignment]
-    recompute_activations: bool = None  # type: ignore[assignment]
-    use_distributed_optimizer: bool = None  # type: ignore[assignment]
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: Any = True
@@ -155,22 +79,16 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        settings = load_settings(
-            MegatronSettings, code={f"megatron_lm_{name}": getattr(self, name) for name in DEFAULTS}
-        )
-        explicit: dict[str, Any] = {}
-        for name, default in DEFAULTS.items():
-            value = getattr(settings.value, f"megatron_lm_{name}")
-            if value is not None:
-                explicit[name] = value
-            setattr(self, name, default if value is None else value)
-        # Not a field: the values that the user set, as distinct from defaults.
-        self._explicit_values = explicit
+        self._settings = load_fields(self, MegatronSettings)
+        for row in _ROWS:
+            if row.details["nominal"] is not None and getattr(self, row.field) is None:
+                setattr(self, row.field, row.details["nominal"])
         self._set_default_args()
 
     def explicit_value(self, name: str) -> Any:
         """Return a field as the user gave it; None where it has its default."""
-        return self._explicit_values.get(name) if name in DEFAULTS else getattr(self, name)
+        is_setting = any(row.field == name for row in _ROWS)
+        return getattr(self._settings.value if is_setting else self, name)
 
     @property
     def weighs_tokens(self) -> bool:
@@ -181,16 +99,13 @@ class MegatronLMPlugin:
     def _set_default_args(self) -> None:
         """Set the arguments under the names of Megatron-LM's training script."""
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
-        renamed = {
-            "tensor_model_parallel_size": self.tp_degree,
-            "pipeline_model_parallel_size": self.pp_degree,
-            "sequence_parallel": self.sequence_parallelism,
-            "clip_grad": self.gradient_clipping,
-            "DDP_impl": self.DDP_impl,
+        arguments = {
+            row.details["argument"] or row.field: getattr(self, row.field)
+            for row in _ROWS
+            if row.details["argument"] is not None
         }
-        self.megatron_lm_default_args: dict[str, Any] = renamed | {
-            name: getattr(self, name) for name in _SAME_NAME_ARGS
-        }
+        more = {name: getattr(self, name) for name in ("DDP_impl", *_CODE_ARGS)}
+        self.megatron_lm_default_args: dict[str, Any] = arguments | more
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
             if self.set_all_logging_options:
@@ -289,17 +204,10 @@ class MegatronLMPlugin:
         )
 
 
-# Fields that are arguments by their own name.
-_SAME_NAME_ARGS = (
-    *("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage"),
-    *("use_distributed_optimizer", "num_micro_batches", "consumed_samples", "no_wd_decay_cond"),
-    *("scale_lr_cond", "lr_mult", "megatron_dataset_flag", "eval_iters", "eval_interval", "use_custom_fsdp"),
-    *("no_load_optim", "eod_mask_loss", "no_save_optim", "optimizer_cpu_offload"),
-    *("overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer", "decoder_last_pipeline_num_layers"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend"),
-    *("expert_model_parallel_size", "context_parallel_size", "attention_dropout", "hidden_dropout"),
-    *("attention_softmax_in_fp32", "expert_tensor_parallel_size", "calculate_per_token_loss"),
-    "use_rotary_position_embeddings",
+# Fields that only code gives and that are arguments by their own name.
+_CODE_ARGS = (
+    *("pipeline_model_parallel_split_rank", "num_layers_per_virtual_pipeline_stage", "consumed_samples"),
+    *("no_wd_decay_cond", "scale_lr_cond", "lr_mult", "megatron_dataset_flag", "eval_iters", "eval_interval"),
 )
 _SCHEDULE_ARGS = (
     *("train_iters", "lr_warmup_iters", "train_samples", "lr_warmup_samples", "lr_decay_iters"),

@@ -17,7 +17,7 @@ from torch import nn
 from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
-from accelerate.core.setting import load_settings
+from accelerate.core.setting import declared_settings, load_settings
 from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest
 from accelerate.strategy.launch_settings.megatron import MegatronSettings, UseMegatronSetting
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
@@ -79,11 +79,9 @@ class Megatron(EngineStrategy):
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Report each requested option as applied, or say why Megatron-LM ignores it."""
-        from accelerate.strategy.megatron.plugin import UNREAD_OPTIONS
-
+        unread = {row.name: row.details["unread"] for row in declared_settings(MegatronSettings)}
         for option in self.requested_options(self.request):
-            reason = UNREAD_OPTIONS.get(option.name.removeprefix("megatron_lm_"))
-            yield option.report_not_applied(reason) if reason else option.report_applied()
+            yield option.report_unless(unread.get(option.name, ""))
 
     def check(self) -> None:
         """Refuse options that Megatron-LM cannot do, and devices on which it does not run.
