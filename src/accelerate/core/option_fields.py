@@ -49,7 +49,7 @@ def load_fields(
     kept: set[str] = set()
     for row in rows:
         value = code.get(row.name, getattr(instance, row.field))
-        if row.field in objects and value is not None and not isinstance(value, str | bool | int):
+        if row.field in objects and value is not None and not isinstance(value, str | bool):
             kept.add(row.field)
         else:
             given[row.name] = _plain_value(value)

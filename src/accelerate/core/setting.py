@@ -20,7 +20,7 @@ import typing
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import field
 from functools import cache
-from typing import Any, Generic, Literal, Optional, TypeVar, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
@@ -186,7 +186,7 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
             if key not in _annotations:
                 _annotations[key] = eval(kind, vars(sys.modules[modules[item.name]]))
             kind = _annotations[key]
-        kind = Optional[kind] if default is None else kind
+        kind = kind | None if default is None else kind
         kinds = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
         # int | Literal["auto"] has no choices.
         members = [each for each in kinds if each is not type(None)]

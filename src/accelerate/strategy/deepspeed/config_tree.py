@@ -29,9 +29,14 @@ def read_config(source: Any) -> dict[str, Any]:
         return source.config
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
-    text = _text(source)
     try:
-        content = json.loads(text)
+        content = json.loads(read_text(source))
+    except (TypeError, FileNotFoundError, IsADirectoryError) as error:
+        raise SettingError(
+            f"the DeepSpeed configuration is {source!r}",
+            why="it is no path of a file that is there, no dict, and no JSON in base 64",
+            fix='hf_ds_config="ds_config.json", or hf_ds_config={"zero_optimization": {"stage": 2}}',
+        ) from error
     except json.JSONDecodeError as error:
         raise SettingError(
             f"the DeepSpeed configuration {source!r} is not valid JSON: line {error.lineno}", why=error.msg
@@ -41,22 +46,19 @@ def read_config(source: Any) -> dict[str, Any]:
     return content
 
 
-def _text(source: Any) -> str:
-    if isinstance(source, str | os.PathLike):
-        path = Path(source).expanduser()
-        # JSON in base 64 begins with an encoded brace.
-        if str(source).startswith(("ey", "ew")) and not path.exists():
-            try:
-                return base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
-            except ValueError:
-                path = Path(source)
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise SettingError(
-        f"the DeepSpeed configuration is {source!r}",
-        why="it is no path of a file that is there, no dict, and no JSON in base 64",
-        fix='hf_ds_config="ds_config.json", or hf_ds_config={"zero_optimization": {"stage": 2}}',
-    )
+def read_text(source: str | os.PathLike[str]) -> str:
+    """Return the text of a file, or of JSON in base 64, which begins with an encoded brace.
+
+    Raises:
+        FileNotFoundError: there is no such file, and it is not base 64.
+        OSError, UnicodeDecodeError: the file cannot be read.
+    """
+    if str(source).startswith(("ey", "ew")) and not os.path.exists(source):
+        try:
+            return base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
+        except ValueError as error:
+            raise FileNotFoundError(str(source)) from error
+    return Path(source).expanduser().read_text(encoding="utf-8")
 
 
 def get_key(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
@@ -97,6 +99,18 @@ def auto_keys(config: Mapping[str, Any], below: str = "") -> Iterator[str]:
             yield from auto_keys(value, f"{below}{key}.")
         elif value == AUTO:
             yield f"{below}{key}"
+
+
+def is_same(one: object, other: object) -> bool:
+    """Return whether two values are the same: numbers by value, also where a file has them as text."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return str(one).lower() == str(other).lower()
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return [*one] == [*other]
+    try:
+        return float(str(one)) == float(str(other))
+    except ValueError:
+        return str(one).lower() == str(other).lower()
 
 
 class HfDeepSpeedConfig:

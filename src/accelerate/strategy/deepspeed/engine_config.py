@@ -16,9 +16,8 @@ from torch import nn
 
 from accelerate.core.errors import SettingError
 from accelerate.strategy.deepspeed import config_tree
-from accelerate.strategy.deepspeed.config_tree import AUTO, DummyOptim, DummyScheduler
+from accelerate.strategy.deepspeed.config_tree import AUTO, DummyOptim, DummyScheduler, is_same
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
-from accelerate.strategy.launch_settings.deepspeed import is_same
 
 _CONFIG_NAME = "the DeepSpeed configuration"
 

@@ -11,43 +11,31 @@ from typing import Any, Literal
 
 from accelerate.core import environ
 from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.core.option_fields import describe_fields, load_fields
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.packages import is_installed
-from accelerate.core.setting import SettingsWithOrigins, load_settings
+from accelerate.core.setting import declared_settings
 from accelerate.strategy.deepspeed import config_tree
-from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig
-from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedSettings, is_same
+from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig, is_same
+from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedOptions
 
-_FIELDS = (
-    *("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),
-    *("offload_param_nvme_path", "gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model"),
-)
 _PRECISIONS = ("fp16", "bf16")
-_GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+_GATHER, _ = COUNTERPARTS["zero3_save_16bit_model"]
+_CONFIGURED = [row for row in declared_settings(DeepSpeedOptions) if row.details["key"]]
 
 
+@describe_fields
 @dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(DeepSpeedOptions):
     """The options of DeepSpeed; a field that is None takes its environment variable, then its default.
 
     With a configuration of DeepSpeed, the fields are what it says, and one that is given too must agree.
 
     Attributes:
-        hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file, its content in base 64,
-            or an ``HfDeepSpeedConfig`` (``ACCELERATE_DEEPSPEED_CONFIG_FILE``).
+        hf_ds_config: also DeepSpeed's configuration itself: a dict, JSON in base 64, or an
+            ``HfDeepSpeedConfig``.
         gradient_accumulation_steps: micro-batches per step; ``"auto"`` takes the ``Accelerator``'s.
-        gradient_clipping: the largest norm of all gradients; ``"auto"`` takes what ``clip_grad_norm_`` says
-            (``ACCELERATE_GRADIENT_CLIPPING``).
-        zero_stage: the ZeRO stage: 1 partitions optimizer state, 2 gradients too, 3 parameters too
-            (``ACCELERATE_DEEPSPEED_ZERO_STAGE``, 2).
         is_train_batch_min: of several loaders, the smallest batch is that of the training.
-        offload_optimizer_device, offload_param_device: ``"none"``, ``"cpu"`` or ``"nvme"``.
-        offload_optimizer_nvme_path, offload_param_nvme_path: a folder on the drive.
-        zero3_init_flag: partition models of transformers while they are made
-            (``ACCELERATE_DEEPSPEED_ZERO3_INIT``, True in stage 3).
-        zero3_save_16bit_model: gather the weights when a model is saved; an explicit False makes
-            ``get_state_dict`` refuse (``ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL``).
-        transformer_moe_cls_names: class names of layers with experts, with commas.
         enable_msamp, msamp_opt_level: refused; see Raises.
         deepspeed_config: the DeepSpeed configuration, a plain dict that may be changed until ``prepare``.
 
@@ -55,18 +43,6 @@ class DeepSpeedPlugin:
         SettingError: a value is wrong, or is said in two places that differ.
     """
 
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | str | None = None  # type: ignore[assignment]
-    gradient_clipping: float | str | None = None  # type: ignore[assignment]
-    zero_stage: int | None = None
-    is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
@@ -75,16 +51,21 @@ class DeepSpeedPlugin:
         self.dschf: Any = None
         # (the dict, its content since an engine was made, its content before)
         self._shown_config: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
-        arguments = {name: getattr(self, name) for name in (*_FIELDS, "gradient_accumulation_steps")}
-        self._code_values = {name: value for name, value in arguments.items() if value is not None}
-        self._settings = load_settings(DeepSpeedSettings, code={name: arguments[name] for name in _FIELDS})
-        self._may_gather = _explicit_value(self._settings, "zero3_save_16bit_model")
+        self._settings = load_fields(self, DeepSpeedOptions, objects=("hf_ds_config",))
+        self._code_values = {
+            name: origin.value
+            for name in self._settings.origins
+            if (origin := self._settings.origin(name)).source == "code"
+        }
+        if self.gradient_accumulation_steps is not None:
+            self._code_values["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        self._may_gather = self._settings.value.zero3_save_16bit_model
         self._refuse_msamp()
+        names = self.transformer_moe_cls_names
+        self.transformer_moe_cls_names = names if isinstance(names, str | None) else ",".join(names)
         source = self.hf_ds_config
-        # A client of the public package may hand over anything else: it means nothing there.
-        if source is None:
-            place = self._settings.value.deepspeed_config_file
-            source = None if place is None or place.lower() == "none" else place
+        if isinstance(source, str) and source.lower() == "none":
+            source = None
         if source is None:
             self._build_from_fields()
         else:
@@ -93,7 +74,6 @@ class DeepSpeedPlugin:
         self.deepspeed_config.setdefault("steps_per_print", float("inf"))
         if self.zero3_init_flag and self.zero_stage != 3:
             self.zero3_init_flag = False
-        self._apply_moe_classes()
 
     def given_options(self) -> Iterator[RequestedOption]:
         """Return the options that were given in code."""
@@ -104,43 +84,25 @@ class DeepSpeedPlugin:
     # --- where the values come from
 
     def _build_from_fields(self) -> None:
-        settings = self._settings.value
-        self.zero_stage = 2 if settings.zero_stage is None else settings.zero_stage
+        self.gradient_accumulation_steps = _accumulation_steps(self.gradient_accumulation_steps)
+        config: dict[str, Any] = {
+            "train_batch_size": AUTO,
+            "train_micro_batch_size_per_gpu": AUTO,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+        }
+        for row in _CONFIGURED:
+            config_tree.set_key(config, row.details["key"], getattr(self, row.field))
         for part in ("optimizer", "param"):
-            device = getattr(settings, f"offload_{part}_device") or "none"
-            path = getattr(settings, f"offload_{part}_nvme_path")
-            setattr(self, f"offload_{part}_device", device)
-            setattr(self, f"offload_{part}_nvme_path", path or "none")
-            if device == "nvme" and path is None:
+            offload = config["zero_optimization"][f"offload_{part}"]
+            if offload["device"] != "nvme":
+                offload["nvme_path"] = None
+            elif offload["nvme_path"] == "none":
                 raise SettingError(
                     f"offload_{part}_device is nvme, but nothing says in which folder",
                     fix=f"give offload_{part}_nvme_path, a folder on the drive",
                 )
-        self.gradient_clipping = AUTO if settings.gradient_clipping is None else settings.gradient_clipping
-        self.gradient_accumulation_steps = _accumulation_steps(self.gradient_accumulation_steps)
-        self.zero3_save_16bit_model = bool(settings.zero3_save_16bit_model)
-        self._apply_zero3_init(settings)
-        self.hf_ds_config = HfDeepSpeedConfig(
-            {
-                "train_batch_size": AUTO,
-                "train_micro_batch_size_per_gpu": AUTO,
-                "gradient_accumulation_steps": self.gradient_accumulation_steps,
-                "zero_optimization": {
-                    "stage": self.zero_stage,
-                    "offload_optimizer": self._offload_section("optimizer"),
-                    "offload_param": self._offload_section("param"),
-                    "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
-                },
-                "gradient_clipping": self.gradient_clipping,
-            }
-        )
-
-    def _offload_section(self, what: str) -> dict[str, Any]:
-        device = getattr(self, f"offload_{what}_device")
-        return {
-            "device": device,
-            "nvme_path": getattr(self, f"offload_{what}_nvme_path") if device == "nvme" else None,
-        }
+        self._apply_zero3_init()
+        self.hf_ds_config = HfDeepSpeedConfig(config)
 
     def _read_configuration(self, source: Any) -> None:
         if not isinstance(source, HfDeepSpeedConfig):
@@ -156,40 +118,37 @@ class DeepSpeedPlugin:
         config.setdefault("gradient_accumulation_steps", 1)
         for name in COUNTERPARTS:
             self._check_counterpart(name)
-        self.zero_stage = config_tree.get_key(config, "zero_optimization.stage", 0)
         self.gradient_accumulation_steps = config["gradient_accumulation_steps"]
-        self.gradient_clipping = config.get("gradient_clipping", AUTO)
-        for part in ("optimizer", "param"):
-            offload = config_tree.get_key(config, f"zero_optimization.offload_{part}") or {}
-            setattr(self, f"offload_{part}_device", offload.get("device", "none"))
-            setattr(self, f"offload_{part}_nvme_path", offload.get("nvme_path") or "none")
+        for row in _CONFIGURED:
+            value = config_tree.get_key(config, row.details["key"], row.details["absent"])
+            setattr(self, row.field, row.fallback if value is None else value)
         if config_tree.has_key(config, _GATHER) and config_tree.get_key(config, _GATHER) != AUTO:
             self._may_gather = bool(config_tree.get_key(config, _GATHER))
         self.zero3_save_16bit_model = bool(self._may_gather)
-        self._apply_zero3_init(self._settings.value)
+        self._apply_zero3_init()
 
     def _check_counterpart(self, name: str) -> None:
         """Refuse a value in code or of the launcher that differs from the configuration."""
-        keys, _ = COUNTERPARTS[name]
-        configured = config_tree.get_key(self.hf_ds_config.config, ".".join(keys))
+        key, _ = COUNTERPARTS[name]
+        configured = config_tree.get_key(self.hf_ds_config.config, key)
         if name in self._code_values:
             value, label = self._code_values[name], f"the argument {name}"
-        elif name in _FIELDS and self._settings.origin(name).source != "default":
-            value, label = getattr(self._settings.value, name), self._settings.origin(name).where
+        elif name in self._settings.origins and self._settings.is_given(name):
+            value, label = self._settings.origin(name).value, self._settings.origin(name).where
         else:
             return
         if configured is None or AUTO in (value, configured) or is_same(value, configured):
             if configured is None or configured == AUTO:
-                config_tree.set_key(self.hf_ds_config.config, ".".join(keys), value)
+                config_tree.set_key(self.hf_ds_config.config, key, value)
             return
         raise SettingError(
-            f"{label} is {value}, but the DeepSpeed configuration says {'.'.join(keys)}: {configured}",
+            f"{label} is {value}, but the DeepSpeed configuration says {key}: {configured}",
             why="each of the two would train in another way",
-            fix=f'keep one of them, or write "auto" for {".".join(keys)}',
+            fix=f'keep one of them, or write "auto" for {key}',
         )
 
-    def _apply_zero3_init(self, settings: DeepSpeedSettings) -> None:
-        flag = settings.zero3_init_flag
+    def _apply_zero3_init(self) -> None:
+        flag = self._settings.value.zero3_init_flag
         self.zero3_init_flag = self.zero_stage == 3 if flag is None else flag
 
     def _refuse_msamp(self) -> None:
@@ -200,11 +159,6 @@ class DeepSpeedPlugin:
                 fix="leave it out and train in bf16",
             )
         self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
-
-    def _apply_moe_classes(self) -> None:
-        if self.transformer_moe_cls_names is None:
-            names = self._settings.value.deepspeed_moe_layer_cls_names
-            self.transformer_moe_cls_names = names if isinstance(names, str | None) else ",".join(names)
 
     # --- what clients ask of it
 
@@ -429,10 +383,6 @@ class DeepSpeedPlugin:
         self._selected = value
         if value:
             self.set_deepspeed_weakref()
-
-
-def _explicit_value(loaded: SettingsWithOrigins[DeepSpeedSettings], name: str) -> bool | None:
-    return None if loaded.origin(name).source == "default" else getattr(loaded.value, name)
 
 
 def _accumulation_steps(source: int | str | None) -> int | str:

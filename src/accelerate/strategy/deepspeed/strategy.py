@@ -128,11 +128,11 @@ class DeepSpeed(EngineStrategy):
     def _config_status(self, option: RequestedOption, handle: EngineHandle) -> OptionStatus:
         from accelerate.strategy.deepspeed import config_tree
 
-        keys, absent = deepspeed_settings.COUNTERPARTS[option.name]
-        configured = config_tree.get_key(handle.config, ".".join(keys), absent)
-        is_applied = option.value in ("auto", None) or deepspeed_settings.is_same(option.value, configured)
+        key, absent = deepspeed_settings.COUNTERPARTS[option.name]
+        configured = config_tree.get_key(handle.config, key, absent)
+        is_applied = option.value in ("auto", None) or config_tree.is_same(option.value, configured)
         return option.report_unless(
-            "" if is_applied else f"the DeepSpeed configuration says {'.'.join(keys)}: {configured}"
+            "" if is_applied else f"the DeepSpeed configuration says {key}: {configured}"
         )
 
     @classmethod

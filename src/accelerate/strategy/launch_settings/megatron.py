@@ -26,10 +26,10 @@ def _option(
     Args:
         help: one line.
         fallback: the value where no source gives one.
-        nominal: the value that the field shows then, where it would change a model that nobody wanted changed:
-            it counts only where somebody gives it.
-        argument: its name among the arguments of Megatron-LM's training script; empty for its own, None for an
-            option that is none of them.
+        nominal: the value that the field shows then, where it would change a model that nobody wanted
+            changed: it counts only where somebody gives it.
+        argument: its name among the arguments of Megatron-LM's training script; empty for its own, None for
+            an option that is none of them.
         unread: the reason why Megatron-LM does not read it.
         more: arguments of ``setting``.
     """
@@ -110,7 +110,7 @@ class MegatronSettings:
     attention_softmax_in_fp32: bool = _option("the softmax of attention in 32 bits", fallback=True)
     expert_tensor_parallel_size: int = _option("tensor parallel size of the experts", fallback=1)
     calculate_per_token_loss: bool = _option(
-        "the loss is a mean over all tokens of all copies and micro-batches; false takes the mean of their means",
+        "the loss is a mean over all tokens of all copies and micro-batches; false: the mean of their means",
         fallback=True,
     )
     use_rotary_position_embeddings: bool = _option(
