@@ -1,18 +1,19 @@
-"""The settings of the parallelism config: the launcher's flags, their environment variables and file keys.
+"""The options of parallelism over a device mesh: fields of ``ParallelismConfig`` and of the options of one
+dimension, and settings of the launcher.
 
-A section of a file with any key asks for it. Sizes default to 1 in their readers.
+A section of a file with any key asks for it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
 
 
-def _option(name: str, help: str, **more: Any) -> Any:
-    return setting(None, switch=False, variable=f"PARALLELISM_CONFIG_{name}", help=help, **more)
+def _option(help: str, **more: Any) -> Any:
+    return setting(None, switch=False, help=help, **more)
 
 
 @frozen_dataclass
@@ -26,57 +27,77 @@ class UseParallelismConfigSetting:
     )
 
 
-@frozen_dataclass
-class ParallelismSettings:
-    """The sizes of the mesh dimensions, and the options of each dimension."""
-
+class _Section:
     __topic__ = "Degrees of parallelism"
     __section__ = "parallelism_config"
     __prefix__ = "parallelism_config_"
+    __variables__ = ""
     __switch__ = "use_parallelism_config"
     __asks__ = "use_parallelism_config"
 
-    parallelism_config_dp_replicate_size: int | None = _option(
-        "DP_REPLICATE_SIZE",
-        "replicas of the model, on different data",
-        question="How many replicas of the model?",
+
+@mutable_dataclass
+class MeshSettings(_Section):
+    """The sizes of the mesh dimensions in the order of ``ParallelismConfig``; plain fields are for code."""
+
+    dp_replicate_size: int | None = _option(
+        "data parallel replicas of the model", fallback=1, question="How many replicas of the model?"
     )
-    parallelism_config_dp_shard_size: int | None = _option(
-        "DP_SHARD_SIZE",
+    dp_shard_size: int | None = _option(
         "processes that shard each replica, on different data",
+        fallback=1,
         question="How many processes shard each replica?",
     )
-    parallelism_config_tp_size: int | None = _option(
-        "TP_SIZE",
-        "tensor parallel size",
-        question="Tensor parallel size?",
-    )
-    parallelism_config_pp_size: int | None = _option(
-        "PP_SIZE", "pipeline parallel size", question="Pipeline parallel size?"
-    )
-    parallelism_config_cp_size: int | None = _option(
-        "CP_SIZE",
-        "context parallel size",
+    tp_size: int | None = _option("tensor parallel size", fallback=1, question="Tensor parallel size?")
+    cp_size: int | None = _option(
+        "context parallel size: processes that shard each sequence, with attention over all keys",
+        fallback=1,
         question="Context parallel size?",
     )
-    parallelism_config_cp_backend: str | None = _option(
-        "CP_BACKEND", "the back end of context parallelism", choices=("torch",)
+    cp_backend: Any = _option(
+        "the back end of context parallelism", type=str, choices=("torch",), fallback="torch"
     )
-    parallelism_config_cp_comm_strategy: str | None = _option(
-        "CP_COMM_STRATEGY", "how keys and values are exchanged", choices=("allgather", "alltoall")
+    sp_size: int | None = _option(
+        "sequence parallel size (Ulysses): processes that shard each sequence, and heads in attention",
+        fallback=1,
     )
-    parallelism_config_sp_size: int | None = _option("SP_SIZE", "sequence parallel size (Ulysses)")
-    parallelism_config_sp_backend: str | None = _option(
-        "SP_BACKEND", "the back end of sequence parallelism", choices=("deepspeed",)
+    sp_backend: Any = _option(
+        "the back end of sequence parallelism", type=str, choices=("deepspeed",), fallback="deepspeed"
     )
-    parallelism_config_sp_seq_length: int | None = _option(
-        "SP_SEQ_LENGTH", "tokens of every sequence, where they are equally long"
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+    pp_size: int | None = _option("pipeline parallel size", fallback=1, question="Pipeline parallel size?")
+    pp_handler: Any = None
+
+
+@mutable_dataclass
+class ContextParallelSettings(_Section):
+    """The options of context parallelism."""
+
+    cp_comm_strategy: str | None = _option(
+        "how keys and values are exchanged: gathered from all, or around a ring",
+        choices=("allgather", "alltoall"),
+        fallback="allgather",
     )
-    parallelism_config_sp_seq_length_is_variable: bool | None = _option(
-        "SP_SEQ_LENGTH_IS_VARIABLE", "whether sequences differ in length"
-    )
-    parallelism_config_sp_attn_implementation: str | None = _option(
-        "SP_ATTN_IMPLEMENTATION", "how attention is computed, by its name in transformers"
+
+
+@mutable_dataclass
+class SequenceParallelSettings(_Section):
+    """The options of Ulysses sequence parallelism."""
+
+    sp_seq_length: int | None = _option("tokens of every sequence, where they are equally long")
+    sp_seq_length_is_variable: bool | None = _option("whether sequences differ in length", fallback=True)
+    sp_attn_implementation: str | None = _option("how attention is computed, by its name in transformers")
+
+
+@mutable_dataclass
+class ParallelismSettings(SequenceParallelSettings, ContextParallelSettings, MeshSettings):
+    """The sizes of the mesh dimensions, and the options of each dimension."""
+
+    __first__ = (
+        *("dp_replicate_size", "dp_shard_size", "tp_size", "pp_size"),
+        *("cp_size", "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend"),
     )
 
 

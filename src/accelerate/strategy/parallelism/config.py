@@ -13,26 +13,28 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
-from accelerate.core.setting import load_settings
-from accelerate.strategy.launch_settings.parallelism import ParallelismSettings
+from accelerate.core.option_fields import describe_fields, load_fields
+from accelerate.strategy.launch_settings.parallelism import (
+    ContextParallelSettings,
+    MeshSettings,
+    SequenceParallelSettings,
+)
 from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
 from accelerate.world.mesh_layout import DIMENSIONS, MeshLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-STRATEGIES = ("allgather", "alltoall")
 # Dimensions of the data, from outside to inside; then those of one copy of the model.
 _DATA, _OTHER = ("dp_replicate", "dp_shard"), ("tp", "cp", "sp", "pp")
 
 
+@describe_fields
 @dataclass
-class TorchContextParallelConfig:
+class TorchContextParallelConfig(ContextParallelSettings):
     """The options of context parallelism: how processes exchange keys and values.
 
     Attributes:
-        cp_comm_strategy: ``"allgather"``: each gathers those of all; ``"alltoall"``: they go around a ring
-            (``PARALLELISM_CONFIG_CP_COMM_STRATEGY``, allgather).
         cut: which loaders give parts of sequences: those that are prepared together with a model (None), all,
             none, or all, by the names of keys and the dimensions of their tokens: ``{"tokens": 1}``.
 
@@ -40,14 +42,10 @@ class TorchContextParallelConfig:
         UnknownNameError: another word.
     """
 
-    cp_comm_strategy: str | None = None
     cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        strategy = load_settings(ParallelismSettings).value.parallelism_config_cp_comm_strategy
-        self.cp_comm_strategy = self.cp_comm_strategy or strategy or "allgather"
-        if self.cp_comm_strategy not in STRATEGIES:
-            raise UnknownNameError("cp_comm_strategy", self.cp_comm_strategy, STRATEGIES)
+        load_fields(self, ContextParallelSettings)
 
 
 @dataclass
@@ -66,37 +64,22 @@ class TorchTensorParallelConfig:
     plan: Mapping[str, Any] | None = None
 
 
+@describe_fields
 @dataclass
-class DeepSpeedSequenceParallelConfig:
+class DeepSpeedSequenceParallelConfig(SequenceParallelSettings):
     """The options of Ulysses sequence parallelism (arXiv:2309.14509).
 
     Attributes:
-        sp_seq_length: tokens of every sequence, where they are equally long
-            (``PARALLELISM_CONFIG_SP_SEQ_LENGTH``).
-        sp_seq_length_is_variable: they are not (``PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE``, True).
-        sp_attn_implementation: name of the attention in transformers
-            (``PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION``).
         cut: as for ``TorchContextParallelConfig``.
 
     Raises:
         SettingError: sequences are equally long, and nothing says how long.
     """
 
-    sp_seq_length: int | None = None
-    sp_seq_length_is_variable: bool | None = None
-    sp_attn_implementation: str | None = None
     cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        settings = load_settings(ParallelismSettings).value
-        if self.sp_seq_length_is_variable is None:
-            self.sp_seq_length_is_variable = (
-                settings.parallelism_config_sp_seq_length_is_variable is not False
-            )
-        if self.sp_seq_length is None:
-            self.sp_seq_length = settings.parallelism_config_sp_seq_length
-        if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = settings.parallelism_config_sp_attn_implementation
+        load_fields(self, SequenceParallelSettings)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise SettingError(
                 "sp_seq_length_is_variable is false, but nothing says how long sequences are",
@@ -117,55 +100,30 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: Any = None
 
 
+@describe_fields
 @dataclass(repr=False)
-class ParallelismConfig:
+class ParallelismConfig(MeshSettings):
     """The sizes of the mesh dimensions; their product is the world size.
 
-    A field that is None takes its variable (``PARALLELISM_CONFIG_TP_SIZE`` ...), then 1.
+    A field that is None takes its variable, then its default.
 
     Attributes:
-        dp_replicate_size: data parallel replicas of the model.
-        dp_shard_size: processes that share one copy's parameters, gradients and optimizer, and see different
-            data.
-        tp_size: tensor parallel size.
-        cp_size: context parallel size: processes that shard each sequence, with attention over all keys.
-        cp_backend: ``"torch"``.
-        sp_size: Ulysses sequence parallel size: processes that shard each sequence, and heads in attention.
-        sp_backend: ``"deepspeed"``, after whose Ulysses it works.
-        tp_handler, cp_handler, sp_handler: options of one dimension.
-        pp_size: pipeline parallel size.
-        pp_handler: options of these.
+        tp_handler, cp_handler, sp_handler, pp_handler: options of one dimension.
 
     Raises:
         SettingError: a size is no positive number, or two dimensions exclude each other.
     """
 
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    cp_backend: Any = None
-    sp_size: int | None = None
-    sp_backend: Any = None
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
-    pp_size: int | None = None
     pp_handler: PipelineParallelConfig | None = None
     device_mesh: Any = field(default=None, init=False, compare=False)
     _plane: Any = field(default=None, init=False, compare=False, repr=False)
     _made_in: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        settings = load_settings(ParallelismSettings).value
-        for name in DIMENSIONS.values():
-            if getattr(self, f"{name}_size") is None:
-                setattr(self, f"{name}_size", getattr(settings, f"parallelism_config_{name}_size") or 1)
-        self.cp_backend = self.cp_backend or settings.parallelism_config_cp_backend or "torch"
-        self.sp_backend = self.sp_backend or settings.parallelism_config_sp_backend or "deepspeed"
-        for name, choices in (("cp_backend", ("torch",)), ("sp_backend", ("deepspeed",))):
-            if getattr(self, name) not in choices:
-                raise UnknownNameError(name, str(getattr(self, name)), choices)
+        load_fields(self, MeshSettings)
         for name, size in self._sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise SettingError(f"{name}_size is {size!r}", fix=f"give 1 or more; {name}_size=1 is off")
