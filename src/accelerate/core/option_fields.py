@@ -9,7 +9,7 @@
     @dataclass
     class FullyShardedDataParallelPlugin(FSDPSettings):
         def __post_init__(self) -> None:
-            self.settings = load_fields(self, FSDPSettings)
+            self.settings = load_fields(self)
 
 The launcher reads the first class, which imports no torch. The second inherits the fields: its constructor,
 their variables and defaults, and the part of its docstring that explains them follow from the first.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from accelerate.core.setting import Setting, SettingsWithOrigins, declared_settings, load_settings
@@ -28,15 +29,15 @@ T = TypeVar("T")
 
 
 def load_fields(
-    instance: Any, cls: type[T], *, objects: Collection[str] = (), **code: Any
-) -> SettingsWithOrigins[T]:
+    instance: Any, cls: type[Any] | None = None, *, objects: Collection[str] = (), **code: Any
+) -> SettingsWithOrigins[Any]:
     """Load the settings that the fields of ``instance`` are, and write the values into the fields.
 
     A field that is None takes its variable, then its fallback. A member of an enumeration counts by its name.
 
     Args:
-        instance: an object of a class that inherits from ``cls``.
-        cls: the class that declares the settings.
+        instance: an object with such fields.
+        cls: the class that declares them; None takes all of the object's own class.
         objects: fields that may hold an object that no text can say; it stays as it is.
         code: values of settings that count instead of the fields, by name.
 
@@ -44,7 +45,8 @@ def load_fields(
         SettingError: a value has the wrong type.
         UnknownNameError: a value is not among the choices.
     """
-    rows = declared_settings(cls)
+    declaring = cls or type(instance)
+    rows = declared_settings(declaring)
     given: dict[str, Any] = {}
     kept: set[str] = set()
     for row in rows:
@@ -53,7 +55,7 @@ def load_fields(
             kept.add(row.field)
         else:
             given[row.name] = _plain_value(value)
-    loaded = load_settings(cls, code=given)
+    loaded = load_settings(declaring, code=given, container=SimpleNamespace)
     for row in rows:
         if row.field not in kept:
             value = getattr(loaded.value, row.field)

@@ -17,7 +17,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import field
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
@@ -276,6 +276,7 @@ def load_settings(
     file: Mapping[str, Any] | None = None,
     file_name: str = "the configuration file",
     lines: Mapping[str, int] | None = None,
+    container: Callable[..., Any] | None = None,
 ) -> SettingsWithOrigins[T]:
     """Load the settings ``cls`` from all sources; None in ``code`` or ``flags`` means "not given".
 
@@ -288,6 +289,7 @@ def load_settings(
         file: the part of the configuration file that belongs to ``cls`` (its section).
         file_name: how to call that file in errors.
         lines: the line of that file each of these keys stands on, where known.
+        container: takes the values by field name, in place of ``cls``.
 
     Raises:
         SettingError: a value has the wrong type or is not among the choices.
@@ -325,7 +327,7 @@ def load_settings(
             raise SettingError(f"{row.name} is needed and not given", fix=_suggest_source(row))
         values[row.field] = candidates[0].value
         origins[row.name] = tuple(candidates)
-    return SettingsWithOrigins(cls(**values), origins)
+    return SettingsWithOrigins((container or cls)(**values), origins)
 
 
 def _suggest_source(row: Setting) -> str:

@@ -44,7 +44,7 @@ class AORecipeKwargs(AOOptions, KwargsHandler):
             return
         from torchao.float8 import Float8LinearConfig
 
-        load_fields(self, AOOptions)
+        load_fields(self)
         self.config = Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )

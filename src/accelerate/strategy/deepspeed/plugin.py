@@ -14,14 +14,13 @@ from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.option_fields import describe_fields, load_fields
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.packages import is_installed
-from accelerate.core.setting import declared_settings
+from accelerate.core.setting import Setting, declared_settings
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig, is_same
 from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedOptions
 
 _PRECISIONS = ("fp16", "bf16")
 _GATHER, _ = COUNTERPARTS["zero3_save_16bit_model"]
-_CONFIGURED = [row for row in declared_settings(DeepSpeedOptions) if row.details["key"]]
 
 
 @describe_fields
@@ -51,7 +50,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self.dschf: Any = None
         # (the dict, its content since an engine was made, its content before)
         self._shown_config: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
-        self._settings = load_fields(self, DeepSpeedOptions, objects=("hf_ds_config",))
+        self._settings = load_fields(self, objects=("hf_ds_config",))
         self._code_values = {
             name: origin.value
             for name in self._settings.origins
@@ -90,7 +89,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             "train_micro_batch_size_per_gpu": AUTO,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
-        for row in _CONFIGURED:
+        for row in self._configured_rows():
             config_tree.set_key(config, row.details["key"], getattr(self, row.field))
         for part in ("optimizer", "param"):
             offload = config["zero_optimization"][f"offload_{part}"]
@@ -116,10 +115,11 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 fix='add "zero_optimization": {"stage": 2}, or stage 0 for none',
             )
         config.setdefault("gradient_accumulation_steps", 1)
-        for name in COUNTERPARTS:
-            self._check_counterpart(name)
+        for row in self._configured_rows():
+            self._check_counterpart(row.name, row.details["key"])
+        self._check_counterpart("gradient_accumulation_steps", "gradient_accumulation_steps")
         self.gradient_accumulation_steps = config["gradient_accumulation_steps"]
-        for row in _CONFIGURED:
+        for row in self._configured_rows():
             value = config_tree.get_key(config, row.details["key"], row.details["absent"])
             setattr(self, row.field, row.fallback if value is None else value)
         if config_tree.has_key(config, _GATHER) and config_tree.get_key(config, _GATHER) != AUTO:
@@ -127,9 +127,12 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self.zero3_save_16bit_model = bool(self._may_gather)
         self._apply_zero3_init()
 
-    def _check_counterpart(self, name: str) -> None:
+    def _configured_rows(self) -> Iterator[Setting]:
+        """Return the options that have a key in DeepSpeed's configuration."""
+        return (row for row in declared_settings(type(self)) if row.details["key"])
+
+    def _check_counterpart(self, name: str, key: str) -> None:
         """Refuse a value in code or of the launcher that differs from the configuration."""
-        key, _ = COUNTERPARTS[name]
         configured = config_tree.get_key(self.hf_ds_config.config, key)
         if name in self._code_values:
             value, label = self._code_values[name], f"the argument {name}"

@@ -16,8 +16,6 @@ from accelerate.core.setting import declared_settings
 from accelerate.strategy.launch_settings.megatron import MegatronSettings
 from accelerate.strategy.megatron.parsers import add_model_args
 
-_ROWS = declared_settings(MegatronSettings)
-
 
 @describe_fields
 @dataclass
@@ -79,16 +77,17 @@ class MegatronLMPlugin(MegatronSettings):
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self._settings = load_fields(self, MegatronSettings)
-        for row in _ROWS:
+        self._settings = load_fields(self)
+        for row in declared_settings(type(self)):
             if row.details["nominal"] is not None and getattr(self, row.field) is None:
                 setattr(self, row.field, row.details["nominal"])
         self._set_default_args()
 
     def explicit_value(self, name: str) -> Any:
         """Return a field as the user gave it; None where it has its default."""
-        is_setting = any(row.field == name for row in _ROWS)
-        return getattr(self._settings.value if is_setting else self, name)
+        return (
+            getattr(self._settings.value, name) if name in vars(self._settings.value) else getattr(self, name)
+        )
 
     @property
     def weighs_tokens(self) -> bool:
@@ -101,7 +100,7 @@ class MegatronLMPlugin(MegatronSettings):
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
         arguments = {
             row.details["argument"] or row.field: getattr(self, row.field)
-            for row in _ROWS
+            for row in declared_settings(type(self))
             if row.details["argument"] is not None
         }
         more = {name: getattr(self, name) for name in ("DDP_impl", *_CODE_ARGS)}

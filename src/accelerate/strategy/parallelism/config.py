@@ -45,7 +45,7 @@ class TorchContextParallelConfig(ContextParallelSettings):
     cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        load_fields(self, ContextParallelSettings)
+        load_fields(self)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class DeepSpeedSequenceParallelConfig(SequenceParallelSettings):
     cut: bool | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        load_fields(self, SequenceParallelSettings)
+        load_fields(self)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise SettingError(
                 "sp_seq_length_is_variable is false, but nothing says how long sequences are",
@@ -123,7 +123,7 @@ class ParallelismConfig(MeshSettings):
     _made_in: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        load_fields(self, MeshSettings)
+        load_fields(self)
         for name, size in self._sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise SettingError(f"{name}_size is {size!r}", fix=f"give 1 or more; {name}_size=1 is off")

@@ -57,7 +57,6 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         version = self.fsdp_version
         self._settings = loaded = load_fields(
             self,
-            FSDPSettings,
             objects=objects,
             fsdp_version=int(version) if isinstance(version, str) and version.isdigit() else version,
         )
