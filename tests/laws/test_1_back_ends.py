@@ -59,10 +59,6 @@ ALLOWED = {
     ("strategy/megatron/plugin", "tensorboard"): "an option of Megatron-LM, by its name",
     ("strategy/parallelism", "fsdp"): "its dp_shard dimension is FSDP2: a strategy composed of another",
     (
-        "strategy/parallelism/config",
-        "deepspeed",
-    ): "the public name of this way to split attention",
-    (
         "strategy/parallelism/context/ulysses",
         "deepspeed",
     ): "transformers asks DeepSpeed for the group",

@@ -17,6 +17,7 @@ their variables and defaults, and the part of its docstring that explains them f
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Collection
 from enum import Enum
@@ -71,12 +72,12 @@ def _plain_value(value: Any) -> Any:
 
 def describe_fields(cls: type[T]) -> type[T]:
     """Add the fields that are settings to ``Attributes:`` in the docstring of a class."""
-    described = "".join(f"        {_describe_field(row)}\n" for row in declared_settings(cls))
-    head, section, rest = (cls.__doc__ or "").partition("    Attributes:\n")
+    described = "".join(f"    {_describe_field(row)}\n" for row in declared_settings(cls))
+    head, section, rest = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
     if not section:
-        head, raises, rest = head.partition("    Raises:\n")
-        head, rest = head.rstrip(" \n") + "\n\n", f"\n{raises}{rest}" if raises else ""
-    cls.__doc__ = f"{head}    Attributes:\n{described}{rest}"
+        head, raises, rest = head.partition("Raises:\n")
+        head, rest = f"{head.rstrip()}\n\n", f"\n{raises}{rest}" if raises else ""
+    cls.__doc__ = f"{head}Attributes:\n{described}{rest}"
     return cls
 
 
@@ -86,4 +87,4 @@ def _describe_field(row: Setting) -> str:
     fallback = "" if row.fallback is None else str(row.fallback)
     source = ", ".join(filter(None, (variable, fallback)))
     text = f"{row.field}: {row.help}{choices}{f' ({source})' if source else ''}."
-    return textwrap.fill(text, 106, subsequent_indent=" " * 12, break_on_hyphens=False)
+    return textwrap.fill(text, 106, subsequent_indent=" " * 8, break_on_hyphens=False)

@@ -15,7 +15,9 @@ PARTS = ("fprop", "dgrad", "wgrad")
 _TE, _AO, _MSAMP = ({"fp8_backend": (name,)} for name in ("TE", "AO", "MSAMP"))
 
 
-class _Section:
+class FP8Section:
+    """The section of a configuration file."""
+
     __topic__ = "8-bit floats"
     __section__ = "fp8_config"
     __prefix__ = "fp8_"
@@ -29,7 +31,7 @@ class _Section:
 
 
 @mutable_dataclass
-class TEOptions(_Section):
+class TEOptions(FP8Section):
     """The options of TransformerEngine, in the order of ``TERecipeKwargs``."""
 
     use_autocast_during_eval: bool | None = setting(
@@ -71,7 +73,7 @@ class TEOptions(_Section):
 
 
 @mutable_dataclass
-class AOOptions(_Section):
+class AOOptions(FP8Section):
     """The options of torchao, in the order of ``AORecipeKwargs``; plain fields are for code only."""
 
     config: Any = None
@@ -95,7 +97,7 @@ class AOOptions(_Section):
 
 
 @mutable_dataclass
-class MSAMPOptions(_Section):
+class MSAMPOptions(FP8Section):
     """The options of MS-AMP."""
 
     opt_level: Literal["O1", "O2"] | None = setting(

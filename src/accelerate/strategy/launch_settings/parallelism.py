@@ -27,7 +27,9 @@ class UseParallelismConfigSetting:
     )
 
 
-class _Section:
+class ParallelismSection:
+    """The section of a configuration file."""
+
     __topic__ = "Degrees of parallelism"
     __section__ = "parallelism_config"
     __prefix__ = "parallelism_config_"
@@ -37,7 +39,7 @@ class _Section:
 
 
 @mutable_dataclass
-class MeshSettings(_Section):
+class MeshSettings(ParallelismSection):
     """The sizes of the mesh dimensions in the order of ``ParallelismConfig``; plain fields are for code."""
 
     dp_replicate_size: int | None = _option(
@@ -72,7 +74,7 @@ class MeshSettings(_Section):
 
 
 @mutable_dataclass
-class ContextParallelSettings(_Section):
+class ContextParallelSettings(ParallelismSection):
     """The options of context parallelism."""
 
     cp_comm_strategy: str | None = _option(
@@ -83,7 +85,7 @@ class ContextParallelSettings(_Section):
 
 
 @mutable_dataclass
-class SequenceParallelSettings(_Section):
+class SequenceParallelSettings(ParallelismSection):
     """The options of Ulysses sequence parallelism."""
 
     sp_seq_length: int | None = _option("tokens of every sequence, where they are equally long")
