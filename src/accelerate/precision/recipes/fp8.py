@@ -15,24 +15,11 @@ PARTS = ("fprop", "dgrad", "wgrad")
 _TE, _AO, _MSAMP = ({"fp8_backend": (name,)} for name in ("TE", "AO", "MSAMP"))
 
 
-class FP8Section:
-    """The section of a configuration file."""
-
-    __topic__ = "8-bit floats"
-    __section__ = "fp8_config"
-    __prefix__ = "fp8_"
-    __when__: ClassVar[Mapping[str, Any]] = {"mixed_precision": ("fp8",)}
-    # The keys that the wizard of Accelerate 1.x wrote.
-    __old_keys__: ClassVar[Mapping[str, str]] = {
-        "amax_history_length": "fp8_amax_history_len",
-        "amax_compute_algorithm": "fp8_amax_compute_algo",
-        "optimization_level": "fp8_opt_level",
-    }
-
-
 @mutable_dataclass
-class TEOptions(FP8Section):
+class TEOptions:
     """The options of TransformerEngine, in the order of ``TERecipeKwargs``."""
+
+    __prefix__ = "fp8_"
 
     use_autocast_during_eval: bool | None = setting(
         None, fallback=False, help="8 bits also in evaluation (TE)"
@@ -73,8 +60,10 @@ class TEOptions(FP8Section):
 
 
 @mutable_dataclass
-class AOOptions(FP8Section):
+class AOOptions:
     """The options of torchao, in the order of ``AORecipeKwargs``; plain fields are for code only."""
+
+    __prefix__ = "fp8_"
 
     config: Any = None
     module_filter_func: Callable[..., bool] | None = None
@@ -97,8 +86,10 @@ class AOOptions(FP8Section):
 
 
 @mutable_dataclass
-class MSAMPOptions(FP8Section):
+class MSAMPOptions:
     """The options of MS-AMP."""
+
+    __prefix__ = "fp8_"
 
     opt_level: Literal["O1", "O2"] | None = setting(
         None,
@@ -117,6 +108,15 @@ class FP8Settings(MSAMPOptions, AOOptions, TEOptions):
     without a value are not passed on.
     """
 
+    __topic__ = "8-bit floats"
+    __section__ = "fp8_config"
+    __when__: ClassVar[Mapping[str, Any]] = {"mixed_precision": ("fp8",)}
+    # The keys that the wizard of Accelerate 1.x wrote.
+    __old_keys__: ClassVar[Mapping[str, str]] = {
+        "amax_history_length": "fp8_amax_history_len",
+        "amax_compute_algorithm": "fp8_amax_compute_algo",
+        "optimization_level": "fp8_opt_level",
+    }
     __first__ = ("backend",)
 
     backend: str | None = setting(

@@ -6,7 +6,6 @@ An option is declared here. What it means stands in ``strategy/sharding/fsdp2_op
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
@@ -16,11 +15,11 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-
-
-def _numbers(names: Sequence[str]) -> dict[str, str]:
-    """Return the names by their numbers, counted from 1, which files may have."""
-    return {str(number): name for number, name in enumerate(names, 1)}
+# The names by their numbers, counted from 1, which files may have.
+_BY_NUMBER = {
+    names: {str(number): name for number, name in enumerate(names, 1)}
+    for names in (STRATEGIES, PREFETCHES, STATES)
+}
 
 
 @frozen_dataclass
@@ -68,7 +67,7 @@ class FSDPSettings:
         type=str,
         choices=STRATEGIES,
         # Torch writes an underscore before the name of an unstable member.
-        aliases={**_numbers(STRATEGIES), "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
+        aliases={**_BY_NUMBER[STRATEGIES], "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
         help="of FSDP1: what is sharded; in FSDP2 see fsdp_reshard_after_forward",
     )
     reshard_after_forward: Any = setting(
@@ -84,7 +83,7 @@ class FSDPSettings:
         None,
         type=str,
         choices=PREFETCHES,
-        aliases=_numbers(PREFETCHES),
+        aliases=_BY_NUMBER[PREFETCHES],
         fallback="BACKWARD_PRE",
         help="of FSDP1: all-gather the next unit before or after the gradients of this one, or no prefetch",
     )
@@ -116,7 +115,7 @@ class FSDPSettings:
         None,
         type=str,
         choices=STATES,
-        aliases=_numbers(STATES),
+        aliases=_BY_NUMBER[STATES],
         help="checkpoints hold SHARDED_STATE_DICT, a shard per rank, or FULL_STATE_DICT; in FSDP1 also "
         "LOCAL_STATE_DICT",
         question="What do checkpoints hold?",
