@@ -20,6 +20,7 @@ from accelerate.core.frozen_dataclass import mutable_dataclass
 from accelerate.core.option_fields import describe_fields
 from accelerate.core.setting import declared_settings, setting
 from accelerate.launch.launch_request import read_request
+from accelerate.strategy.fsdp1 import option_report
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.fsdp2_options import READ_BACKS, option_statuses
 from accelerate.utils import MegatronLMPlugin
@@ -92,6 +93,12 @@ def test_the_row_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     (status,) = option_statuses((), plugin, [object()])  # type: ignore[list-item]
     assert (status.not_applied, status.why) == (True, "it is float32")
     assert not list(option_statuses((), Plugin(), []))
+
+
+def test_every_row_of_the_report_is_of_an_option() -> None:
+    known = {row.name for row in declared_settings(FSDPSettings)}
+    known |= {"mixed_precision_policy", "buffer_dtype", "limit_all_gathers"}  # of code only
+    assert set(READ_BACKS) | set(option_report.READ_BACKS) <= known
 
 
 def test_deepspeed_gets_it_under_its_key() -> None:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def load_fields(
-    instance: Any, cls: type[Any] | None = None, *, objects: Collection[str] = (), **code: Any
+    instance: object, cls: type[Any] | None = None, *, objects: Collection[str] = (), **code: Any
 ) -> SettingsWithOrigins[Any]:
     """Load the settings that the fields of ``instance`` are, and write the values into the fields.
 
@@ -46,7 +46,7 @@ def load_fields(
         SettingError: a value has the wrong type.
         UnknownNameError: a value is not among the choices.
     """
-    declaring = cls or type(instance)
+    declaring: type[Any] = cls or type(instance)
     rows = declared_settings(declaring)
     given: dict[str, Any] = {}
     kept: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,13 +18,6 @@ from accelerate.strategy.sharding.fsdp2_options import (
     wrap_status,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-
-# The attribute of torch's wrapper, by option.
-_FIELDS = {
-    "fsdp_forward_prefetch": "forward_prefetch",
-    "fsdp_use_orig_params": "_use_orig_params",
-    "limit_all_gathers": "limit_all_gathers",
-}
 
 
 def option_statuses(
@@ -46,15 +40,15 @@ def option_statuses(
             else option.report_pending(NO_TRAINED_MODEL)
         )
     for option in plugin_options(plugin):
-        look = _STATUS.get(option.name)
+        look = READ_BACKS.get(option.name)
         if option.name == "fsdp_reshard_after_forward" and plugin._settings.value.sharding_strategy:
             yield option.report_not_applied("sharding_strategy says it in FSDP1", matters=False)
-        elif look is None and option.name not in _FIELDS:
+        elif look is None:
             yield option.report_applied()
         elif not models:
             yield option.report_pending(NO_TRAINED_MODEL)
         else:
-            yield (look or _field_status)(option, plugin, models)
+            yield look(option, plugin, models)
 
 
 StatusFunction = Callable[
@@ -67,9 +61,13 @@ def _fsdp_units(models: Sequence[nn.Module]) -> list[Any]:
 
 
 def _field_status(
-    option: RequestedOption, plugin: FullyShardedDataParallelPlugin, models: Sequence[nn.Module]
+    attribute: str,
+    option: RequestedOption,
+    plugin: FullyShardedDataParallelPlugin,
+    models: Sequence[nn.Module],
 ) -> OptionStatus:
-    unit_values = {getattr(part, _FIELDS[option.name]) for part in _fsdp_units(models)}
+    """Read back an attribute of torch's wrapper."""
+    unit_values = {getattr(part, attribute) for part in _fsdp_units(models)}
     return option.report_unless("" if unit_values == {option.value} else f"the FSDP units have {unit_values}")
 
 
@@ -130,7 +128,10 @@ def _state_dict_status(
     )
 
 
-_STATUS: dict[str, StatusFunction] = {
+READ_BACKS: dict[str, StatusFunction] = {
+    "fsdp_forward_prefetch": partial(_field_status, "forward_prefetch"),
+    "fsdp_use_orig_params": partial(_field_status, "_use_orig_params"),
+    "limit_all_gathers": partial(_field_status, "limit_all_gathers"),
     "fsdp_sharding_strategy": _strategy_status,
     "fsdp_backward_prefetch": _prefetch_status,
     "fsdp_auto_wrap_policy": _wrap_status,
