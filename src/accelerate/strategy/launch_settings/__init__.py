@@ -1,7 +1,7 @@
 """The settings of strategies, which a launch passes on to the script. No torch here: the launcher reads them.
 
 A file of this folder belongs to the strategy of the same name. Its ``PLUGIN`` is a tuple of two classes of
-settings: the switch by which one asks for the strategy, and its options.
+settings: the switch by which one asks for the strategy, and its options, whose fields its plugin inherits.
 
 The switch says in ``__distributed_type__`` which type of the group asks for it in files, and the options say
 in ``__switch__`` which setting that is: a launch refuses options of a strategy that nobody asked for. Options
