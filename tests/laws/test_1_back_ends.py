@@ -48,7 +48,7 @@ ALLOWED = {
     ("facade/state", "deepspeed"): _PROMISED,
     ("facade/state", "fsdp"): _PROMISED,
     ("facade/fp8", "fsdp"): "a field of torchao's configuration, by torchao's name",
-    ("launch/conflicts", "fsdp"): "the table of settings that exclude each other",
+    ("launch/request_checks", "fsdp"): "the table of settings that exclude each other",
     (
         "launch/kinds/deepspeed",
         "slurm",

@@ -12,9 +12,9 @@ from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import setting
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.conflicts import CONFLICTS
-from accelerate.launch.device_selection import allocate_devices, check_request
+from accelerate.launch.device_selection import allocate_devices
 from accelerate.launch.launch_request import all_settings, read_request
+from accelerate.launch.request_checks import CONFLICTS, check_request
 
 
 @dataclass(frozen=True)

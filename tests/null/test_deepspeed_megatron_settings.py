@@ -14,8 +14,8 @@ from accelerate.cli.launch import PLUGIN
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import DeviceError, MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.setting import declared_settings
-from accelerate.launch.device_selection import check_request
 from accelerate.launch.launch_request import LaunchRequest, read_request
+from accelerate.launch.request_checks import check_request
 from accelerate.precision import PRECISIONS
 from accelerate.precision.recipes import RECIPES
 from accelerate.state import PartialState

@@ -14,10 +14,10 @@ import pytest
 
 from accelerate.cli.main import run
 from accelerate.core.setting import setting
-from accelerate.launch import dry_run, option_report
+from accelerate.launch import dry_run
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.plan import PlannedCommand
+from accelerate.launch.plan import PlannedCommand, display_value
 from tests.laws.test_8_no_torch import command as without_torch
 
 Run = Callable[..., SimpleNamespace]
@@ -188,12 +188,8 @@ def test_what_differs_between_commands_is_told_apart() -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    assert (
-        option_report.display_value("aws_secret_access_key", "abc")
-        == dry_run._variable_text("HF_TOKEN", "abc")
-        == "***"
-    )
-    assert option_report.display_value("aws_secret_access_key", None) == "None"
+    assert display_value("aws_secret_access_key", "abc") == dry_run._variable_text("HF_TOKEN", "abc") == "***"
+    assert display_value("aws_secret_access_key", None) == "None"
 
 
 def test_a_dry_run_imports_no_torch(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.launch.base import choose_kind
-from accelerate.launch.device_selection import check_request
 from accelerate.launch.elastic.rendezvous import find_gloo_interface, find_local_address, is_this_machine
 from accelerate.launch.elastic.settings import find_endpoint, parse_join_timeout, parse_rdzv_conf
 from accelerate.launch.launch_request import LaunchRequest, read_request
+from accelerate.launch.request_checks import check_request
 
 MEET = {"main_process_ip": "127.0.0.1", "use_cpu": True}
 

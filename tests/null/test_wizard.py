@@ -23,8 +23,8 @@ from accelerate.cli.wizard import config_commands, questions, terminal
 from accelerate.cli.wizard.questions import WizardAnswers, WizardQuestion
 from accelerate.core.setting import Setting, declared_settings
 from accelerate.device import Device
-from accelerate.launch.device_selection import check_request
 from accelerate.launch.launch_request import read_request
+from accelerate.launch.request_checks import check_request
 
 DOWN, ENTER, CTRL_C = "\x1b[B", "\r", "\x03"
 CPUS = {"machine": "MULTI_CPU"}

@@ -13,7 +13,7 @@ from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
 from accelerate.launch import config_files
 from accelerate.launch.launch_request import LaunchRequest, read_request
-from accelerate.launch.option_report import display_value
+from accelerate.launch.plan import display_value
 
 if TYPE_CHECKING:
     import argparse
@@ -121,7 +121,7 @@ def _print_origins(request: LaunchRequest) -> None:
             "; ".join(_overridden_text(row.name, each) for each in others),
         )
         for row in launch_settings()
-        for first, *others in [request.origins(row.name)]
+        for first, *others in [request.origins[row.name]]
     ]
     titles = ("setting", "value", "from", "overrides")
     if not sys.stdout.isatty():

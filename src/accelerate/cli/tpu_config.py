@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.core.errors import SettingError
-from accelerate.launch import config_files, gcloud
+from accelerate.launch import config_files
+from accelerate.launch.kinds.tpu import check_gcloud_installed, worker_command
 
 if TYPE_CHECKING:
     import argparse
@@ -55,7 +56,7 @@ def build_program(given: dict[str, Any]) -> tuple[str, ...]:
             why="neither a flag nor the configuration file names a command",
             fix="add --command '...', or commands: [...] in the configuration file",
         )
-    return gcloud.worker_command(
+    return worker_command(
         "; ".join([f"cd {_FOLDER}", *commands]),
         name=given["tpu_name"] or file_values.get("tpu_name"),
         zone=given["tpu_zone"] or file_values.get("tpu_zone"),
@@ -96,7 +97,7 @@ def _run(**given: Any) -> int:
     if given["debug"]:
         click.echo(f"Running {shlex.join(command)}")
         return 0
-    gcloud.check_installed()
+    check_gcloud_installed()
     code = subprocess.run(command, check=False).returncode
     if code == 0:
         click.echo("Successfully setup pod.")

@@ -7,13 +7,12 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
-from accelerate.launch import option_report
-from accelerate.launch.device_selection import check_request
+from accelerate.core.errors import SettingError
 from accelerate.launch.job_scheduler import overridden_lines
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.launch_request import JobSettings, LaunchRequest
-from accelerate.launch.origin_variables import origin_variables
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.plan import LaunchPlan, origin_variables, requested_options
+from accelerate.launch.request_checks import check_request
 
 P = TypeVar("P", bound=LaunchPlan)
 
@@ -79,19 +78,22 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
     check_request(request)
     kind = choose_kind(request)
     plan = kind.plan(request)
-    lines = (
-        overridden_lines(request.scheduler, request.loaded[JobSettings].origins) if request.scheduler else ()
-    )
+    lines = overridden_lines(request.scheduler, request.origins) if request.scheduler else ()
     plan = dataclasses.replace(
         plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
     )
-    options = option_report.requested_options(request, kind, plan)
-    idle = option_report.unused_option_lines(options)
+    options = requested_options(request, kind, plan)
+    unused = [option.unused_text for option in options if option.unused_reason and option.is_explicit]
     if request.settings.dry_run:
         from accelerate.launch import dry_run
 
         dry_run.print_plan(request, plan, options)
-    option_report.refuse_unused_options(request, idle)
+    if unused and "strict" in request.origins and request.get("strict"):
+        raise SettingError(
+            unused[0],
+            why="; ".join([f"{request.origin('strict').where} asks for an error", *unused[1:]]),
+            fix="leave it out" if len(unused) == 1 else "leave them out",
+        )
     if request.settings.dry_run:
         if request.settings.dry_run_model:
             from accelerate.launch import dry_run
@@ -100,7 +102,7 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
         return
     if request.file is not None and not request.file.is_explicit:
         print_line(request, f"settings from {request.file.path} (--config_file names another)")
-    for note in (*plan.notes, *idle):
+    for note in (*plan.notes, *unused):
         print_line(request, note)
     kind.run(request, plan, replace=replace)
 

@@ -1,22 +1,16 @@
-"""Validation of a request, and the choice of processes and devices on this machine.
-
-Every error names the two places that do not go together.
-"""
+"""The choice of devices and of the number of processes on this machine."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from accelerate import device as devices
-from accelerate.core.errors import LaunchError, SettingError, UnknownNameError, nearest
+from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import SettingOrigin
 from accelerate.device import Device
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch import conflicts
-from accelerate.launch.conflicts import NOT_DISTRIBUTED, describe_setting
-from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
 
 CPU_GROUP = "MULTI_CPU"
 
@@ -36,72 +30,6 @@ class LaunchDeviceSelection:
     count: int
     visible: str | None
     processes: int
-
-
-def check_request(request: LaunchRequest) -> None:
-    """Refuses what contradicts itself, whatever the machine.
-
-    Raises:
-        SettingError: two settings do not go together, or a number is out of its range.
-        LaunchError: there is no script.
-    """
-    job = request.settings
-    _require_at_least(request, "num_processes", 1)
-    _require_at_least(request, "nproc_per_node", 1)
-    _require_at_least(request, "machine_rank", 0)
-    _require_at_least(request, "num_cpu_threads_per_process", 1)
-    _require_at_least(request, "stop_timeout", 0)
-    _, machines = request.machines
-    if job.machine_rank >= machines:
-        raise SettingError(
-            f"{describe_setting(request, 'machine_rank')}, but {describe_setting(request, 'num_machines')}",
-            why=f"machines are counted from 0: the last of {machines} is {machines - 1}",
-        )
-    port = job.main_process_port
-    if port is not None and not 0 <= port <= 65535:
-        raise SettingError(
-            f"{describe_setting(request, 'main_process_port')}, which is no port",
-            why="ports are numbers from 0 to 65535; 0 takes a free one",
-        )
-    conflicts.refuse_conflicts(request)
-    request.check_options()
-    check_program(request)
-
-
-def _require_at_least(request: LaunchRequest, name: str, least: int) -> None:
-    origin = request.origin(name)
-    if isinstance(origin.value, int | float) and origin.value < least:
-        raise SettingError(f"{describe_setting(request, name)}, but it is at least {least}")
-
-
-def check_program(request: LaunchRequest) -> None:
-    """Refuses a script that is not there; modules are looked for by the Python that runs them.
-
-    Raises:
-        LaunchError: no script, or no such file; a similar name in its folder is suggested.
-    """
-    if not request.program:
-        raise LaunchError(
-            "there is nothing to launch",
-            why="no script was given",
-            fix="accelerate launch [flags] train.py [arguments of train.py]",
-        )
-    if request.settings.module or request.settings.no_python:
-        return
-    script = Path(request.program[0])
-    if (script.exists() and not script.is_dir()) or (script / "__main__.py").is_file():
-        return
-    if script.is_dir():
-        raise LaunchError(f"{script} is a folder without a __main__.py", fix="name the script inside it")
-    folder = script.parent
-    if not folder.is_dir():
-        raise LaunchError(f"there is no script {script}", why=f"there is no folder {folder}")
-    near = nearest(script.name, (file.name for file in folder.iterdir()))
-    raise LaunchError(
-        f"there is no script {script}",
-        why=f"looked for it in {folder.resolve()}",
-        fix=f"did you mean {folder / near}?" if near else "",
-    )
 
 
 def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> LaunchDeviceSelection:

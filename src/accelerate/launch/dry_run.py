@@ -13,8 +13,7 @@ from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import declared_settings
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.option_report import LaunchOptionOrigin, display_value
-from accelerate.launch.plan import LaunchPlan, PlannedCommand
+from accelerate.launch.plan import LaunchOptionOrigin, LaunchPlan, PlannedCommand, display_value
 from accelerate.strategy.launch_settings import SETTINGS
 
 Row = tuple[str, ...]
@@ -116,7 +115,7 @@ def _fact_rows(request: LaunchRequest, plan: LaunchPlan) -> Iterator[Row]:
     yield "machines", facts.pop("machines", str(request.settings.num_machines))
     yield from facts.items()
     yield "strategy", _strategy_text(request, alone=facts.get("processes") == "1")
-    if "use_parallelism_config" in request and request.get("use_parallelism_config"):
+    if "use_parallelism_config" in request.origins and request.get("use_parallelism_config"):
         yield "mesh", _mesh_text(request, _world_size(request, plan))
     precision = request.origin("mixed_precision")
     yield "precision", f"{precision.value} ({precision.where})" if precision.value else "as the weights are"

@@ -68,20 +68,21 @@ def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
     Raises:
         WorldError: its variables are incomplete or contradict each other.
     """
-    context = _read_torchrun_nodes(env) or _read_cluster(env)
-    if context is None or context.size <= 1:
-        return None
-    return context
+    if env.get("PET_NNODES") and not env.get("LOCAL_RANK"):
+        context = _read_torchrun_nodes(env)
+    else:
+        cluster = clusters.detect_outer_scheduler(env)
+        if cluster is None:
+            return None
+        context = _read_cluster(cluster)
+    return context if context.size > 1 else None
 
 
-def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext | None:
+def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext:
     """One launcher per machine, as torchrun's own variables say it (``PET_NNODES`` stands for --nnodes).
 
     Source: PyTorch documentation, "torchrun (Elastic Launch)"; Kubeflow Trainer sets them in each pod.
     """
-    nodes, node = env.get("PET_NNODES", ""), env.get("PET_NODE_RANK", "")
-    if not nodes or env.get("LOCAL_RANK"):
-        return None
     names = {
         "num_machines": "PET_NNODES",
         "machine_rank": "PET_NODE_RANK",
@@ -94,16 +95,13 @@ def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext | None:
         for name, variable in names.items()
         if env.get(variable)
     }
-    most = nodes.rpartition(":")[2]
-    size, rank = (int(text) if text.isdecimal() else 0 for text in (most, node))
+    most = env["PET_NNODES"].rpartition(":")[2]
+    size, rank = (int(text) if text.isdecimal() else 0 for text in (most, env.get("PET_NODE_RANK", "")))
     return JobSchedulerContext("torchrun", rank, size, 0, 1, rank, size, False, "PET_NNODES", settings)
 
 
-def _read_cluster(env: Mapping[str, str]) -> JobSchedulerContext | None:
+def _read_cluster(cluster: ClusterEnvironment) -> JobSchedulerContext:
     """A process that a scheduler, an MPI or torchrun started."""
-    cluster = clusters.detect_outer_scheduler(env)
-    if cluster is None:
-        return None
     rank, size, local_rank, local_size, node, nodes = cluster.resolve_place()
     is_rank = cluster.starts_ranks or size > nodes
     settings, derived = _cluster_settings(cluster, node, nodes)

@@ -9,6 +9,7 @@ the script as environment variables, which a script reads when its own code does
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from accelerate.core import environ
@@ -23,13 +24,24 @@ from accelerate.core.setting import (
     load_settings,
     setting,
 )
-from accelerate.launch import config_files, config_section_normalization
+from accelerate.launch import config_files
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.job_scheduler import JobSchedulerContext, detect_scheduler
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.multi_machine_condition import MULTI_MACHINE
 
 S = TypeVar("S")
+NOT_DISTRIBUTED = "NO"  # the ``distributed_type`` of one process
+
+
+class _MachineCountAboveOne:
+    """Holds every number of machines beyond one, ``"1:4"`` too."""
+
+    def __contains__(self, value: object) -> bool:
+        last = str(value).rpartition(":")[2]
+        return last.isdigit() and int(last) > 1
+
+
+MULTI_MACHINE = {"num_machines": _MachineCountAboveOne()}  # what a wizard asks about only then
 
 
 @frozen_dataclass
@@ -176,25 +188,21 @@ class LaunchRequest:
     """
 
     settings: JobSettings
-    loaded: Mapping[type[Any], SettingsWithOrigins[Any]]
+    loaded: dict[type[Any], SettingsWithOrigins[Any]]
     program: tuple[str, ...]
     file: ConfigFile | None = None
     scheduler: JobSchedulerContext | None = None
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether there is a setting of that name."""
-        return any(name in loaded.origins for loaded in self.loaded.values())
-
-    def origins(self, name: str) -> tuple[SettingOrigin, ...]:
-        """Every source that gave a value for a setting, the winner first."""
-        for loaded in self.loaded.values():
-            if name in loaded.origins:
-                return loaded.origins[name]
-        raise KeyError(name)
+    @cached_property
+    def origins(self) -> dict[str, tuple[SettingOrigin, ...]]:
+        """By setting, every source that gave a value, the winner first."""
+        return {
+            name: each for cls in reversed(self.loaded) for name, each in self.loaded[cls].origins.items()
+        }
 
     def origin(self, name: str) -> SettingOrigin:
         """Return the source of a setting's value."""
-        return self.origins(name)[0]
+        return self.origins[name][0]
 
     def values_of(self, cls: type[S]) -> S:
         """The values of one class of settings."""
@@ -203,7 +211,7 @@ class LaunchRequest:
 
     def get(self, name: str) -> Any:
         """The value of any setting, the job's or a handed one."""
-        return self.origin(name).value
+        return self.origins[name][0].value
 
     @property
     def machines(self) -> tuple[int, int]:
@@ -269,19 +277,16 @@ class LaunchRequest:
     def strategy_switches(self) -> dict[str, SettingOrigin]:
         """The switches of strategies that are on, each with the place that turns it on."""
         switches: dict[str, SettingOrigin] = {}
+        by_type = self.origins["distributed_type"][0]
         for cls, loaded in self.loaded.items():
-            if getattr(cls, "__distributed_type__", ""):
-                (switch,) = (row.name for row in declared_settings(cls))
-                if loaded.origin(switch).value:
-                    switches[switch] = loaded.origin(switch)
-                elif self._is_selected_by_type(cls):
-                    switches[switch] = self.origin("distributed_type")
+            kind = getattr(cls, "__distributed_type__", "")
+            if kind:
+                ((switch, (origin, *_)),) = loaded.origins.items()
+                if origin.value:
+                    switches[switch] = origin
+                elif str(by_type.value).upper() == kind:
+                    switches[switch] = by_type
         return switches
-
-    def _is_selected_by_type(self, cls: type[Any]) -> bool:
-        """Return whether ``distributed_type`` turns this switch on."""
-        kind = getattr(cls, "__distributed_type__", "")
-        return bool(kind) and str(self.get("distributed_type")).upper() == kind
 
     def check_switches(self) -> None:
         """Refuses options of a strategy that nobody asked for: they would do nothing.
@@ -320,16 +325,16 @@ class LaunchRequest:
         that is set. A class of settings may add more (``launch_variables``), if it is asked for.
         """
         variables: dict[str, str] = {}
-        launcher_classes = launcher_settings()
+        launcher_classes, switches = launcher_settings(), self.strategy_switches
         for cls, loaded in self.loaded.items():
             for row in declared_settings(cls) if cls not in launcher_classes else ():
-                value = self._is_selected_by_type(cls) or loaded.origin(row.name).value
+                value = row.name in switches or loaded.origins[row.name][0].value
                 sources = {origin.source for origin in loaded.origins[row.name]}
                 is_explicit = "environment" in sources if row.switch else sources != {"default"}
                 if row.variable and value is not None and (is_explicit or value != row.default):
                     variables[row.variable] = format_value(value)
             if hasattr(cls, "launch_variables") and not self.missing_switch(cls):
-                variables.update(cls.launch_variables(self.origins))
+                variables.update(cls.launch_variables(self.origins.__getitem__))
         return variables
 
     def check_options(self) -> None:
@@ -340,7 +345,7 @@ class LaunchRequest:
         """
         for cls in self.loaded:
             if hasattr(cls, "check") and not self.missing_switch(cls):
-                cls.check(self.origins)
+                cls.check(self.origins.__getitem__)
 
 
 def format_value(value: Any) -> str:
@@ -390,7 +395,7 @@ def build_request(
         SettingError: as for ``read_request``.
     """
     if file is not None:
-        file = config_section_normalization.normalize_sections(file, (*launcher_settings(), *script_settings))
+        file = config_files.normalize_sections(file, (*launcher_settings(), *script_settings))
         _check_keys(file, script_settings)
     env = environ.snapshot() if env is None else env
     scheduler = detect_scheduler(env)

@@ -1,13 +1,35 @@
-"""The launch plan: what ``--dry-run`` shows and what a kind of launch runs."""
+"""The plan of a launch: the commands that it starts, and what each option does in it.
+
+``--dry-run`` shows a plan, and a kind of launch runs it. The script learns by ``origin_variables`` what was
+asked, so that it can report the status of each option itself.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field
+from typing import Any
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import Setting, SettingOrigin, declared_settings
+from accelerate.launch.kinds import KINDS
+from accelerate.launch.launch_request import LaunchRequest, format_value, launcher_settings
 
 Variables = Mapping[str, object | None]
+
+# What the wizard and the files in the wild write down for every set-up: it asks for nothing here.
+_USUAL_VALUES: dict[str, tuple[object, ...]] = {
+    "gpu_ids": ("all",),
+    "main_training_function": ("main",),
+    "rdzv_backend": ("static", "c10d"),
+    "same_network": (True,),
+}
+_SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
+# Settings that stay with the launcher and whose effect shows in the processes only; and, of those, what a
+# process of several machines cannot judge, since machines may come and go.
+_VISIBLE_IN_RANKS = ("num_processes", "num_cpu_threads_per_process", "gpu_ids")
+_SINGLE_MACHINE_ONLY = ("num_processes",)
 
 
 @frozen_dataclass
@@ -46,3 +68,110 @@ class LaunchPlan:
     notes: tuple[str, ...]
     unused_settings: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     setting_effects: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+
+
+@frozen_dataclass
+class LaunchOptionOrigin:
+    """One setting that some source gave a value.
+
+    Attributes:
+        setting: the setting.
+        origin: its value, and the place that gave it.
+        overridden: what it overrides, the default left out.
+        effect: what it does in this job.
+        unused_reason: why it does nothing; empty when it does something.
+    """
+
+    setting: Setting
+    origin: SettingOrigin
+    overridden: tuple[SettingOrigin, ...]
+    effect: str
+    unused_reason: str = ""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Return whether the user expects an effect; a file may describe more than one job needs."""
+        ordinary = (self.setting.default, *_USUAL_VALUES.get(self.setting.name, ()))
+        return self.origin.source == "flag" or bool(self.origin.value and self.origin.value not in ordinary)
+
+    @property
+    def unused_text(self) -> str:
+        """``--machine_rank has no effect: there is one machine``."""
+        return f"{self.origin.where} has no effect: {self.unused_reason}"
+
+
+def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tuple[LaunchOptionOrigin, ...]:
+    """Every setting that some source gave a value, in the order of the help.
+
+    Args:
+        request: what was asked.
+        kind: the kind of launch that was chosen.
+        plan: what it made of the request.
+    """
+    unused = _settings_of_other_kinds(kind) | dict(plan.unused_settings)
+    effects = dict(plan.setting_effects)
+    launcher_classes = launcher_settings()
+    options: list[LaunchOptionOrigin] = []
+    for cls, loaded in request.loaded.items():
+        missing = request.missing_switch(cls)
+        for row in declared_settings(cls):
+            first, *rest = loaded.origins[row.name]
+            if first.source == "default":
+                continue
+            effect = row.help
+            if row.variable and cls not in launcher_classes:
+                effect += f"; the script is told {row.variable}={display_value(row.name, first.value)}"
+            options.append(
+                LaunchOptionOrigin(
+                    row,
+                    first,
+                    tuple(origin for origin in rest if origin.source != "default"),
+                    effects.get(row.name) or effect,
+                    f"--{missing} is not given" if missing else unused.get(row.name, ""),
+                )
+            )
+    return tuple(options)
+
+
+def _settings_of_other_kinds(kind: Any) -> dict[str, str]:
+    """The settings that only other kinds of launch read, each with the reason why it does nothing."""
+    names = {
+        each: {row.name for cls in each.settings for row in declared_settings(cls)} | set(each.reads)
+        for each in (kind, *KINDS)
+    }
+    return {
+        name: f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
+        for other, settings in names.items()
+        for name in settings - names[kind]
+    }
+
+
+def display_value(name: str, value: object) -> str:
+    """A value as text; of what must stay secret, only that it is there."""
+    return "***" if _SECRET.search(name) and value else format_value(value)
+
+
+def origin_variables(request: LaunchRequest) -> dict[str, str]:
+    """Variables of every process: what flags and files asked for and where, and to report it in a line.
+
+    Empty when nothing was asked.
+    """
+    requested: dict[str, tuple[str, object]] = {}
+    launcher_classes = launcher_settings()
+    for cls in request.loaded:
+        for row in declared_settings(cls):
+            origin = request.origin(row.name)
+            if origin.source in ("flag", "file") and (
+                cls not in launcher_classes or row.name in _VISIBLE_IN_RANKS
+            ):
+                requested[row.name] = origin.where, origin.value
+    if str(request.settings.num_machines) != "1":
+        requested = {name: row for name, row in requested.items() if name not in _SINGLE_MACHINE_ONLY}
+    for name, origin in request.strategy_switches.items():
+        requested[name] = origin.where, True
+    if not requested:
+        return {}
+    import json
+
+    report = {} if request.settings.quiet or request.get("effects") else {"ACCELERATE_EFFECTS": "line"}
+    return {"ACCELERATE_ASKED": json.dumps(requested), **report}

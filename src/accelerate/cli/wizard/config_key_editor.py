@@ -14,8 +14,8 @@ from accelerate.core.setting import Setting, convert_value
 from accelerate.launch import config_files, config_writer
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.config_writer import KeyPath
-from accelerate.launch.device_selection import check_request
 from accelerate.launch.launch_request import build_request
+from accelerate.launch.request_checks import check_request
 
 
 def config_path(named: str | None) -> Path:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
-from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.multi_machine_condition import MULTI_MACHINE
+from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 
 STATIC, DYNAMIC = "static", "c10d"
 DEFAULT_PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another

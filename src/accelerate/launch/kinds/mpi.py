@@ -22,8 +22,7 @@ from accelerate.launch.base import LaunchKind
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import explain_start_error, script_command, shared_variables
-from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.multi_machine_condition import MULTI_MACHINE
+from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
 

@@ -103,7 +103,7 @@ def _is_only_process(request: LaunchRequest, scheduler: JobSchedulerContext) -> 
     """Return whether this machine has no more than one process to start."""
     if request.machines != (scheduler.nodes, scheduler.nodes):
         return False
-    if "max_restarts" in request and request.get("max_restarts"):
+    if request.get("max_restarts"):
         return False
     processes = request.local_processes.value
     if isinstance(processes, int):

@@ -6,11 +6,11 @@ Not run on a TPU: written to torch_xla 2.9 and to Google's command line, tested 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from accelerate import device as devices
-from accelerate.core.errors import MissingExtraError, SettingError
+from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import setting
@@ -158,9 +158,7 @@ class TpuLaunch(LaunchKind[TPULaunchPlan]):
     def run(self, request: LaunchRequest, plan: TPULaunchPlan, *, replace: bool) -> None:
         """Starts the command; see ``LaunchKind.run``."""
         if plan.pod:
-            from accelerate.launch import gcloud
-
-            gcloud.check_installed()
+            check_gcloud_installed()
         elif not is_installed("torch_xla"):
             raise MissingExtraError("torch_xla[tpu]", "a launch on a TPU")
         LocalLaunch().run(plan.job, plan, replace=replace)
@@ -231,8 +229,6 @@ def _pod_request(request: LaunchRequest) -> LaunchRequest:
     """The command that runs the launcher on the machines of a pod."""
     import shlex
 
-    from accelerate.launch import gcloud
-
     options, job = request.values_of(TpuSettings), request.settings
     pairs = [pair.split("=", 1) for pair in options.tpu_env or ()]
     variables = {**_process_variables(request), "ACCELERATE_IN_TPU_POD": 1, **dict(pairs)}
@@ -249,7 +245,7 @@ def _pod_request(request: LaunchRequest) -> LaunchRequest:
     ]
     command += ["python3", "-m", "accelerate", "launch", *flags, *request.program]
     target = {"name": options.tpu_name, "zone": options.tpu_zone, "workers": options.tpu_vm or ()}
-    return _replace_program(request, gcloud.worker_command(shlex.join(command), **target), no_python=True)
+    return _replace_program(request, worker_command(shlex.join(command), **target), no_python=True)
 
 
 def _replace_program(
@@ -257,6 +253,60 @@ def _replace_program(
 ) -> LaunchRequest:
     settings = dataclasses.replace(request.settings, module=module, no_python=no_python)
     return dataclasses.replace(request, settings=settings, program=program)
+
+
+def worker_command(
+    command: str, *, name: str | None, zone: str | None, workers: Sequence[str] = (), alpha: bool = False
+) -> tuple[str, ...]:
+    """The program that runs a shell command on machines of a TPU.
+
+    Args:
+        command: what their shell runs.
+        name: what the TPU is called.
+        zone: where it is; None takes the zone that gcloud is configured with.
+        workers: the numbers of the machines, from 0; all when empty.
+        alpha: use gcloud's alpha commands.
+
+    Raises:
+        SettingError: the TPU has no name, or a machine no number.
+
+    Source: Google Cloud CLI reference, "gcloud compute tpus tpu-vm ssh".
+    """
+    if not name:
+        raise SettingError(
+            "no TPU is named",
+            why="its machines are reached by the name that it was created with",
+            fix="write tpu_name: ... and tpu_zone: ... in the configuration file",
+        )
+    numbers = [number.strip() for worker in workers for number in worker.split(",")]
+    wrong = [number for number in numbers if not number.isdecimal()]
+    if wrong:
+        raise SettingError(
+            f"{wrong[0]!r} is no machine of the TPU",
+            why="they are numbered from 0",
+            fix="write 0,1 or leave it out",
+        )
+    return (
+        *("gcloud", *(("alpha",) if alpha else ()), "compute", "tpus", "tpu-vm", "ssh", name),
+        *(("--zone", zone) if zone else ()),
+        *("--worker", ",".join(numbers) or "all", "--command", command),
+    )
+
+
+def check_gcloud_installed() -> None:
+    """Refuses to go on without gcloud.
+
+    Raises:
+        LaunchError: it is not on the PATH.
+    """
+    import shutil
+
+    if shutil.which("gcloud") is None:
+        raise LaunchError(
+            "there is no program gcloud",
+            why="it reaches the machines of a TPU",
+            fix="install the Google Cloud CLI, https://cloud.google.com/sdk/docs/install",
+        )
 
 
 PLUGIN = TpuLaunch()

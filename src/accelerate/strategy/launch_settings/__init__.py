@@ -7,7 +7,7 @@ The switch says in ``__distributed_type__`` which type of the group asks for it 
 in ``__switch__`` which setting that is: a launch refuses options of a strategy that nobody asked for. Options
 may have two functions of the given settings, ``origins(name)``: ``check`` refuses contradictions, and
 ``launch_variables`` returns variables that follow from several settings. What a class may declare about its
-section is said in ``launch/config_section_normalization.py``.
+section is said in ``launch/config_files.py``.
 
 Only given values are passed on. The launcher of Accelerate 1.x also passes on its own defaults; of those
 libraries read one (``FSDP_CPU_RAM_EFFICIENT_LOADING``, by transformers, which takes a missing one for false:

@@ -1,0 +1,173 @@
+"""What a launch request is refused for on any machine: settings that contradict each other, a missing script.
+
+Every error names the two places that do not go together.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+from accelerate.core.errors import LaunchError, SettingError, nearest
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
+
+
+@frozen_dataclass
+class SettingConflictRule:
+    """Two settings of which only one can be on.
+
+    Attributes:
+        first: a setting.
+        second: another one.
+        why: what they ask for.
+        flags_only: only where both were typed: files describe more than one job needs.
+    """
+
+    first: str
+    second: str
+    why: str
+    flags_only: bool = False
+
+
+CONFLICTS = (
+    SettingConflictRule("use_cpu", "multi_gpu", "one asks for the CPU, the other insists on accelerators"),
+    SettingConflictRule("use_cpu", "tpu", "each asks for another device"),
+    SettingConflictRule("multi_gpu", "tpu", "each asks for another device"),
+    SettingConflictRule("use_cpu", "gpu_ids", "a CPU has no device numbers", flags_only=True),
+    SettingConflictRule("module", "no_python", "a module is started by Python, a program by itself"),
+)
+LEAST_VALUES = {
+    "num_processes": 1,
+    "nproc_per_node": 1,
+    "machine_rank": 0,
+    "num_cpu_threads_per_process": 1,
+    "stop_timeout": 0,
+}
+
+
+def check_request(request: LaunchRequest) -> None:
+    """Refuses what contradicts itself, whatever the machine.
+
+    Raises:
+        SettingError: two settings do not go together, or a number is out of its range.
+        LaunchError: there is no script.
+    """
+    job = request.settings
+    for name, least in LEAST_VALUES.items():
+        value = request.get(name)
+        if isinstance(value, int | float) and value < least:
+            raise SettingError(f"{_describe_setting(request, name)}, but it is at least {least}")
+    _, machines = request.machines
+    if job.machine_rank >= machines:
+        raise SettingError(
+            f"{_describe_setting(request, 'machine_rank')}, but {_describe_setting(request, 'num_machines')}",
+            why=f"machines are counted from 0: the last of {machines} is {machines - 1}",
+        )
+    port = job.main_process_port
+    if port is not None and not 0 <= port <= 65535:
+        raise SettingError(
+            f"{_describe_setting(request, 'main_process_port')}, which is no port",
+            why="ports are numbers from 0 to 65535; 0 takes a free one",
+        )
+    _refuse_conflicts(request)
+    if job.dry_run_model and not job.dry_run:
+        raise SettingError(
+            f"{request.origin('dry_run_model').where} is given, but --dry_run is not",
+            why="it says which model a dry run spreads; a script that is run has its own",
+            fix="add --dry_run, or leave it out",
+        )
+    request.check_options()
+    _check_program(request)
+
+
+def _refuse_conflicts(request: LaunchRequest) -> None:
+    """Refuses settings that exclude each other.
+
+    Raises:
+        SettingError: there are some; the error names both places.
+    """
+    for clash in CONFLICTS:
+        if _is_on(request, clash.first, clash.flags_only) and _is_on(request, clash.second, clash.flags_only):
+            raise _conflict_error(
+                request.origin(clash.first).where, request.origin(clash.second).where, clash.why
+            )
+    engines = request.strategy_switches
+    for first, second in combinations(engines, 2):
+        raise _conflict_error(
+            engines[first].where, engines[second].where, "one training is spread in one way"
+        )
+    for engine, place in engines.items():
+        if _is_on(request, "tpu"):
+            raise _conflict_error(
+                place.where, request.origin("tpu").where, "a TPU has a way of training of its own"
+            )
+        _refuse_fsdp1_mesh(request, engine)
+    kind, processes = request.origin("distributed_type"), request.origin("num_processes")
+    several = processes.source == "file" and processes.value not in (None, 1)
+    if str(kind.value).upper() == NOT_DISTRIBUTED and several:
+        raise SettingError(
+            f"{processes.where} is {processes.value}, but {kind.where} is {NOT_DISTRIBUTED}",
+            why=f"{NOT_DISTRIBUTED} means one process",
+            fix="leave distributed_type out: it follows from the devices and the number of processes",
+        )
+
+
+def _refuse_fsdp1_mesh(request: LaunchRequest, engine: str) -> None:
+    """Refuse a device mesh with FSDP1: only FSDP2 (``fully_shard``) shards over one."""
+    mesh, version = "use_parallelism_config", "fsdp_version"
+    if engine == "use_fsdp" and _is_on(request, mesh) and request.get(version) == 1:
+        raise SettingError(
+            f"{_describe_setting(request, mesh)}, but {_describe_setting(request, version)}",
+            why="only FSDP2 shards over a device mesh of several dimensions",
+            fix=f"leave out {version}, or make it 2",
+        )
+
+
+def _is_on(request: LaunchRequest, name: str, flags_only: bool = False) -> bool:
+    if name not in request.origins:
+        return False
+    origin = request.origin(name)
+    return bool(origin.value) and (origin.source == "flag" or not flags_only)
+
+
+def _conflict_error(one: str, other: str, why: str) -> SettingError:
+    return SettingError(f"{one} and {other} do not go together", why=why, fix="keep one of them")
+
+
+def _describe_setting(request: LaunchRequest, name: str) -> str:
+    """``"--num_machines is 2"``, ``"num_machines is 1 (the default)"``."""
+    origin = request.origin(name)
+    if origin.source == "default":
+        return f"{name} is {origin.value} (the default)"
+    return f"{origin.where} is {origin.value}"
+
+
+def _check_program(request: LaunchRequest) -> None:
+    """Refuses a script that is not there; modules are looked for by the Python that runs them.
+
+    Raises:
+        LaunchError: no script, or no such file; a similar name in its folder is suggested.
+    """
+    if not request.program:
+        raise LaunchError(
+            "there is nothing to launch",
+            why="no script was given",
+            fix="accelerate launch [flags] train.py [arguments of train.py]",
+        )
+    if request.settings.module or request.settings.no_python:
+        return
+    script = Path(request.program[0])
+    if (script.exists() and not script.is_dir()) or (script / "__main__.py").is_file():
+        return
+    if script.is_dir():
+        raise LaunchError(f"{script} is a folder without a __main__.py", fix="name the script inside it")
+    folder = script.parent
+    if not folder.is_dir():
+        raise LaunchError(f"there is no script {script}", why=f"there is no folder {folder}")
+    near = nearest(script.name, (file.name for file in folder.iterdir()))
+    raise LaunchError(
+        f"there is no script {script}",
+        why=f"looked for it in {folder.resolve()}",
+        fix=f"did you mean {folder / near}?" if near else "",
+    )
