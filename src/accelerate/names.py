@@ -131,8 +131,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
             words("default_config_file default_json_config_file default_yaml_config_file"),
             LazyCall("launch.config_files:default_file", then=str),
         ),
-        "cache_dir": LazyCall("launch.config_files:cache_folder", then=str),
-        "hf_cache_home": LazyCall("launch.config_files:cache_folder", then=lambda folder: str(folder.parent)),
+        "cache_dir": LazyCall("launch.config_files:default_file", then=lambda file: str(file.parent)),
+        "hf_cache_home": LazyCall("launch.config_files:default_file", then=lambda file: str(file.parents[1])),
         **exports("cli.config_classes: BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
     },
     "accelerate.commands.config.config_utils": exports("cli.wizard.config_commands: SubcommandHelpFormatter")
@@ -316,7 +316,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
             "transformer_engine.pytorch.fp8:check_mxfp8_support",
         ),
     },
-    "accelerate.utils.launch": exports("launch.notebook.spawn_target: PrepareForLaunch")
+    "accelerate.utils.launch": exports("launch.notebook.launchers: PrepareForLaunch")
     | exports(
         "cli.v1_launcher_functions: env_var_path_add prepare_deepspeed_cmd_env "
         "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_simple_launcher_cmd_env "

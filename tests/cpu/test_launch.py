@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch import failure_report
+from accelerate.launch import rank_reports
 from tests.support.command import MODULE, Running, accelerate, launch, start
 
 # What a rank was told, as one line of JSON.
@@ -176,13 +176,13 @@ def test_a_rank_runs_what_the_launcher_has_compiled(tmp_path: Path) -> None:
     script.write_text("print('the text')")
     rank = [
         sys.executable,
-        failure_report.RANK_SCRIPT,
+        rank_reports.RANK_SCRIPT,
         str(tmp_path / "fault"),
-        str(failure_report.error_file(tmp_path, 0)),
+        str(rank_reports.error_file(tmp_path, 0)),
         "script",
     ]
     assert Running([*rank, str(script)]).wait().stdout == "the text\n"
-    failure_report.code_file(tmp_path).write_bytes(marshal.dumps(compile("print('the code')", "x", "exec")))
+    (tmp_path / "script.code").write_bytes(marshal.dumps(compile("print('the code')", "x", "exec")))
     assert Running([*rank, str(script)]).wait().stdout == "the code\n"
 
 

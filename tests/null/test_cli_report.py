@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.failure_report import build_job_error, error_file, fault_file
+from accelerate.launch.rank_reports import build_job_error, error_file, fault_file
 from accelerate.launch.supervisor import JobOutcome, ProcessExit
 
 MS = 1_000_000

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.core.errors import CheckpointError, SettingError
-from accelerate.launch import failure_report
+from accelerate.launch import rank_reports
 from accelerate.launch.supervisor import GracefulStopRegistration, JobOutcome, ProcessExit
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import preemption as stops
@@ -463,20 +463,20 @@ def test_a_script_that_does_not_look_is_told(
 
 def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15 10")
-    assert failure_report.read_graceful_stop(tmp_path, 7) == GracefulStopRegistration(75, (15, 10))
-    assert failure_report.read_graceful_stop(tmp_path, 8) is None
+    assert rank_reports.read_graceful_stop(tmp_path, 7) == GracefulStopRegistration(75, (15, 10))
+    assert rank_reports.read_graceful_stop(tmp_path, 8) is None
     good, again = ProcessExit(0, 0, 1, False), ProcessExit(1, 75, 2, False, resumable=True)
-    error = failure_report.build_job_error(JobOutcome([good, again]), tmp_path)
+    error = rank_reports.build_job_error(JobOutcome([good, again]), tmp_path)
     assert error is not None
     assert (error.code, "--resume auto" in error.what) == (75, True)
-    failed = failure_report.build_job_error(JobOutcome([again, ProcessExit(0, 3, 1, False)]), tmp_path)
+    failed = rank_reports.build_job_error(JobOutcome([again, ProcessExit(0, 3, 1, False)]), tmp_path)
     assert failed is not None
     assert failed.code == 3
     assert (
-        failure_report.build_job_error(JobOutcome([good], signal.SIGTERM, stopped_gracefully=True), tmp_path)
+        rank_reports.build_job_error(JobOutcome([good], signal.SIGTERM, stopped_gracefully=True), tmp_path)
         is None
     )
-    killed = failure_report.build_job_error(
+    killed = rank_reports.build_job_error(
         JobOutcome([ProcessExit(0, -9, 1, False)], signal.SIGTERM), tmp_path
     )
     assert killed is not None
@@ -485,8 +485,8 @@ def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
 
 def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15")
-    assert not failure_report.has_traceback(tmp_path, 0, 7)
+    assert not rank_reports.has_traceback(tmp_path, 0, 7)
     for said, failed in (("5 75 sys.exit(75)\n", False), ("5 1 ValueError: x\n", True), ("", True)):
-        failure_report.error_file(tmp_path, 0).write_text(said)
-        assert failure_report.has_traceback(tmp_path, 0, 7) is failed
-        assert failure_report.has_traceback(tmp_path, 0, 8)
+        rank_reports.error_file(tmp_path, 0).write_text(said)
+        assert rank_reports.has_traceback(tmp_path, 0, 7) is failed
+        assert rank_reports.has_traceback(tmp_path, 0, 8)

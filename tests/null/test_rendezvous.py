@@ -12,7 +12,7 @@ from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.launch.base import choose_kind
 from accelerate.launch.elastic.rendezvous import find_gloo_interface, find_local_address, is_this_machine
-from accelerate.launch.elastic.settings import find_endpoint, parse_join_timeout, parse_rdzv_conf
+from accelerate.launch.kinds.elastic import find_endpoint, parse_join_timeout, parse_rdzv_conf
 from accelerate.launch.launch_request import LaunchRequest, read_request
 from accelerate.launch.request_checks import check_request
 

@@ -14,7 +14,7 @@ from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, choose_kind
 from accelerate.launch.device_selection import allocate_devices, count_cores
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.kinds.local import rank_variables, shared_variables
+from accelerate.launch.kinds.local import shared_variables, torchrun_variables
 from accelerate.launch.launch_request import LaunchRequest, read_request
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.request_checks import check_request
@@ -266,7 +266,7 @@ def test_a_group_on_the_cpu_is_told_so_however_it_was_asked_for(asks: Any, tmp_p
 
 
 def test_ranks_are_told_in_torchruns_protocol() -> None:
-    told = rank_variables(1, 4)
+    told = list(torchrun_variables(4, "127.0.0.1", 29500, "job"))[1]
     assert {name: told[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
         "RANK": 1,
         "LOCAL_RANK": 1,

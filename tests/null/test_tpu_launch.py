@@ -13,8 +13,9 @@ import pytest
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.launch.base import choose_kind
-from accelerate.launch.kinds.tpu import TpuLaunch, TPULaunchPlan
+from accelerate.launch.kinds.tpu import TpuLaunch
 from accelerate.launch.launch_request import read_request
+from accelerate.launch.plan import LaunchPlan
 from tests.support.command import Finished, accelerate, launch
 
 # As much of torch_xla 2.9 as a launch calls: two processes, each of them told who it is by the runtime.
@@ -214,7 +215,7 @@ def test_without_gcloud_it_is_said(folder: Path) -> None:
 # ---------------------------------------------------------------- plans and refusals
 
 
-def plan(**flags: Any) -> TPULaunchPlan:
+def plan(**flags: Any) -> LaunchPlan:
     request = read_request({"tpu": True, **flags}, ("train.py",), SCRIPT_SETTINGS)
     kind = choose_kind(request)
     assert isinstance(kind, TpuLaunch)

@@ -34,6 +34,7 @@ SCRIPT_SETTINGS: tuple[type[Any], ...] = (
 
 _TYPED_FLAGS = "accelerate.cli.options.typed"
 _UNFOLDED_FLAGS = 4  # as many flags are shown without being asked for
+_SHOWN_CHOICES = 5  # more of them are a NAME in the help
 _METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
 
 
@@ -42,13 +43,17 @@ class SettingFlag(click.Option):
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        metavar = next((sign for kind, sign in _METAVARS.items() if kind in str(setting.type)), "TEXT")
+        if setting.choices:
+            words = "|".join(str(choice).lower() for choice in setting.choices)
+            metavar = words if len(setting.choices) <= _SHOWN_CHOICES else "NAME"
         super().__init__(
             [setting.name, *setting.spellings],
             **({"is_flag": True, "flag_value": True} if setting.switch else {}),
             default=None,
             type=click.UNPROCESSED,
             multiple="tuple[str, ...]" in str(setting.type),
-            metavar=None if setting.switch else _metavar(setting),
+            metavar=None if setting.switch else metavar,
             help=setting.help,
         )
 
@@ -76,12 +81,6 @@ class SettingFlag(click.Option):
         return left, f"{self.setting.help}" + (f"  [{', '.join(places)}]" if places else "")
 
 
-def _metavar(row: Setting) -> str:
-    if row.choices:
-        return "|".join(str(choice).lower() for choice in row.choices) if len(row.choices) <= 5 else "NAME"
-    return next((sign for kind, sign in _METAVARS.items() if kind in str(row.type)), "TEXT")
-
-
 def launch_settings() -> tuple[Setting, ...]:
     """Every setting of a launch."""
     return all_settings(SCRIPT_SETTINGS)
@@ -89,7 +88,7 @@ def launch_settings() -> tuple[Setting, ...]:
 
 def options() -> list[click.Parameter]:
     """The flags of a launch."""
-    return [SettingFlag(row) for row in launch_settings() if row.flags]
+    return [SettingFlag(row) for row in all_settings(SCRIPT_SETTINGS) if row.flags]
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -63,18 +63,16 @@ class ConfigFile:
         return {keys[-1]: line for keys, line in depth_lines if not name or keys[0] == name}
 
 
-def cache_folder() -> Path:
-    """The folder of the default file: in ``$HF_HOME``, else in the user's cache."""
+def default_file() -> Path:
+    """The file that is used when nobody names one and the working folder has none.
+
+    It lies in ``$HF_HOME/accelerate``, else in the user's cache.
+    """
     home = environ.get("HF_HOME")
     if home is None:
         cache = environ.get("XDG_CACHE_HOME")
         home = str(Path(cache or "~/.cache", "huggingface"))
-    return Path(home).expanduser() / "accelerate"
-
-
-def default_file() -> Path:
-    """The file that is used when nobody names one and the working folder has none."""
-    return cache_folder() / DEFAULT_NAME
+    return Path(home).expanduser() / "accelerate" / DEFAULT_NAME
 
 
 def find_config(path: str | None, *, use_default: bool = True) -> ConfigFile | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from accelerate import device as devices
+import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import SettingOrigin
@@ -39,7 +39,12 @@ def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> Launch
         SettingError: what was asked does not fit the machine; the error names both.
     """
     device, count, ids = select_devices(request, machine)
-    processes = _count_processes(request, machine, count)
+    processes = request.local_processes.value
+    if processes is None and not request.settings.multi_gpu:
+        alone = _is_type(request.origin("distributed_type"), NOT_DISTRIBUTED)
+        processes = 1 if alone else max(1, count)
+    elif not isinstance(processes, int):
+        processes = count_cores(machine) if processes == "cpu" else max(1, count)
     if count and processes > count:
         raise SettingError(
             f"{processes} processes are asked for ({request.local_processes.where}), "
@@ -59,18 +64,9 @@ def select_devices(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[De
     Raises:
         SettingError: it is not there, or a number names none.
     """
-    device, count = _select_device(request, machine)
-    ids = _parse_device_ids(request, device, device.count_physical(machine)) if count else None
-    if ids is not None:
-        count = len(ids)
-    return device, count, ids
-
-
-def _select_device(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[Device, int]:
     kind = request.origin("distributed_type")
-    cpu = devices.get("cpu")
     if request.get("use_cpu") or (_is_type(kind, CPU_GROUP) and not request.settings.multi_gpu):
-        return cpu, 0
+        return devices.get("cpu"), 0, None
     selected = _device_of_type(request, machine) if kind.value else None
     device, count = selected or devices.probe_devices(machine)
     if request.settings.multi_gpu and not count:
@@ -78,7 +74,10 @@ def _select_device(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[De
             f"--multi_gpu insists on accelerators, but {_why_no_accelerator(machine)}",
             fix="leave it out, or use the CPU: accelerate launch --cpu --num_processes 2 ...",
         )
-    return device, count
+    ids = _parse_device_ids(request, device, device.count_physical(machine)) if count else None
+    if ids is not None:
+        count = len(ids)
+    return device, count, ids
 
 
 def _why_no_accelerator(machine: DeviceProbeHost) -> str:
@@ -138,18 +137,6 @@ def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> l
             why=f"they are numbered 0 to {present - 1}, and each is named once",
         )
     return ids
-
-
-def _count_processes(request: LaunchRequest, machine: DeviceProbeHost, count: int) -> int:
-    processes = request.local_processes.value
-    if isinstance(processes, int):
-        return processes
-    alone = _is_type(request.origin("distributed_type"), NOT_DISTRIBUTED) and not request.settings.multi_gpu
-    if processes is None and alone:
-        return 1
-    if processes == "cpu":
-        return count_cores(machine)
-    return max(1, count)
 
 
 def _describe_device_limit(

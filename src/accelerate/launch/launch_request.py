@@ -399,41 +399,23 @@ def build_request(
         _check_keys(file, script_settings)
     env = environ.snapshot() if env is None else env
     scheduler = detect_scheduler(env)
-    loaded = {
-        cls: _load_class(cls, flags, file, env, scheduler) for cls in (*launcher_settings(), *script_settings)
-    }
+    values = {} if file is None else file.values
+    loaded: dict[type[Any], SettingsWithOrigins[Any]] = {}
+    for cls in (*launcher_settings(), *script_settings):
+        section: str = getattr(cls, "__section__", "")
+        names = () if section else {row.name for row in declared_settings(cls) if row.in_file}
+        loaded[cls] = load_settings(
+            cls,
+            flags=flags,
+            env=env,
+            scheduler=scheduler.settings_unless_in(values) if scheduler and cls is JobSettings else None,
+            file=file.section(section) if file and section else {k: values[k] for k in values if k in names},
+            file_name="" if file is None else str(file.path),
+            lines=None if file is None else file.section_lines(section),
+        )
     request = LaunchRequest(loaded[JobSettings].value, loaded, tuple(program), file, scheduler)
     request.check_switches()
     return request
-
-
-def _load_class(
-    cls: type[Any],
-    flags: Mapping[str, Any],
-    file: ConfigFile | None,
-    env: Mapping[str, str],
-    scheduler: JobSchedulerContext | None,
-) -> SettingsWithOrigins[Any]:
-    scheduler_settings = (
-        scheduler.settings_unless_in(file.values if file else {})
-        if scheduler and cls is JobSettings
-        else None
-    )
-    if file is None:
-        return load_settings(cls, flags=flags, env=env, scheduler=scheduler_settings)
-    section: str = getattr(cls, "__section__", "")
-    names = {row.name for row in declared_settings(cls) if row.in_file}
-    part = file.section(section) if section else {k: v for k, v in file.values.items() if k in names}
-    lines = file.section_lines(section)
-    return load_settings(
-        cls,
-        flags=flags,
-        env=env,
-        scheduler=scheduler_settings,
-        file=part,
-        file_name=str(file.path),
-        lines=lines,
-    )
 
 
 def _check_keys(file: ConfigFile, script_settings: Sequence[type[Any]]) -> None:

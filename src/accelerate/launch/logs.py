@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import subprocess
 
 STDOUT, STDERR = 1, 2
+_STREAMS = {"0": 0, "1": STDOUT, "2": STDERR, "3": STDOUT | STDERR}
 
 
 class RankLogSettings:
@@ -89,20 +90,14 @@ class RankLogSettings:
 def _parse_tee(tee: str) -> tuple[int, dict[int, int]]:
     try:
         if ":" not in tee:
-            return _parse_streams(tee), {}
+            return _STREAMS[tee.strip()], {}
         pairs = (part.split(":") for part in tee.split(","))
-        return 0, {int(rank): _parse_streams(which) for rank, which in pairs}
-    except ValueError as error:
+        return 0, {int(rank): _STREAMS[which.strip()] for rank, which in pairs}
+    except (KeyError, ValueError) as error:
         raise SettingError(
             f"--tee is {tee!r}, which says nothing about output",
             fix="write 0 (none), 1 (stdout), 2 (stderr), 3 (both), or by rank: 0:3,1:2",
         ) from error
-
-
-def _parse_streams(which: str) -> int:
-    if which.strip() not in ("0", "1", "2", "3"):
-        raise ValueError(which)
-    return int(which)
 
 
 def _forward_output(pipe: IO[bytes], console: TextIO, log: IO[bytes] | None, mark: bytes) -> None:

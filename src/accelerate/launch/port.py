@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from types import TracebackType
 
 from accelerate.core.errors import LaunchError
 
 
 class ReservedPort:
-    """A TCP port that nobody else gets while this object is open.
+    """A TCP port that nobody else gets until this object is closed.
 
     The socket is bound and never listens. On Linux a second socket may bind the same port as long as both
     allow it and none listens, so rank 0 can listen while the reservation stands; elsewhere the reservation
@@ -45,14 +44,6 @@ class ReservedPort:
         for resource in (self._claim, getattr(self, "_socket", None)):
             if resource is not None:
                 resource.close()
-
-    def __enter__(self) -> ReservedPort:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class PortInUseError(LaunchError):

@@ -154,7 +154,9 @@ class WorkerSupervisor:
         try:
             self._start(guard)
             while self.alive:
-                for number in signals.wait(self._seconds_to_next(), *self.wake_fds):
+                due = self.stop_at if self.kill_at is None else self.kill_at
+                seconds = POLL_SECONDS if due is None else max(0.01, due - time.monotonic())
+                for number in signals.wait(min(POLL_SECONDS, seconds), *self.wake_fds):
                     self._handle_signal(number)
                 self._reap_processes(guard)
                 self._apply_deadlines()
@@ -241,10 +243,6 @@ class WorkerSupervisor:
     def _ask_to_stop(self, send: Callable[[int, int], None], number: int) -> None:
         self.kill_at = time.monotonic() + self.stop_timeout
         _send_signal(send, self.alive.values(), number)
-
-    def _seconds_to_next(self) -> float:
-        due = self.kill_at if self.kill_at is not None else self.stop_at
-        return POLL_SECONDS if due is None else min(POLL_SECONDS, max(0.01, due - time.monotonic()))
 
     def _kill_leftovers(self) -> None:
         """Kills every process that is left, and what the ranks of a failed job have started."""

@@ -16,6 +16,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +35,7 @@ def main(function: str, count: str, port: str, kind: str, target: str, *argument
     sys.argv = [target, *arguments]
     import torch_xla
 
-    with ReservedPort(int(port)) as reserved_port:
+    with closing(ReservedPort(int(port))) as reserved_port:
         args = (function, int(count), reserved_port.number, kind)
         torch_xla.launch(run_rank, args=args, debug_single_process=count == "1")
 

@@ -114,7 +114,7 @@ from accelerate.facade.precision_functions import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accelerate.launch.notebook.spawn_target import PrepareForLaunch as PrepareForLaunch
+from accelerate.launch.notebook.launchers import PrepareForLaunch as PrepareForLaunch
 from accelerate.offload.device_maps import check_device_map as check_device_map
 from accelerate.offload.device_maps import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,

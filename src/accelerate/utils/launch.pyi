@@ -13,7 +13,7 @@ from accelerate.cli.v1_launcher_functions import (
 from accelerate.cli.v1_launcher_functions import prepare_tpu as prepare_tpu
 from accelerate.cli.v1_launcher_functions import setup_fp8_env as setup_fp8_env
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accelerate.launch.notebook.spawn_target import PrepareForLaunch as PrepareForLaunch
+from accelerate.launch.notebook.launchers import PrepareForLaunch as PrepareForLaunch
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

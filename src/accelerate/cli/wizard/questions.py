@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, get_args
 
-from accelerate import device as devices
+import accelerate.device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.cli.wizard.config_key_editor import file_value
 from accelerate.core.setting import Setting, convert_value, declared_settings

@@ -7,14 +7,12 @@ environment variables" and "Launching without passwordless SSH"; the options of 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
@@ -28,18 +26,7 @@ ENV_FILE_VARIABLE = "DS_ENV_FILE"
 ENV_FILE = ".deepspeed_env"
 
 
-@frozen_dataclass
-class DeepSpeedLaunchPlan(LaunchPlan):
-    """One command that starts processes on all machines.
-
-    Attributes:
-        exported_lines: the lines of its file of variables for processes on other machines.
-    """
-
-    exported_lines: tuple[str, ...] = field(default=(), kw_only=True)
-
-
-class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
+class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
     """Several machines, started by DeepSpeed's own launcher."""
 
     name: ClassVar[str] = "DeepSpeed's launcher"
@@ -55,7 +42,7 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
         several = request.machines[1] > 1 and "use_deepspeed" in request.strategy_switches
         return several and request.get("deepspeed_multinode_launcher") != STANDARD
 
-    def plan(self, request: LaunchRequest) -> DeepSpeedLaunchPlan:
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Makes the command; see ``LaunchKind.plan``.
 
         Raises:
@@ -68,41 +55,31 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
         program = shutil.which(PROGRAM)
         if program is None:
             raise MissingExtraError(PROGRAM, f"a launch on {request.machines[1]} machines by its launcher")
-        variables = dict(request.script_variables())
-        threads = request.settings.num_cpu_threads_per_process
-        if threads is not None:
-            variables["OMP_NUM_THREADS"] = str(threads)
         started_by = request.get("deepspeed_multinode_launcher") or "pdsh"
-        exported = (
-            () if started_by == SLURM else tuple(f"{name}={value}" for name, value in variables.items())
-        )
-        return DeepSpeedLaunchPlan(
+        variables = _job_variables(request)
+        exported = {ENV_FILE_VARIABLE: "a file with these variables"} if _needs_env_file(request) else {}
+        return LaunchPlan(
             kind=self.name,
             facts=(
                 ("machines", f"{request.machines[1]}, of {_hostfile(request)}"),
                 ("started by", started_by),
             ),
-            variables={
-                **variables,
-                **({} if not exported else {ENV_FILE_VARIABLE: "a file with these variables"}),
-            },
+            variables={**variables, **exported},
             commands=(PlannedCommand(PROGRAM, (program, *_launcher_flags(request), *request.program)),),
             notes=(),
             unused_settings=tuple(_unused_settings(request)),
-            exported_lines=exported,
         )
 
-    def run(self, request: LaunchRequest, plan: DeepSpeedLaunchPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
         """Starts the command and watches it; see ``LaunchKind.run``."""
-        from accelerate.launch import failure_report
-        from accelerate.launch.rank_commands import report_folder
+        from accelerate.launch import rank_reports
         from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
-        with report_folder() as folder:
+        with rank_reports.report_folder() as folder:
             variables = dict(plan.variables)
-            if plan.exported_lines:
-                variables[ENV_FILE_VARIABLE] = str(_write_env_file(folder, plan.exported_lines))
+            if _needs_env_file(request):
+                variables[ENV_FILE_VARIABLE] = str(_write_env_file(folder, _job_variables(request)))
             command = ProcessSpec(
                 plan.commands[0].program, environ.make_child_environment(variables), *logs.pipes(0)
             )
@@ -112,12 +89,23 @@ class DeepSpeedLaunch(LaunchKind[DeepSpeedLaunchPlan]):
             with explain_start_error(command.program[0]):
                 outcome = ranks.run()
             logs.finish()
-            error = failure_report.build_job_error(outcome, folder)
+            error = rank_reports.build_job_error(outcome, folder)
         if error is not None:
             if outcome.stopped_by is None:
                 error.what = error.what.replace("the script", f"the command {PROGRAM}", 1)
                 error.why = "what its processes said stands above"
             raise error
+
+
+def _job_variables(request: LaunchRequest) -> dict[str, str]:
+    """Return the variables of the job that processes on all machines get."""
+    threads = request.settings.num_cpu_threads_per_process
+    return {**request.script_variables(), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+
+
+def _needs_env_file(request: LaunchRequest) -> bool:
+    """Return whether processes on other machines read the variables of the job from a file."""
+    return request.get("deepspeed_multinode_launcher") != SLURM and bool(_job_variables(request))
 
 
 def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
@@ -213,22 +201,22 @@ def _hostfile(request: LaunchRequest) -> Path:
     return Path(request.get("deepspeed_hostfile") or HOSTFILE).expanduser()
 
 
-def _write_env_file(folder: Path, lines: tuple[str, ...]) -> Path:
+def _write_env_file(folder: Path, variables: Mapping[str, str]) -> Path:
     """The file of variables for processes on other machines: the user's own lines, then ours.
 
     Raises:
         LaunchError: a value has several lines, which such a file cannot hold.
     """
-    several = next((line.partition("=")[0] for line in lines if "\n" in line), None)
+    several = next((name for name, value in variables.items() if "\n" in value), None)
     if several is not None:
         raise LaunchError(
             f"the variable {several} has several lines, which DeepSpeed's launcher cannot hand on",
             fix="make it one line, or add --deepspeed_multinode_launcher standard",
         )
-    job_names = {line.partition("=")[0] for line in lines}
-    user_lines = (line for line in _user_env_lines() if line.partition("=")[0].strip() not in job_names)
+    lines = [line for line in _user_env_lines() if line.partition("=")[0].strip() not in variables]
+    lines += [f"{name}={value}" for name, value in variables.items()]
     file = folder / ENV_FILE.lstrip(".")
-    file.write_text("\n".join([*user_lines, *lines]) + "\n", encoding="utf-8")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
 

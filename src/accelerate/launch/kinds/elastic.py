@@ -3,26 +3,86 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import setting
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
-from accelerate.launch.elastic import settings
-from accelerate.launch.elastic.settings import STATIC, ElasticLaunchSettings, RendezvousEndpoint
 from accelerate.launch.kinds.local import (
     ranks_variables,
+    reserve_port,
     script_command,
     shared_variables,
-    single_process_variables,
+    torchrun_variables,
 )
-from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
+
+STATIC, DYNAMIC = "static", "c10d"
+DEFAULT_PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another
+DEFAULT_JOIN_TIMEOUT = 600.0  # seconds that machines wait for each other, where nobody says another number
+
+
+@frozen_dataclass
+class ElasticLaunchSettings:
+    """How machines find each other, and what happens when a process fails."""
+
+    __topic__ = "Several machines, restarts"
+
+    rdzv_backend: str = setting(
+        STATIC,
+        help="how machines find each other: static, each knows its number; c10d, they number themselves; or "
+        "another one that torch.distributed.elastic knows",
+        question="How do they find each other?",
+        when=MULTI_MACHINE,
+    )
+    rdzv_endpoint: str | None = setting(
+        None,
+        help="where they find each other, HOST:PORT; by default the address and port of rank 0",
+    )
+    rdzv_conf: str | None = setting(
+        None,
+        help="more about it, like join_timeout=600,last_call_timeout=30: seconds to wait for the fewest "
+        "machines, and then for more",
+    )
+    rdzv_id: str = setting("none", help="the name of the job, where several use one endpoint")
+    max_restarts: int = setting(
+        0, help="how often the processes are started again when one fails, on all machines together"
+    )
+    monitor_interval: float = setting(0.1, help="seconds between looks at the other machines")
+    machine_timeout: float = setting(
+        60.0, help="seconds without a word from a machine after which it is lost, and the job ends"
+    )
+    same_network: bool = setting(
+        False,
+        help="the machines share a network; they are reached by their addresses, shared or not",
+        question="Do they share a network?",
+        when=MULTI_MACHINE,
+    )
+
+
+@frozen_dataclass
+class RendezvousEndpoint:
+    """The host and port where machines meet.
+
+    Attributes:
+        host: a name or an address.
+        port: of it.
+        where: the setting that says so.
+    """
+
+    host: str
+    port: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @frozen_dataclass
@@ -49,14 +109,14 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
 
     def accepts(self, request: LaunchRequest) -> bool:
         """Jobs on several machines, and jobs that may start again."""
-        return request.machines != (1, 1) or request.values_of(ElasticLaunchSettings).max_restarts > 0
+        return request.machines != (1, 1) or request.get("max_restarts") > 0
 
     def plan(self, request: LaunchRequest) -> ElasticLaunchPlan:
         """Chooses devices, processes and the place to meet; see ``LaunchKind.plan``."""
-        settings.refuse_contradictions(request)
-        machine, conf = DeviceProbeHost(), settings.parse_rdzv_conf(request)
+        _refuse_contradictions(request)
+        machine, conf = DeviceProbeHost(), parse_rdzv_conf(request)
         allocation, several = allocate_devices(request, machine), request.machines[1] > 1
-        endpoint = settings.find_endpoint(request) if several else None
+        endpoint = find_endpoint(request) if several else None
         if endpoint is not None:
             _check_machine_rank(request, endpoint)
         return ElasticLaunchPlan(
@@ -73,8 +133,8 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
 
     def run(self, request: LaunchRequest, plan: ElasticLaunchPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``. This process stays: it watches."""
-        from accelerate.launch.elastic.attempt import ElasticAttemptRunner
-        from accelerate.launch.rank_commands import report_folder
+        from accelerate.launch.elastic.attempts import ElasticAttemptRunner
+        from accelerate.launch.rank_reports import report_folder
         from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
 
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
@@ -89,36 +149,28 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
 
 
 def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
-    from accelerate.launch.elastic import single_machine_restarts
-    from accelerate.launch.rank_commands import reserve_port
+    from accelerate.launch.elastic.attempts import run_with_restarts
 
     size, most = plan.allocation.processes, request.values_of(ElasticLaunchSettings).max_restarts
     run_id = os.urandom(4).hex()
 
     def variables_of_restart(restart: int) -> list[Variables]:
         counted = {"TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_MAX_RESTARTS": most}
-        each = (
-            [single_process_variables(request)]
-            if port is None
-            else ranks_variables(request, size, port.number, run_id)
-        )
+        each = ranks_variables(request, size, port and port.number, run_id)
         return [{**plan.variables, **variables, **counted} for variables in each]
 
     with reserve_port(request, size) as port:
-        single_machine_restarts.run_with_restarts(
-            attempts, size, most, variables_of_restart, lambda line: print_line(request, line)
-        )
+        run_with_restarts(attempts, size, most, variables_of_restart, lambda line: print_line(request, line))
 
 
 def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
     from accelerate.launch import preflight
-    from accelerate.launch.elastic.agent_process_handle import ElasticAgentProcess
-    from accelerate.launch.elastic.multi_machine_runner import MultiMachineAttemptRunner
+    from accelerate.launch.elastic.multi_machine_runner import ElasticAgentProcess, MultiMachineAttemptRunner
 
     assert plan.endpoint is not None
     options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
     join, local_processes, allocation = (
-        settings.parse_join_timeout(plan.conf),
+        parse_join_timeout(plan.conf),
         request.local_processes.value,
         plan.allocation,
     )
@@ -145,7 +197,7 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
         ElasticAgentProcess(job, attempts.guard, request.settings.stop_timeout),
         lambda world: [
             {**plan.variables, **variables}
-            for variables in _torchrun_variables(request, world, plan.allocation.processes, options.rdzv_id)
+            for variables in _ranks_variables(request, world, plan.allocation.processes, options.rdzv_id)
         ],
         timeout=options.machine_timeout,
         join=join,
@@ -155,34 +207,135 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
     ).run()
 
 
-def _torchrun_variables(
+def _ranks_variables(
     request: LaunchRequest, world: dict[str, Any], count: int, run_id: str
 ) -> Iterator[Variables]:
-    """torchrun's protocol for the processes of this machine, by what the machines agreed on.
-
-    Source: PyTorch documentation, "torchrun (Elastic Launch)", section "Environment Variables".
-    """
-    job: dict[str, object | None] = {
-        "MASTER_ADDR": world["address"],
-        "MASTER_PORT": world["port"],
-        "WORLD_SIZE": world["size"],
-        "ROLE_WORLD_SIZE": world["size"],
-        "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": world["machine"],
-        "GROUP_WORLD_SIZE": world["machines"],
-        "ROLE_NAME": request.settings.role,
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": world["restarts"],
-        "TORCHELASTIC_MAX_RESTARTS": world["max_restarts"],
-        # The agent of machine 0 holds the store; no rank opens one.
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_ERROR_FILE": None,
-    }
+    """Yield the variables of the processes of this machine, by what the machines agreed on."""
+    # The agent of machine 0 holds the store; no rank opens one.
+    common: dict[str, object | None] = {"TORCHELASTIC_USE_AGENT_STORE": True}
     if world["interface"] is not None and environ.get("GLOO_SOCKET_IFNAME") is None:
-        job["GLOO_SOCKET_IFNAME"] = world["interface"]
-    for local in range(count):
-        rank = world["first"] + local
-        yield {**job, "RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local}
+        common["GLOO_SOCKET_IFNAME"] = world["interface"]
+    each = torchrun_variables(
+        count,
+        world["address"],
+        world["port"],
+        run_id,
+        role=request.settings.role,
+        restarts=(world["restarts"], world["max_restarts"]),
+        first=world["first"],
+        size=world["size"],
+        machine=world["machine"],
+        machines=world["machines"],
+    )
+    yield from ({**variables, **common} for variables in each)
+
+
+def parse_rdzv_conf(request: LaunchRequest) -> dict[str, str]:
+    """``rdzv_conf`` as a table.
+
+    Raises:
+        SettingError: it is not written ``key=value,key=value``, or a number in it is none.
+    """
+    text, location = (
+        request.values_of(ElasticLaunchSettings).rdzv_conf or "",
+        request.origin("rdzv_conf").where,
+    )
+    conf: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise SettingError(f"{location} has the part {part!r}", fix="write key=value,key=value")
+        conf[key.strip()] = value.strip()
+    if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC:
+        for key in conf:
+            if key not in ("timeout", "join_timeout", "rank"):
+                raise SettingError(
+                    f"{location} sets {key}, which a static rendezvous does not read",
+                    fix="it reads join_timeout; --rdzv_backend c10d reads more",
+                )
+    parse_join_timeout(conf, location)
+    return conf
+
+
+def parse_join_timeout(conf: Mapping[str, str], where: str = "--rdzv_conf") -> float:
+    """Seconds that the machines wait for each other.
+
+    Raises:
+        SettingError: it is no number.
+    """
+    text = conf.get("join_timeout", conf.get("timeout", str(DEFAULT_JOIN_TIMEOUT)))
+    try:
+        return float(text)
+    except ValueError as error:
+        raise SettingError(f"{where} has a join_timeout of {text!r}", fix="give seconds") from error
+
+
+def find_endpoint(request: LaunchRequest) -> RendezvousEndpoint:
+    """Return the endpoint where the machines of a request meet.
+
+    Raises:
+        SettingError: nobody says where, two settings disagree, or the port is none.
+    """
+    options, job = request.values_of(ElasticLaunchSettings), request.settings
+    endpoint_origin, address = request.origin("rdzv_endpoint"), request.origin("main_process_ip")
+    if options.rdzv_endpoint is None and job.main_process_ip is None:
+        raise SettingError(
+            f"{job.num_machines} machines ({request.origin('num_machines').where}) need a place to meet",
+            why="each of them must know where rank 0 is",
+            fix="give all of them the same --main_process_ip and --main_process_port",
+        )
+    default = job.main_process_port or DEFAULT_PORTS.get(options.rdzv_backend, DEFAULT_PORTS[DYNAMIC])
+    if options.rdzv_endpoint is None:
+        return RendezvousEndpoint(job.main_process_ip or "", default, address.where)
+    host, port = _split_endpoint(options.rdzv_endpoint, endpoint_origin.where)
+    # Where a scheduler would have them meet does not contradict what somebody wrote.
+    written = job.main_process_ip is not None and address.source != "scheduler"
+    both = options.rdzv_backend == STATIC and written
+    if both and (host != job.main_process_ip or port not in (None, job.main_process_port)):
+        raise SettingError(
+            f"{endpoint_origin.where} is {endpoint_origin.value}, but {address.where} is {address.value}",
+            why="a static rendezvous meets at the address and port of rank 0",
+            fix="keep one of them",
+        )
+    return RendezvousEndpoint(host, port or default, endpoint_origin.where)
+
+
+def _split_endpoint(text: str, where: str) -> tuple[str, int | None]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, ""
+    if port and not (port.isdecimal() and 0 < int(port) <= 65535):
+        raise SettingError(f"{where} is {text}, but {port} is no port", fix="write HOST:PORT")
+    if not host:
+        raise SettingError(f"{where} is {text}, which names no host", fix="write HOST:PORT")
+    return host.strip("[]"), int(port) if port else None
+
+
+def _refuse_contradictions(request: LaunchRequest) -> None:
+    """Refuses what contradicts itself.
+
+    Raises:
+        SettingError: two settings do not go together, or a number is out of its range.
+    """
+    options = request.values_of(ElasticLaunchSettings)
+    least, most = request.machines
+    for name in ("max_restarts", "monitor_interval", "machine_timeout"):
+        if request.get(name) < 0:
+            raise SettingError(f"{request.origin(name).where} is {request.get(name)}, but it is at least 0")
+    if request.settings.standalone and most > 1:
+        raise SettingError(
+            f"--standalone and {request.origin('num_machines').where} {request.settings.num_machines} do not "
+            "go together",
+            why="the first says that there is one machine",
+            fix="keep one of them",
+        )
+    if options.rdzv_backend == STATIC and least != most:
+        raise SettingError(
+            f"{request.origin('num_machines').where} is {request.settings.num_machines}, but a static "
+            "rendezvous has a fixed number of machines",
+            why="each of them has its number from the start",
+            fix="add --rdzv_backend c10d",
+        )
 
 
 def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) -> None:
@@ -221,11 +374,7 @@ def _planned_commands(
     program, processes = script_command(request), where.processes
     if endpoint is None:
         port = request.settings.main_process_port or "a free port"
-        each = (
-            [single_process_variables(request)]
-            if processes == 1
-            else ranks_variables(request, processes, port, "a new name")
-        )
+        each = ranks_variables(request, processes, port, "a new name")
         yield from (PlannedCommand(f"rank {rank}", program, variables) for rank, variables in enumerate(each))
         return
     options, (_, most) = request.values_of(ElasticLaunchSettings), request.machines
@@ -242,7 +391,7 @@ def _planned_commands(
         "max_restarts": options.max_restarts,
         "interface": None,
     }
-    for local, variables in enumerate(_torchrun_variables(request, world, processes, options.rdzv_id)):
+    for local, variables in enumerate(_ranks_variables(request, world, processes, options.rdzv_id)):
         shown_variables = (
             variables if static else {**variables, "RANK": "as they meet", "ROLE_RANK": "as they meet"}
         )

@@ -6,34 +6,25 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind
+from accelerate.launch.base import LaunchKind, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, count_cores
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 
+if TYPE_CHECKING:
+    from accelerate.launch.port import ReservedPort
+
 LOOPBACK = "127.0.0.1"
 
 
-@frozen_dataclass
-class LocalLaunchPlan(LaunchPlan):
-    """Processes on this machine.
-
-    Attributes:
-        allocation: their devices, and how many they are.
-    """
-
-    allocation: LaunchDeviceSelection
-
-
-class LocalLaunch(LaunchKind[LocalLaunchPlan]):
+class LocalLaunch(LaunchKind[LaunchPlan]):
     """Processes on this machine, on any device, the CPU included."""
 
     name: ClassVar[str] = "this machine"
@@ -42,7 +33,7 @@ class LocalLaunch(LaunchKind[LocalLaunchPlan]):
         """Every job on one machine."""
         return request.machines == (1, 1)
 
-    def plan(self, request: LaunchRequest) -> LocalLaunchPlan:
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Chooses devices and processes; see ``LaunchKind.plan``."""
         machine = DeviceProbeHost()
         allocation = allocate_devices(request, machine)
@@ -51,12 +42,8 @@ class LocalLaunch(LaunchKind[LocalLaunchPlan]):
         note = f"{count} processes, one for each {device} device (--num_processes says another number)"
         program = script_command(request)
         port = request.settings.main_process_port or "a free port"
-        variables_by_rank = (
-            [single_process_variables(request)]
-            if count == 1
-            else ranks_variables(request, count, port, "a new name")
-        )
-        return LocalLaunchPlan(
+        variables_by_rank = ranks_variables(request, count, port, "a new name")
+        return LaunchPlan(
             kind=self.name,
             facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
             variables=shared_variables(request, allocation, machine),
@@ -65,20 +52,19 @@ class LocalLaunch(LaunchKind[LocalLaunchPlan]):
                 for rank, variables in enumerate(variables_by_rank)
             ),
             notes=(note,) if guessed else (),
-            allocation=allocation,
             unused_settings=tuple(_unused_settings(request, allocation)),
             setting_effects=tuple(_setting_effects(request, allocation)),
         )
 
-    def run(self, request: LaunchRequest, plan: LocalLaunchPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``."""
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
-        if plan.allocation.processes == 1 and replace and not logs.is_active:
+        if len(plan.commands) == 1 and replace and not logs.is_active:
             # The folder of a launcher around this one is not for this process.
             variables: Variables = {**single_process_variables(request), "ACCELERATE_STOP_FOLDER": None}
             replace_process(request, environ.make_child_environment({**plan.variables, **variables}))
         else:
-            _run_supervised(request, plan.allocation.processes, plan.variables, logs)
+            _run_supervised(request, len(plan.commands), plan.variables, logs)
 
 
 def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
@@ -126,21 +112,64 @@ def shared_variables(
     return variables
 
 
-def rank_variables(rank: int, size: int) -> dict[str, object | None]:
-    """torchrun's protocol for one process of a job on one machine, address and port left out.
+def ranks_variables(request: LaunchRequest, size: int, port: object, run_id: str) -> Iterator[Variables]:
+    """Yield the variables of each process of a job on this machine alone; see ``torchrun_variables``."""
+    if size == 1:
+        yield single_process_variables(request)
+        return
+    address = request.settings.main_process_ip or LOOPBACK
+    yield from torchrun_variables(size, address, port, run_id, role=request.settings.role)
+
+
+def torchrun_variables(
+    count: int,
+    address: object,
+    port: object,
+    run_id: str,
+    *,
+    role: str = "default",
+    restarts: tuple[int, int] = (0, 0),
+    first: int = 0,
+    size: object = None,
+    machine: object = 0,
+    machines: object = 1,
+) -> Iterator[Variables]:
+    """Yield torchrun's protocol for the processes of this machine.
+
+    Args:
+        count: how many they are.
+        address, port: where rank 0 listens.
+        run_id: the name of the job; libraries name their folders by it.
+        role: a name that the processes are told.
+        restarts: how often they were started again, and how often they may be.
+        first: the rank of the first of them.
+        size: of the world; None for ``count``.
+        machine, machines: the number of this machine, and how many there are.
 
     Source: PyTorch documentation, "torchrun (Elastic Launch)", section "Environment Variables".
     """
-    return {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "ROLE_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
-    }
+    size = count if size is None else size
+    for local in range(count):
+        yield {
+            "RANK": first + local,
+            "LOCAL_RANK": local,
+            "ROLE_RANK": first + local,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": count,
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": machine,
+            "GROUP_WORLD_SIZE": machines,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+            "ROLE_NAME": role,
+            # Libraries ask by this name whether torchrun's protocol is spoken.
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": restarts[0],
+            "TORCHELASTIC_MAX_RESTARTS": restarts[1],
+            # Of a surrounding torchrun: its store and its error file are not this job's.
+            "TORCHELASTIC_USE_AGENT_STORE": None,
+            "TORCHELASTIC_ERROR_FILE": None,
+        }
 
 
 def single_process_variables(request: LaunchRequest) -> Variables:
@@ -175,28 +204,18 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
 
 def _run_supervised(request: LaunchRequest, size: int, variables: Variables, logs: RankLogSettings) -> None:
     # A launcher that becomes its script watches nobody, and need not load what that takes.
-    from accelerate.launch import failure_report
-    from accelerate.launch.rank_commands import (
-        rank_command,
-        report_folder,
-        reserve_port,
-        write_compiled_script,
-    )
+    from accelerate.launch import rank_reports
     from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
-    with report_folder() as folder, reserve_port(request, size) as port:
+    with rank_reports.report_folder() as folder, reserve_port(request, size) as port:
         shared = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
         if size > 1:
-            write_compiled_script(request, folder)
+            rank_reports.write_compiled_script(request, folder)
         run_id = os.urandom(4).hex()
-        variables_by_rank = (
-            [single_process_variables(request)]
-            if port is None
-            else ranks_variables(request, size, port.number, run_id)
-        )
+        variables_by_rank = ranks_variables(request, size, port and port.number, run_id)
         commands = [
             ProcessSpec(
-                rank_command(request, folder, rank),
+                rank_reports.rank_command(request, folder, rank),
                 environ.make_child_environment(rank_values, shared),
                 *logs.pipes(rank),
             )
@@ -205,34 +224,35 @@ def _run_supervised(request: LaunchRequest, size: int, variables: Variables, log
         ranks = WorkerSupervisor(
             commands,
             stop_timeout=request.settings.stop_timeout,
-            has_traceback=lambda rank, pid: failure_report.has_traceback(folder, rank, pid),
-            graceful_stop=lambda pid: failure_report.read_graceful_stop(folder, pid),
+            has_traceback=lambda rank, pid: rank_reports.has_traceback(folder, rank, pid),
+            graceful_stop=lambda pid: rank_reports.read_graceful_stop(folder, pid),
             grace_period=request.settings.preemption_grace,
             on_start=logs.read,
         )
         with explain_start_error(commands[0].program[0]):
             outcome = ranks.run()
         logs.finish()
-        error = failure_report.build_job_error(outcome, folder)
+        error = rank_reports.build_job_error(outcome, folder)
     if error is not None:
         raise error
 
 
-def ranks_variables(request: LaunchRequest, size: int, port: object, run_id: str) -> Iterator[Variables]:
-    job = {
-        "MASTER_ADDR": request.settings.main_process_ip or LOOPBACK,
-        "MASTER_PORT": port,
-        "ROLE_NAME": request.settings.role,
-        # Libraries ask by this name whether torchrun's protocol is spoken, and name their folders by it.
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        # Of a surrounding torchrun: its store and its error file are not this job's.
-        "TORCHELASTIC_USE_AGENT_STORE": None,
-        "TORCHELASTIC_ERROR_FILE": None,
-    }
-    for rank in range(size):
-        yield {**job, **rank_variables(rank, size)}
+@contextmanager
+def reserve_port(request: LaunchRequest, size: int) -> Iterator[ReservedPort | None]:
+    """Provide the port of rank 0 while the job runs; None for a lone process, which needs none."""
+    from accelerate.launch.port import PortInUseError, ReservedPort
+
+    if size == 1:
+        yield None
+        return
+    wanted = request.settings.main_process_port or 0
+    try:
+        port = ReservedPort(wanted)
+    except PortInUseError as error:
+        port = ReservedPort()
+        print_line(request, f"port {wanted} is in use ({error.why}); rank 0 listens on {port.number} instead")
+    with closing(port):
+        yield port
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -289,7 +290,7 @@ def _rendezvous_variables(request: LaunchRequest, hosts: Sequence[HostSlots]) ->
 
     port = request.settings.main_process_port
     if not port and hosts[0].name in ("localhost", "127.0.0.1"):
-        with ReservedPort() as free:
+        with closing(ReservedPort()) as free:
             port = free.number
     job: dict[str, object | None] = {
         "MASTER_ADDR": request.settings.main_process_ip or hosts[0].name,

@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
@@ -33,18 +32,7 @@ from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 from accelerate.world.ports import DEFAULT_PORT
 
 
-@frozen_dataclass
-class SchedulerRankLaunchPlan(LaunchPlan):
-    """One process, which this one becomes.
-
-    Attributes:
-        rank: its rank.
-    """
-
-    rank: int
-
-
-class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
+class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
     """A rank that a scheduler, mpirun or torchrun has started."""
 
     name: ClassVar[str] = "one rank of a job that is started already"
@@ -55,7 +43,7 @@ class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
         scheduler = request.scheduler
         return scheduler is not None and (scheduler.is_rank or _is_only_process(request, scheduler))
 
-    def plan(self, request: LaunchRequest) -> SchedulerRankLaunchPlan:
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Finds the place of the rank; see ``LaunchKind.plan``."""
         scheduler, machine = request.scheduler, DeviceProbeHost()
         assert scheduler is not None
@@ -68,7 +56,7 @@ class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
             f"the ranks of this job are the {scheduler.size} processes that {scheduler.name} has started; "
             "nothing more is started here"
         )
-        return SchedulerRankLaunchPlan(
+        return LaunchPlan(
             kind=self.name,
             facts=(
                 ("rank", f"{scheduler.rank} of {scheduler.size}, started by {scheduler.name}"),
@@ -81,11 +69,10 @@ class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
             },
             commands=(PlannedCommand(f"rank {scheduler.rank}", script_command(request), variables),),
             notes=() if scheduler.rank else (note,),
-            rank=scheduler.rank,
             setting_effects=tuple(_setting_effects(request, scheduler)),
         )
 
-    def run(self, request: LaunchRequest, plan: SchedulerRankLaunchPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
         """Becomes the rank; see ``LaunchKind.run``."""
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         variables: Variables = {
@@ -96,7 +83,7 @@ class ScheduledRankLaunch(LaunchKind[SchedulerRankLaunchPlan]):
         if replace and not logs.is_active:
             replace_process(request, environ.make_child_environment(variables))
         else:
-            _run_supervised(request, plan.rank, variables, logs)
+            _run_supervised(request, variables, logs)
 
 
 def _is_only_process(request: LaunchRequest, scheduler: JobSchedulerContext) -> bool:
@@ -201,20 +188,21 @@ def _setting_effects(request: LaunchRequest, scheduler: JobSchedulerContext) -> 
     yield "main_process_port", f"MASTER_PORT={request.settings.main_process_port or DEFAULT_PORT}"
 
 
-def _run_supervised(request: LaunchRequest, rank: int, variables: Variables, logs: RankLogSettings) -> None:
+def _run_supervised(request: LaunchRequest, variables: Variables, logs: RankLogSettings) -> None:
     """Runs the rank below this process, which reads its output or outlives it."""
-    from accelerate.launch import failure_report
-    from accelerate.launch.rank_commands import rank_command, report_folder
+    from accelerate.launch import rank_reports
     from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
-    with report_folder() as folder:
+    assert request.scheduler is not None
+    rank, size = request.scheduler.rank, request.scheduler.size
+    with rank_reports.report_folder() as folder:
         env = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
-        command = ProcessSpec(rank_command(request, folder, rank), env, *logs.pipes(rank))
+        command = ProcessSpec(rank_reports.rank_command(request, folder, rank), env, *logs.pipes(rank))
         ranks = WorkerSupervisor(
             [command],
             stop_timeout=request.settings.stop_timeout,
-            has_traceback=lambda _, pid: failure_report.has_traceback(folder, rank, pid),
-            graceful_stop=lambda pid: failure_report.read_graceful_stop(folder, pid),
+            has_traceback=lambda _, pid: rank_reports.has_traceback(folder, rank, pid),
+            graceful_stop=lambda pid: rank_reports.read_graceful_stop(folder, pid),
             grace_period=request.settings.preemption_grace,
             on_start=lambda _, process: logs.read(rank, process),
         )
@@ -222,10 +210,10 @@ def _run_supervised(request: LaunchRequest, rank: int, variables: Variables, log
             outcome = ranks.run()
         logs.finish()
         ends = [dataclasses.replace(end, rank=rank) for end in outcome.exits]
-        error = failure_report.build_job_error(
+        error = rank_reports.build_job_error(
             dataclasses.replace(outcome, exits=ends),
             folder,
-            request.scheduler.size if request.scheduler else None,
+            size,
         )
     if error is not None:
         raise error

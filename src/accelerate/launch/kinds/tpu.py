@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from accelerate import device as devices
+import accelerate.device as devices
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
@@ -17,10 +17,9 @@ from accelerate.core.setting import setting
 from accelerate.device import Device
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.device_selection import LaunchDeviceSelection
-from accelerate.launch.kinds.local import LocalLaunch, LocalLaunchPlan, script_command
+from accelerate.launch.kinds.local import LocalLaunch, script_command
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.plan import PlannedCommand
+from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 RANK_MODULE = "accelerate.launch.tpu_rank"
 # Where the machines of a pod meet, if nobody says another port: that of torch_xla's own rendezvous.
@@ -103,20 +102,7 @@ class TpuSettings:
     )
 
 
-@frozen_dataclass
-class TPULaunchPlan(LocalLaunchPlan):
-    """A command on this machine that starts the processes, here or on the machines of a pod.
-
-    Attributes:
-        job: the request for that command.
-        pod: whether it starts them on a pod.
-    """
-
-    job: LaunchRequest
-    pod: bool
-
-
-class TpuLaunch(LaunchKind[TPULaunchPlan]):
+class TpuLaunch(LaunchKind[LaunchPlan]):
     """Processes on a TPU, by torch_xla."""
 
     name: ClassVar[str] = "TPU"
@@ -135,33 +121,34 @@ class TpuLaunch(LaunchKind[TPULaunchPlan]):
         quiet = not kind and not request.strategy_switches and request.settings.num_processes != 1
         return quiet and devices.probe_devices(DeviceProbeHost())[0] is device
 
-    def plan(self, request: LaunchRequest) -> TPULaunchPlan:
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Makes the command; see ``LaunchKind.plan``."""
         _check_request(request)
         pod = _uses_pod(request)
-        job = _pod_request(request) if pod else _local_request(request)
         count = request.settings.num_processes
-        return TPULaunchPlan(
+        return LaunchPlan(
             kind=self.name,
             facts=(
                 ("processes", str(count) if isinstance(count, int) else "one for each device of the TPU"),
             ),
             variables={} if pod else _process_variables(request),
-            commands=(PlannedCommand("gcloud" if pod else "torch_xla", script_command(job)),),
+            commands=(
+                PlannedCommand(
+                    "gcloud" if pod else "torch_xla", script_command(_command_request(request, pod=pod))
+                ),
+            ),
             notes=(),
             unused_settings=tuple(_unused_settings(request, pod=pod)),
-            allocation=LaunchDeviceSelection(_tpu_device(), 0, None, 1),
-            job=job,
-            pod=pod,
         )
 
-    def run(self, request: LaunchRequest, plan: TPULaunchPlan, *, replace: bool) -> None:
+    def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
         """Starts the command; see ``LaunchKind.run``."""
-        if plan.pod:
+        pod = _uses_pod(request)
+        if pod:
             check_gcloud_installed()
         elif not is_installed("torch_xla"):
             raise MissingExtraError("torch_xla[tpu]", "a launch on a TPU")
-        LocalLaunch().run(plan.job, plan, replace=replace)
+        LocalLaunch().run(_command_request(request, pod=pod), plan, replace=replace)
 
 
 def _tpu_device() -> Device:
@@ -216,8 +203,10 @@ def _process_variables(request: LaunchRequest) -> dict[str, object | None]:
     return variables
 
 
-def _local_request(request: LaunchRequest) -> LaunchRequest:
-    """The command that starts the processes of this machine."""
+def _command_request(request: LaunchRequest, *, pod: bool) -> LaunchRequest:
+    """The request for the command that starts the processes, here or on the machines of a pod."""
+    if pod:
+        return _replace_program(request, _pod_command(request), no_python=True)
     options, job = request.values_of(TpuSettings), request.settings
     count = job.num_processes if isinstance(job.num_processes, int) else 0
     port, kind = job.main_process_port or 0, "module" if job.module else "script"
@@ -225,7 +214,7 @@ def _local_request(request: LaunchRequest) -> LaunchRequest:
     return _replace_program(request, program, module=True)
 
 
-def _pod_request(request: LaunchRequest) -> LaunchRequest:
+def _pod_command(request: LaunchRequest) -> tuple[str, ...]:
     """The command that runs the launcher on the machines of a pod."""
     import shlex
 
@@ -245,7 +234,7 @@ def _pod_request(request: LaunchRequest) -> LaunchRequest:
     ]
     command += ["python3", "-m", "accelerate", "launch", *flags, *request.program]
     target = {"name": options.tpu_name, "zone": options.tpu_zone, "workers": options.tpu_vm or ()}
-    return _replace_program(request, worker_command(shlex.join(command), **target), no_python=True)
+    return worker_command(shlex.join(command), **target)
 
 
 def _replace_program(

@@ -10,6 +10,6 @@ if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:
         start, (folder, *rank) = pickle.load(file), sys.argv[2:]
         sys.path[:] = start["path"]
-        from accelerate.launch.notebook.function_runner import run_payload
+        from accelerate.launch.notebook.function_ranks import run_payload
 
         run_payload(file, start, folder, *rank)

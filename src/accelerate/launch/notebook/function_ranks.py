@@ -1,24 +1,32 @@
-"""The code of each rank: calls the function and leaves its result or exception for the caller."""
+"""The ranks of a function: each calls it and leaves its result or exception for the caller.
+
+A rank is a fresh process that reads the function (``run_payload``), or a copy of this one where it cannot be
+sent. A copy keeps everything, but not what a device's driver keeps: a process that has used a device cannot
+be copied to one that uses it. Its other threads are gone too, so this is the second choice.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import io
 import linecache
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from io import BufferedReader
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from accelerate.core import environ
-from accelerate.launch import failure_report
+from accelerate.launch import rank_reports
 from accelerate.launch.accelerate_rank import RankErrorFile
 from accelerate.launch.notebook import payload
+from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
 
 THIS_FOLDER = str(Path(__file__).parent)
 
@@ -33,7 +41,9 @@ def exception_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.exception"
 
 
-def run_payload(file: BufferedReader, header: dict[str, Any], folder_name: str, local_rank: str = "") -> None:
+def run_payload(
+    file: io.BufferedReader, header: dict[str, Any], folder_name: str, local_rank: str = ""
+) -> None:
     """Reads a function and its arguments, calls it, and leaves its result.
 
     Args:
@@ -52,7 +62,7 @@ def run_payload(file: BufferedReader, header: dict[str, Any], folder_name: str, 
     # Classes and functions of the notebook are found in __main__ here too, by what pickles them once more.
     main = sys.modules["__main__"] = ModuleType("__main__")
     # Left open for the life of the process: a crash cannot open it.
-    faulthandler.enable(failure_report.fault_file(folder, rank).open("w"))
+    faulthandler.enable(rank_reports.fault_file(folder, rank).open("w"))
     function, args = pickle.load(file)
     if getattr(function, "__module__", None) == "__main__":
         for name, value in getattr(function, "__globals__", {}).items():
@@ -65,7 +75,7 @@ def call_function(function: Callable[..., Any], args: tuple[Any, ...], folder: P
     try:
         result = function(*args)
     except SystemExit as stop:
-        RankErrorFile(str(failure_report.error_file(folder, rank))).write_exit(stop)
+        RankErrorFile(str(rank_reports.error_file(folder, rank))).write_exit(stop)
         raise
     result_file(folder, rank).write_bytes(_pickle_result(result, rank))
 
@@ -111,7 +121,7 @@ class ExceptionHook:
 
     def __init__(self, folder: Path, rank: int, previous_hook: Any = sys.__excepthook__) -> None:
         self.folder, self.rank, self.previous_hook = folder, rank, previous_hook
-        self.error_file = RankErrorFile(str(failure_report.error_file(folder, rank)))
+        self.error_file = RankErrorFile(str(rank_reports.error_file(folder, rank)))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Writes both; what of an exception cannot be pickled is told by its text alone."""
@@ -132,3 +142,114 @@ class ExceptionHook:
         # Not by the interpreter's own hook: it looks for lines in files only, and a cell is in none.
         with file or nullcontext(sys.stderr) as place:
             traceback.print_exception(kind, error, trace, file=place)
+
+
+@dataclass
+class ForkedRankSpec(ProcessSpec):
+    """One rank to start as a copy of this process.
+
+    Attributes:
+        function: what it calls.
+        args: with what.
+        folder: where it leaves its result.
+    """
+
+    function: Callable[..., Any] = print
+    args: tuple[Any, ...] = ()
+    folder: Path = Path()
+
+
+class ForkedProcess:
+    """A forked rank with the part of ``Popen`` that ``WorkerSupervisor`` uses.
+
+    Args:
+        rank: its number on this machine.
+        copy: what it does.
+        guard: what ends it when this process dies; it listens to a pipe that the copy must not hold open.
+    """
+
+    def __init__(self, rank: int, copy: ForkedRankSpec, guard: Any) -> None:
+        self.returncode: int | None = None
+        pipes = {number: os.pipe() for number in (1, 2)}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(guard.process.stdin.fileno())
+            _run_as_rank(rank, copy, {number: writer for number, (_, writer) in pipes.items()})
+        for _, writer in pipes.values():
+            os.close(writer)
+        self.stdout: IO[bytes] | None = os.fdopen(pipes[1][0], "rb")
+        self.stderr: IO[bytes] | None = os.fdopen(pipes[2][0], "rb")
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended, as ``Popen`` gives it."""
+        return self._wait_pid(os.WNOHANG)
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        code = self._wait_pid(0)
+        assert code is not None
+        return code
+
+    def _wait_pid(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class ForkSupervisor(WorkerSupervisor):
+    """Ranks that are started by copying this process; the rest is theirs."""
+
+    def _start(self, guard: Any) -> None:
+        for rank, command in enumerate(self.commands):
+            process = cast(Any, ForkedProcess(rank, cast(ForkedRankSpec, command), guard))
+            self.processes[rank] = self.alive[rank] = process
+            guard.write_line(f"+{process.pid}")
+            self.on_start(rank, process)
+
+
+def _run_as_rank(rank: int, copy: ForkedRankSpec, outputs: dict[int, int]) -> None:
+    """Turns this copy into a rank; it never returns into the program that was copied."""
+    code = 1
+    try:
+        os.setsid()
+        _reset_signals()
+        environ.set_variables({name: copy.env.get(name) for name in (*environ.snapshot(), *copy.env)})
+        for number, writer in outputs.items():
+            os.dup2(writer, number)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(os.fdopen(number, "wb", closefd=False), "utf-8", line_buffering=True)
+            for number in (1, 2)
+        )
+        code = _call_forked(rank, copy)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # what the copied program would do at its end is not this one's to do
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _call_forked(rank: int, copy: ForkedRankSpec) -> int:
+    from accelerate.world import world
+
+    sys.excepthook = ExceptionHook(copy.folder, rank)
+    try:
+        call_function(copy.function, copy.args, copy.folder, rank)
+        world.close()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise
+    return 0

@@ -1,4 +1,7 @@
-"""One attempt of a job on this machine: its processes, and how they ended."""
+"""The attempts of a job on this machine: its processes, how they ended, and starting them again.
+
+On one machine nobody has to meet, so nothing but the processes is needed (``run_with_restarts``).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core import environ
-from accelerate.launch import failure_report
+from accelerate.launch import rank_reports
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.plan import Variables
-from accelerate.launch.rank_commands import rank_command
 from accelerate.launch.supervisor import (
     GuardProcess,
     JobOutcome,
@@ -54,10 +56,10 @@ class LocalAttempt(WorkerSupervisor):
         """Seconds since the first process failed."""
         now = time.monotonic_ns()
         ends = [end for end in self.outcome.exits if end.code]
-        raised = [rank for rank in self.alive if failure_report.error_file(self.folder, rank).is_file()]
+        raised = [rank for rank in self.alive if rank_reports.error_file(self.folder, rank).is_file()]
         ends += [ProcessExit(rank, 1, now, was_asked_to_stop=False) for rank in raised]
         return max(
-            ((now - failure_report.read_failure(end, self.folder).failed_at) / 1e9 for end in ends),
+            ((now - rank_reports.read_failure(end, self.folder).failed_at) / 1e9 for end in ends),
             default=0.0,
         )
 
@@ -125,7 +127,7 @@ class ElasticAttemptRunner:
         settings = self.request.settings
         commands = [
             ProcessSpec(
-                rank_command(self.request, folder, rank),
+                rank_reports.rank_command(self.request, folder, rank),
                 environ.make_child_environment({**rank_variables, "ACCELERATE_STOP_FOLDER": folder}),
                 *self.logs.pipes(rank),
             )
@@ -136,8 +138,8 @@ class ElasticAttemptRunner:
             folder,
             should_cancel,
             stop_timeout=settings.stop_timeout,
-            has_traceback=lambda rank, pid: failure_report.has_traceback(folder, rank, pid),
-            graceful_stop=lambda pid: failure_report.read_graceful_stop(folder, pid),
+            has_traceback=lambda rank, pid: rank_reports.has_traceback(folder, rank, pid),
+            graceful_stop=lambda pid: rank_reports.read_graceful_stop(folder, pid),
             grace_period=settings.preemption_grace,
             on_start=self.logs.read,
             first_rank=first_rank,
@@ -146,4 +148,41 @@ class ElasticAttemptRunner:
         with explain_start_error(commands[0].program[0]):
             outcome = attempt.run_with(self.guard, self.signals)
         self.logs.finish()
-        return attempt, failure_report.build_job_error(outcome, folder, size)
+        return attempt, rank_reports.build_job_error(outcome, folder, size)
+
+
+def run_with_restarts(
+    attempts: ElasticAttemptRunner,
+    size: int,
+    max_restarts: int,
+    variables_of_restart: Callable[[int], Sequence[Variables]],
+    print_line: Callable[[str], None],
+) -> None:
+    """Runs the processes, again when they fail, until they end well.
+
+    A signal that stops the job is no failure, and neither are ranks that stop to be resumed.
+
+    Args:
+        attempts: of this job.
+        size: how many processes.
+        max_restarts: how often they may be started again.
+        variables_of_restart: the environment of each process, by how often they were started again.
+        print_line: prints a line.
+
+    Raises:
+        RankError: a rank failed, and there is no restart left.
+    """
+    for restart in range(max_restarts + 1):
+        attempt, error = attempts.run(variables_of_restart(restart), size=size)
+        if error is None:
+            return
+        outcome = attempt.outcome
+        if restart == max_restarts or outcome.stopped_by is not None or outcome.resumable:
+            raise error
+        print_line(f"{describe_failure(error)}; restart {restart + 1} of {max_restarts}")
+
+
+def describe_failure(error: RankError) -> str:
+    """How an attempt failed, in one line: with the last line of the traceback, if there is one."""
+    lines = error.traceback.strip().splitlines()
+    return f"{error.what}: {lines[-1]}" if lines else error.what
