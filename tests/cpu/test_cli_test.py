@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.check import loaders
+from accelerate.check import checks
 from accelerate.check.base import CheckOutcome, run_check
-from accelerate.check.check_list import CHECKS
+from accelerate.check.checks import CHECKS
 from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
 from tests.support.command import Running, accelerate, launch
@@ -118,7 +118,7 @@ def test_an_order_that_is_not_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(data: Any, batch_size: int, shuffle: bool) -> DataLoader[Any]:
         return DataLoader(data, batch_size)
 
-    monkeypatch.setattr(loaders, "DataLoader", plain)
+    monkeypatch.setattr(checks, "DataLoader", plain)
     assert fails("data, shuffled") == "the order is not shuffled"
 
 
@@ -162,7 +162,7 @@ def test_one_process_has_no_speed_to_measure() -> None:
 
 BROKEN = """
 from accelerate.check.base import expect
-from accelerate.check.check_list import CHECKS
+from accelerate.check.checks import CHECKS
 from accelerate.check.run import main
 
 def value(accelerator):
@@ -213,7 +213,7 @@ import importlib.util, sys
 
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name != "accelerate.check.check_list":
+        if name != "accelerate.check.checks":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -11,7 +11,7 @@ import yaml
 
 from accelerate.cli.main import run
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard.config_key_editor import find_setting
+from accelerate.cli.wizard.config_editor import find_setting
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.launch import config_files, config_writer
 from accelerate.launch.launch_request import read_request

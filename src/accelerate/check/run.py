@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.check.base import Check, CheckOutcome, run_check
-from accelerate.check.check_list import CHECKS
+from accelerate.check.checks import CHECKS
 from accelerate.facade.accelerator import Accelerator
 from accelerate.world.store_client import StoreClient
 

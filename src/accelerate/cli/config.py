@@ -46,10 +46,10 @@ def _config(ctx: click.Context, config_file: str | None, pairs: tuple[str, ...])
 
 def change_keys(config_file: str | None, pairs: tuple[str, ...]) -> None:
     """Sets keys of a file and says which, and where."""
-    from accelerate.cli.wizard import config_key_editor
+    from accelerate.cli.wizard import config_editor
 
-    path = config_key_editor.config_path(config_file)
-    changes = config_key_editor.set_keys(path, pairs)
+    path = config_editor.config_path(config_file)
+    changes = config_editor.set_keys(path, pairs)
     click.echo(f"{path}:" if changes else f"{path} says so already")
     for each in changes:
         click.echo(f"  {each}")
@@ -68,15 +68,15 @@ def ask_all(config_file: str | None) -> Path | None:
             fix="accelerate config --set num_processes=2 --set mixed_precision=bf16, or "
             "accelerate config default",
         )
-    from accelerate.cli.wizard import config_key_editor, terminal
+    from accelerate.cli.wizard import config_editor, terminal
 
-    path = config_key_editor.config_path(config_file)
+    path = config_editor.config_path(config_file)
     before = config_files.read_raw(path)[0] if path.exists() else {}
     values = terminal.run_wizard(path, config_files.upgrade_keys(before))
     if values is None:
         click.echo("nothing was written")
         return None
-    copy = config_key_editor.save_config(path, before, values)
+    copy = config_editor.save_config(path, before, values)
     click.echo(f"written to {path}" + (f"; the old file is {copy}" if copy else ""))
     _warn_about_file(path)
     return path
@@ -84,9 +84,9 @@ def ask_all(config_file: str | None) -> Path | None:
 
 def _warn_about_file(path: Path) -> None:
     """Says what stands in the way of a launch with a file that was just written."""
-    from accelerate.cli.wizard import config_key_editor
+    from accelerate.cli.wizard import config_editor
 
-    problem = config_key_editor.find_refusal(config_files.read_raw(path)[0], path)
+    problem = config_editor.find_refusal(config_files.read_raw(path)[0], path)
     if problem is not None:
         click.echo(f"note: accelerate launch will refuse this file: {problem}", err=True)
     working_file = Path(config_files.WORKING_NAME)
@@ -103,9 +103,9 @@ def _warn_about_file(path: Path) -> None:
 def _default(named: str | None, config_file: str | None, mixed_precision: str) -> None:
     """Write a file for all devices of this machine. One that exists stays as it is."""
     from accelerate.cli.config_classes import write_basic_config
-    from accelerate.cli.wizard import config_key_editor
+    from accelerate.cli.wizard import config_editor
 
-    path = write_basic_config(mixed_precision, config_key_editor.config_path(config_file or named))
+    path = write_basic_config(mixed_precision, config_editor.config_path(config_file or named))
     if path:
         click.echo(f"written to {path}")
 
@@ -115,10 +115,10 @@ def _default(named: str | None, config_file: str | None, mixed_precision: str) -
 @click.pass_obj
 def _update(named: str | None, config_file: str | None) -> None:
     """Bring an old file up to date: its keys as they are called today, its values as they are typed today."""
-    from accelerate.cli.wizard import config_key_editor, update
+    from accelerate.cli.wizard import config_editor
 
-    path = config_key_editor.config_path(config_file or named)
-    changes, copy = update.update_file(path)
+    path = config_editor.config_path(config_file or named)
+    changes, copy = config_editor.update_file(path)
     if not changes:
         click.echo(f"{path} is up to date")
         return

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import click
 
-from accelerate.cli.error_output import USAGE_EXIT_CODE, convert_usage_error, print_error
-from accelerate.core.errors import AccelerateError, UnknownNameError
+from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
 from accelerate.core.registry import Registry
 from accelerate.launch.errors import RankError
+
+USAGE_EXIT_CODE = 2  # exit code of what was typed wrongly, as in every Unix tool
 
 COMMANDS: Registry[click.Command] = Registry(
     "command",
@@ -21,7 +22,6 @@ COMMANDS: Registry[click.Command] = Registry(
         "argument_parser",
         "bar_charts",
         "config_classes",
-        "error_output",
         "v1_launcher_functions",
         "main",
         "options",
@@ -83,9 +83,9 @@ def run(args: Sequence[str], name: str = "accelerate") -> int:
         click.echo(error.format_text(), file=sys.stderr)
         return error.code
     except click.UsageError as error:
-        print_error(convert_usage_error(error, _command_name(args, name)), _command_name(args, name))
+        _print_error(_convert_usage_error(error, _command_name(args, name)), _command_name(args, name))
     except AccelerateError as error:
-        print_error(error, _command_name(args, name))
+        _print_error(error, _command_name(args, name))
     except (click.Abort, KeyboardInterrupt):
         return 130
     return USAGE_EXIT_CODE
@@ -94,6 +94,25 @@ def run(args: Sequence[str], name: str = "accelerate") -> int:
 def _command_name(args: Sequence[str], name: str) -> str:
     """``accelerate launch``, the command as the user typed it."""
     return f"{name} {args[0]}" if args and not args[0].startswith("-") else name
+
+
+def _print_error(error: AccelerateError, command: str) -> None:
+    """Prints an error on stderr: what, why, and what to type, never a traceback; colours on a terminal."""
+    lines = [f"{click.style(command, bold=True)}: {click.style(error.what, fg='red')}"]
+    lines += [f"  {click.style('why:', bold=True)} {error.why}"] if error.why else []
+    lines += [f"  {click.style('fix:', fg='green', bold=True)} {error.fix}"] if error.fix else []
+    click.echo("\n".join(lines), file=sys.stderr)
+
+
+def _convert_usage_error(error: click.UsageError, command: str) -> AccelerateError:
+    """A mistake that click found on the command line ``command``."""
+    hint = f"{command} --help lists all flags"
+    if isinstance(error, click.NoSuchOption):
+        params = error.ctx.command.get_params(error.ctx) if error.ctx else []
+        return UnknownNameError(
+            "flag", error.option_name, [name for param in params for name in param.opts], why=hint
+        )
+    return SettingError(error.format_message().rstrip("."), fix=hint)
 
 
 def _run_process(*words: str) -> int:

@@ -203,13 +203,13 @@ def write_config(
     Raises:
         SettingError: there is a file already, or it cannot be written.
     """
-    from accelerate.cli.wizard import config_key_editor
+    from accelerate.cli.wizard import config_editor
 
     _refuse_existing(path)
     pairs = {**way.settings, "mixed_precision": precision, "num_processes": on.count}
     pairs |= {"num_machines": on.nodes} if on.nodes > 1 else {}
     pairs |= {"gradient_accumulation_steps": accumulation} if accumulation > 1 else {}
-    config_key_editor.set_keys(path, [f"{name}={value}" for name, value in pairs.items()])
+    config_editor.set_keys(path, [f"{name}={value}" for name, value in pairs.items()])
 
 
 def _refuse_existing(path: str | Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from accelerate.cli import config
 from accelerate.cli.config_classes import BaseConfig, ClusterConfig, SageMakerConfig, write_basic_config
-from accelerate.cli.wizard import config_key_editor, questions, terminal, update
+from accelerate.cli.wizard import config_editor, questions, terminal
 from accelerate.launch import config_files
 
 C = TypeVar("C", bound=BaseConfig)
@@ -116,8 +116,8 @@ def update_config(args: argparse.Namespace) -> str:
     Raises:
         SettingError: there is none, or something in it is wrong.
     """
-    path = config_key_editor.config_path(args.config_file)
-    update.update_file(path)
+    path = config_editor.config_path(args.config_file)
+    config_editor.update_file(path)
     return str(path)
 
 

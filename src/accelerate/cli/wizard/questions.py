@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args
 
 import accelerate.device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard.config_key_editor import file_value
+from accelerate.cli.wizard.config_editor import file_value
 from accelerate.core.setting import Setting, convert_value, declared_settings
 from accelerate.launch.config_writer import KeyPath
 from accelerate.launch.device_selection import CPU_GROUP

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.cli.wizard.config_key_editor import find_refusal
+from accelerate.cli.wizard.config_editor import find_refusal
 from accelerate.cli.wizard.questions import (
     QuestionFlow,
     WizardAnswers,
